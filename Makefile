@@ -1,0 +1,60 @@
+# make demo   the main job: installs what it needs, trains, prints a table
+# make test   the whole test suite
+# make lint   style, types, import contract
+#
+# Each makes what it needs in .venv; a second call finds it there. PYTHON=python3.12 chooses the interpreter.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# -qq: only errors are worth a line.
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+DEPENDENCIES := pyproject.toml constraints.txt
+DEMO ?=
+PYTEST ?=
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint format notebooks bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/ltx demo $(DEMO)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Every notebook is executed from a clean kernel and fails on the first cell that raises.
+notebooks: $(VENV)/.test
+	@for notebook in notebooks/*.ipynb; do \
+		echo "executing $$notebook" && \
+		$(BIN)/jupyter-execute --timeout=300 "$$notebook" || exit 1; \
+	done
+
+bench: $(VENV)/.demo
+	$(BIN)/python benchmarks/step_time.py $(BENCH)
+
+clean:
+	rm -rf $(VENV) ltx-demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.python $(DEPENDENCIES)
+	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)
+	$(INSTALL) --editable '.[demo,notebook,test]'
+	touch $@

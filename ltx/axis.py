@@ -1,0 +1,227 @@
+"""Named axes: the dimensions of ranks that collectives reduce over, and which of them are in scope.
+
+An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`vmap`), or by nothing (size 1). Code that
+uses an axis can't tell which. What is in scope is the one piece of ambient state that ltx has: the axes of the world,
+set by ``ltx.init``, and inside them those that :func:`vmap` opens while its function runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch._C import _functorch
+
+from ltx import tree
+from ltx.errors import AxisError
+from ltx.typing import Tree
+
+DEFAULT_NAME = "data"
+
+
+@dataclass(frozen=True)
+class GroupBacking:
+    """Ranks are processes: this one's index on the axis, and the wire's end of the axis (:class:`ltx.wire.Line`)."""
+
+    rank: int
+    line: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class VmapBacking:
+    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds."""
+
+    level: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named dimension of ranks.
+
+    Attributes:
+        name: what collectives call it.
+        size: the number of ranks on it.
+        backing: how its ranks are realised; None for an axis of size 1 that needs no communication.
+    """
+
+    name: str
+    size: int
+    backing: GroupBacking | VmapBacking | None = None
+
+    def index(self) -> torch.Tensor:
+        """This rank's position on the axis, a 0-dim int64 tensor on every backing."""
+        match self.backing:
+            case GroupBacking(rank=rank):
+                return torch.tensor(rank)
+            case VmapBacking(level=level):
+                return _functorch._add_batch_dim(torch.arange(self.size), 0, level)
+            case None:
+                return torch.tensor(0)
+
+
+_world_axes: tuple[Axis, ...] = ()
+_opened_axes: list[Axis] = []
+
+
+def set_world_axes(axes: tuple[Axis, ...]) -> None:
+    """Make `axes`, outermost first, the ones that are in scope everywhere; ``()`` clears them."""
+    global _world_axes
+    _world_axes = axes
+
+
+def axes_in_scope() -> tuple[Axis, ...]:
+    """All axes in scope, innermost last."""
+    return (*_world_axes, *_opened_axes)
+
+
+def find(name: str | None) -> Axis:
+    """The axis called `name`, the innermost one first; None is the innermost of all.
+
+    Without any axis in scope the default axis has size 1. Raises :class:`ltx.errors.AxisError` for other names.
+    """
+    scope = axes_in_scope()
+    for candidate in reversed(scope):
+        if name is None or candidate.name == name:
+            return candidate
+    if name is None or name == DEFAULT_NAME:
+        return Axis(DEFAULT_NAME, 1)
+    known = ", ".join(repr(a.name) for a in scope) or "none (ltx.init hasn't made any)"
+    raise AxisError(
+        f"no axis called {name!r} is in scope; in scope: {known}. Open it with ltx.vmap(f, axis_name={name!r}) "
+        f"or name it in ltx.init(mesh={{{name!r}: ...}})."
+    )
+
+
+# Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these two need:
+# the level is functorch's own, which exists at trace time and is the same at run time.
+def _open(name: str, size: int) -> int:
+    level: int = _functorch.current_level()
+    _opened_axes.append(Axis(name, size, VmapBacking(level)))
+    return level
+
+
+def _close() -> None:
+    _opened_axes.pop()
+
+
+_open._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_close._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def vmap(
+    f: Callable[..., Any],
+    axis_name: str = DEFAULT_NAME,
+    axis_size: int | None = None,
+    in_dims: Any = 0,
+    out_dims: int = 0,
+    randomness: str = "different",
+) -> Callable[..., Any]:
+    """Run `f` on simulated ranks: every rank is one entry of a batch dimension of ``torch.vmap``.
+
+    Inside `f` the collectives of ltx, and everything built on them, work over the axis `axis_name` as they do between
+    processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes.
+
+    Args:
+        f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on as
+            they are.
+        axis_name: what collectives call the axis.
+        axis_size: the number of ranks; needed only if no input is mapped.
+        in_dims: an int or None for all arguments, or a tuple with one entry for each argument (an int, None, or a tree
+            of them that is a prefix of the argument). None: every rank sees the same value.
+        out_dims: where the outputs' rank dimension goes.
+        randomness: as in ``torch.vmap``; ranks draw different random numbers unless told otherwise.
+
+    Returns:
+        A function with `f`'s arguments, each mapped tensor with an additional dimension of size `axis_size`.
+
+    Raises:
+        AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.psum(x) + ltx.axis_index())(torch.tensor([1.0, 2.0]))
+        tensor([3., 4.])
+    """
+
+    def mapped(*args: Any) -> Any:
+        leaves, spec = tree.flatten(args)
+        dims = _broadcast_dims(in_dims, args)
+        size = _axis_size(axis_name, axis_size, leaves, dims)
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        out_spec: list[Any] = []
+
+        def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            _open(axis_name, size)
+            try:
+                filled = list(leaves)
+                for position, tensor in zip(positions, tensors, strict=True):
+                    filled[position] = tensor
+                outputs, structure = tree.flatten(f(*tree.unflatten(spec, filled)))
+            finally:
+                _close()
+            is_tensor = [isinstance(out, torch.Tensor) for out in outputs]
+            rest = [None if ok else out for ok, out in zip(is_tensor, outputs, strict=True)]
+            out_spec.append((structure, is_tensor, rest))
+            return tuple(out for ok, out in zip(is_tensor, outputs, strict=True) if ok)
+
+        # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
+        tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
+        results = iter(
+            torch.vmap(one_rank, in_dims=tensor_dims, out_dims=out_dims, randomness=randomness)(
+                torch.arange(size), *(leaves[i] for i in positions)
+            )
+        )
+        structure, is_tensor, rest = out_spec[0]
+        return tree.unflatten(
+            structure, [next(results) if ok else other for ok, other in zip(is_tensor, rest, strict=True)]
+        )
+
+    return mapped
+
+
+def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
+    """One entry of `in_dims` for each leaf of `args`."""
+    if not isinstance(in_dims, tuple):
+        in_dims = (in_dims,) * len(args)
+    if len(in_dims) != len(args):
+        raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")
+    dims: list[int | None] = []
+    for dim, arg in zip(in_dims, args, strict=True):
+        if dim is None or isinstance(dim, int):
+            dims.extend([dim] * len(tree.flatten(arg)[0]))
+        else:
+            dims.extend(_prefix_dims(dim, arg))
+    return dims
+
+
+def _prefix_dims(prefix: Any, arg: Tree) -> list[int | None]:
+    dims: list[int | None] = []
+    optree.tree_map_(
+        lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, arg, none_is_leaf=True
+    )
+    return dims
+
+
+def _axis_size(name: str, given: int | None, leaves: list[Any], dims: list[int | None]) -> int:
+    sizes = {
+        leaf.shape[dim]
+        for leaf, dim in zip(leaves, dims, strict=True)
+        if dim is not None and isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+    }
+    if any(
+        dim is not None and isinstance(leaf, torch.Tensor) and leaf.ndim == 0
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ):
+        raise AxisError(
+            f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "
+            "value for each rank."
+        )
+    if given is not None:
+        sizes.add(given)
+    if len(sizes) != 1:
+        got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"
+        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give axis_size.")
+    return sizes.pop()

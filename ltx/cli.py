@@ -1,0 +1,94 @@
+"""The command line: ``ltx run`` starts a script on several ranks, ``ltx demo`` the demo.
+
+Both go through torch's own elastic launcher, the one behind ``torchrun``. It is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ltx.demo import options as demo_options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point of ``ltx``: run a command, return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["run"]:  # everything behind it belongs to torchrun and to the script
+        return launch(arguments[1:])
+    parsed = _parser().parse_args(arguments)
+    return _demo(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ltx", description="Data-parallel training as function transformations.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands.add_parser(
+        "run",
+        help="run a script on several ranks: ltx run -n 2 script.py ... (see ltx run --help)",
+        add_help=False,
+    )
+    demo = commands.add_parser(
+        "demo",
+        help="train a small GPT, data parallel, in three configurations",
+        description="Train a character-level GPT, data parallel, on text that every CPython ships: gradients in fp32, "
+        "in bf16, and accumulated over four batches. Prints a table; writes loss.png and metrics.jsonl.",
+    )
+    demo.add_argument("--ranks", type=demo_options.positive, default=2, help="worker processes (default: %(default)s)")
+    demo_options.add_arguments(demo)
+    return parser
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    threads = max(1, (os.cpu_count() or 1) // parsed.ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # unset, torchrun warns
+    options = demo_options.options_of(parsed)
+    return launch(["-n", str(parsed.ranks), "-m", "ltx.demo.train", *options.arguments()])
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Start a script on every rank of this machine and wait for it: ``torchrun``, with these differences.
+
+    ``-n`` is short for ``--nproc-per-node``. A run on this machine alone meets on a free port (``--standalone``)
+    rather than on a fixed one, so that several can run at once. A failure is told without the launcher's own traceback.
+
+    Args:
+        arguments: torchrun's options, then the script (or ``-m`` and a module), then the script's arguments.
+
+    Returns:
+        The exit status: 0, or 1 if a rank failed.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    parser = torchrun.get_args_parser()
+    parser.prog = "ltx run"
+    parser.description = "Start a script on several ranks. Takes all options of torchrun, which it is built on."
+    parser.add_argument("-n", dest="nproc_per_node", metavar="N", help="ranks on this machine: --nproc-per-node")
+    parsed = parser.parse_args(list(arguments))
+    parsed.standalone = parsed.standalone or _is_local(parsed)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
+    try:
+        torchrun.run(parsed)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(f"ltx run: stopped by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval.value
+    return 0
+
+
+def _is_local(parsed: argparse.Namespace) -> bool:
+    """Whether nothing asks for another machine or a fixed meeting point."""
+    return (
+        parsed.nnodes in {"1", "1:1"}
+        and parsed.rdzv_backend == "static"
+        and not parsed.rdzv_endpoint
+        and parsed.master_port is None
+        and parsed.master_addr == "127.0.0.1"
+        and parsed.node_rank == 0
+    )

@@ -1,0 +1,162 @@
+"""all_gather and psum_scatter, each the other's transpose.
+
+    all_gather:    y_r = [x_0, ..., x_{n-1}] along dim     transpose:  x̄_r = (sum_s ȳ_s)[r]
+    psum_scatter:  y_r = (sum_s x_s)[r] along dim          transpose:  x̄_r = [ȳ_0, ..., ȳ_{n-1}]
+
+With ``tiled`` the ranks' parts lie one after another on an existing dimension instead of on a new one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltx import tree
+from ltx.collectives.linear import Rule, Static, add_rule, collective
+from ltx.errors import AxisError
+from ltx.typing import Tree
+
+
+def _spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
+    """(n, *shape) with the first dimension moved to where `static` = (dim, tiled) wants it."""
+    dim, tiled = static
+    moved = gathered.movedim(0, dim)
+    return moved.flatten(dim, dim + 1) if tiled else moved
+
+
+def _split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
+    """Inverse of :func:`_spread`."""
+    dim, tiled = static
+    return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
+
+
+def _one_more_dim(static: Static) -> Static:
+    dim, tiled = static
+    return (dim + 1, tiled)
+
+
+add_rule(
+    Rule(
+        name="all_gather",
+        operation="all_gather",
+        before=lambda x, n, static: x.contiguous(),
+        after=lambda result, rank, n, static: _spread(result, static),
+        stacked=lambda xs, n, static: (_spread(xs, static), False),
+        alone=lambda x, static: _spread(x.unsqueeze(0), static),
+        transpose=lambda shape, static: ("psum_scatter", static),
+        batched=_one_more_dim,
+    )
+)
+
+add_rule(
+    Rule(
+        name="psum_scatter",
+        operation="reduce_scatter",
+        before=lambda x, n, static: _split(x, n, static).contiguous(),
+        after=lambda result, rank, n, static: result,
+        stacked=lambda xs, n, static: (_split(xs.sum(0, dtype=xs.dtype), n, static), True),
+        alone=lambda x, static: _split(x, 1, static).squeeze(0),
+        transpose=lambda shape, static: ("all_gather", static),
+        batched=_one_more_dim,
+    )
+)
+
+
+def all_gather(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = False, sync_grads: bool = True) -> Tree:
+    """Every rank's tensor, on every rank.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank.
+        axis: as in :func:`ltx.psum`.
+        dim: where the ranks lie: a new dimension of size n, or with `tiled` the existing one along which the parts are
+            concatenated.
+        tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
+        sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
+
+    Returns:
+        What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.
+
+    Gradient:
+        psum_scatter(ȳ): each rank gets the sum over ranks of the cotangents of its own part.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or `dim` is out of range.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> gathered = ltx.vmap(ltx.all_gather)(torch.tensor([1.0, 2.0]))
+        >>> gathered[0], gathered[1]
+        (tensor([1., 2.]), tensor([1., 2.]))
+    """
+    gathered = collective("all_gather", value, axis, lambda x, n: _static("all_gather", x, dim, tiled, new_dim=not tiled))
+    return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
+
+
+def psum_scatter(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
+    """This rank's part of the sum over ranks.
+
+    Args:
+        value: tree of tensors. Without `tiled`, ``shape[dim]`` must be the axis' size n, and part r is entry r; with
+            it, ``shape[dim]`` must be a multiple of n, and part r is the r-th of n equal chunks.
+        axis: as in :func:`ltx.psum`.
+        dim: the dimension that is split.
+        tiled: split a dimension into chunks instead of taking it away.
+
+    Returns:
+        What each rank sees: its own part, without dimension `dim` or with it n times smaller.
+
+    Gradient:
+        all_gather(ȳ).
+
+    Raises:
+        AxisError: `axis` isn't in scope, or the dimension can't be split among its ranks.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.psum_scatter)(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([4., 6.])
+    """
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        found = _static("psum_scatter", x, dim, tiled, new_dim=False)
+        length = x.shape[found[0]]
+        if length % n != 0 if tiled else length != n:
+            wanted = f"a multiple of {n}" if tiled else str(n)
+            raise AxisError(
+                f"psum_scatter over {n} ranks: dimension {dim} of a tensor of shape {list(x.shape)} must be {wanted}, "
+                f"got {length}. Pad it, or split another dimension."
+            )
+        return found
+
+    return collective("psum_scatter", value, axis, static)
+
+
+def _static(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool) -> Static:
+    ndim = x.ndim + new_dim
+    if not -ndim <= dim < ndim:
+        hint = " Stack 0-dim tensors with tiled=False." if x.ndim == 0 and tiled else ""
+        raise AxisError(f"{name}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.{hint}")
+    return (dim % ndim, int(tiled))
+
+
+class AllGatherGrad:
+    """``AllGatherGrad.apply(tensor, group=None)``: :func:`all_gather` under the name that Lightning's users know.
+
+    The result has shape ``(n, *shape)``; its gradient is the sum over ranks of the cotangents of this rank's part. Other
+    than Lightning's it works on subgroups and non-contiguous tensors, under every ``torch.func`` transform, and its
+    backward pass moves 1/n of the bytes (a reduce-scatter rather than an all-reduce of everything).
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.AllGatherGrad.apply(torch.tensor([1.0, 2.0])).shape  # a world of one
+        torch.Size([1, 2])
+    """
+
+    @staticmethod
+    def apply(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+        """Gather `tensor` from the ranks of `group` (an axis in any form; the innermost one if None)."""
+        gathered: torch.Tensor = all_gather(tensor, group)
+        return gathered

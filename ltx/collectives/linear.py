@@ -1,0 +1,251 @@
+"""The mechanism that every linear collective shares: a rule, and one autograd Function that follows rules.
+
+A linear collective A is given by a :class:`Rule`: what it does on a process group, on the stacked values of simulated
+ranks, on an axis of size 1, and which rule is its transpose. Everything else follows from linearity:
+
+* forward mode: the tangent of A x is A applied to the tangent of x;
+* reverse mode: the cotangent of x is the transpose of A applied to the cotangent of A x, where the loss is the sum over
+  ranks of each rank's loss;
+* vmap over any level that isn't the axis itself: one more dimension in front;
+* any order of these, any number of times, since each recurses through the same Function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import _functorch
+
+from ltx import tree, wire
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.typing import Tree
+from ltx.wire import traced
+
+#: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
+Static = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One linear collective. `x` is one rank's tensor, `n` the axis' size.
+
+    Attributes:
+        name: the collective's name; also its key in :data:`RULES`.
+        operation: what the wire issues (:mod:`ltx.wire.operations`); None if nothing moves.
+        before: ``(x, n, static)`` -> a contiguous buffer that the wire may overwrite.
+        after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
+        stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
+            `per_rank` the result is a stack again, else it is the one value that all ranks get.
+        alone: ``(x, static)`` -> the value on an axis of size 1.
+        transpose: ``(shape of x, static)`` -> name and static arguments of the transpose.
+        batched: `static` once x has got one more dimension in front.
+        argument: the wire operation's argument from `static`.
+    """
+
+    name: str
+    operation: str | None
+    before: Callable[[torch.Tensor, int, Static], torch.Tensor]
+    after: Callable[[torch.Tensor, int, int, Static], torch.Tensor]
+    stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
+    alone: Callable[[torch.Tensor, Static], torch.Tensor]
+    transpose: Callable[[torch.Size, Static], tuple[str, Static]]
+    batched: Callable[[Static], Static]
+    argument: Callable[[Static], int] = lambda static: 0
+
+
+RULES: dict[str, Rule] = {}
+
+
+def add_rule(rule: Rule) -> Rule:
+    """Enter a rule into the table."""
+    RULES[rule.name] = rule
+    return rule
+
+
+class Linear(torch.autograd.Function):
+    """``Linear.apply(rule name, static, axis, compiled, index, *tensors)``: the collective of each tensor.
+
+    `index` is the rank's position on a simulated axis and None elsewhere. It is an input so that functorch calls the
+    vmap rule at the axis' own level even for tensors that are the same on every rank.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        name: str, static: Static, axis: Axis, compiled: bool, index: torch.Tensor | None, *xs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        rule = RULES[name]
+        if axis.backing is None:
+            return tuple(_fresh(rule.alone(x, static), x) for x in xs)
+        assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
+        line: wire.Line = axis.backing.line
+        begin = _begin_compiled if compiled else _begin
+        waits = [begin(line, rule, x, static) for x in xs]
+        return tuple(_fresh(rule.after(wait(), line.rank, axis.size, static), x) for wait, x in zip(waits, xs, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name, ctx.static, ctx.axis, ctx.compiled, _, *xs = inputs
+        ctx.shapes = [x.shape for x in xs]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        # One call for each distinct transpose keeps the order of issues that of the tensors.
+        transposes = [RULES[ctx.name].transpose(shape, ctx.static) for shape in ctx.shapes]
+        grads: list[torch.Tensor] = []
+        for (name, static), cotangent in zip(transposes, cotangents, strict=True):
+            grads.extend(apply(name, static, ctx.axis, [cotangent], ctx.compiled))
+        return (None, None, None, None, None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        filled = [t if t is not None else None for t in tangents[5:]]
+        present = [t for t in filled if t is not None]
+        results = iter(apply(ctx.name, ctx.static, ctx.axis, present, ctx.compiled))
+        return tuple(None if t is None else next(results) for t in filled)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any,
+        in_dims: tuple[Any, ...],
+        name: str,
+        static: Static,
+        axis: Axis,
+        compiled: bool,
+        index: torch.Tensor | None,
+        *xs: torch.Tensor,
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
+        rule, dims = RULES[name], in_dims[5:]
+        if isinstance(axis.backing, VmapBacking) and _peeled_level() == axis.backing.level:
+            results = [rule.stacked(_stack(x, dim, axis.size), axis.size, static) for x, dim in zip(xs, dims, strict=True)]
+            return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
+        outs: list[torch.Tensor] = []
+        for x, dim in zip(xs, dims, strict=True):
+            inner = static if dim is None else rule.batched(static)
+            outs.extend(Linear.apply(name, inner, axis, compiled, index, x if dim is None else x.movedim(dim, 0)))
+        return tuple(outs), tuple(None if dim is None else 0 for dim in dims)
+
+
+def _peeled_level() -> int:
+    """The vmap level whose rule is being run: functorch has taken it off the stack for that."""
+    return (_functorch.maybe_current_level() or 0) + 1
+
+
+def _stack(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
+    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y.view_as(y) if y is x else y
+
+
+def _begin(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
+    if rule.operation is None:
+        return lambda: rule.before(x, line.size, static)
+    key = (rule.name, x.shape, x.dtype, static)
+    line.issue_agreed(
+        line.user, key, lambda: wire.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else "")
+    )
+    buffer = rule.before(x, line.size, static)
+    if buffer.numel() == 0:
+        return lambda: _empty_result(rule, buffer, line.size)
+    return line.user.issue(rule.operation, buffer, rule.name, rule.argument(static)).wait
+
+
+def _empty_result(rule: Rule, buffer: torch.Tensor, n: int) -> torch.Tensor:
+    # Backends refuse empty buffers; every rank has the same shape, so nobody waits.
+    shapes = {"all_gather": (n, *buffer.shape), "reduce_scatter": buffer.shape[1:]}
+    shape = shapes.get(rule.operation or "", buffer.shape)
+    return buffer.new_empty(shape)
+
+
+def _begin_compiled(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
+    n, name = line.size, line.user.group.group_name
+    buffer = rule.before(x, n, static)
+    if rule.operation is None:
+        return lambda: buffer
+    if buffer.numel() == 0:
+        return lambda: _empty_result(rule, buffer, n)
+    # Functional gathers work on dim 0; the wire's on a new one.
+    flat = buffer if rule.operation != "reduce_scatter" else buffer.flatten(0, 1) if buffer.ndim > 1 else buffer
+    started = traced.start(rule.operation, flat, n, name, rule.argument(static))
+
+    def finish() -> torch.Tensor:
+        landed = traced.wait(started)
+        if rule.operation == "all_gather":
+            return landed.reshape(n, *buffer.shape)
+        return landed.reshape(buffer.shape[1:]) if rule.operation == "reduce_scatter" else landed
+
+    return finish
+
+
+def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compiled: bool = False) -> list[torch.Tensor]:
+    """The collective `name` of each of `xs` on `axis`."""
+    if not xs:
+        return []
+    index = axis.index() if isinstance(axis.backing, VmapBacking) else None
+    return list(Linear.apply(name, static, axis, compiled, index, *xs))
+
+
+# --- inside a compiled graph -----------------------------------------------------------------------------------------
+# Dynamo drops the backward of an autograd.Function that it traces into under torch.func.grad, so the Function is
+# entered through a function that Dynamo puts into the graph as it is (allow_in_graph). Registering that imports Dynamo,
+# so it happens while Dynamo traces: it runs functions marked as constant.
+
+_traced_axes: dict[str, Axis] = {}
+
+
+def prepare_trace(axis: Any) -> str:
+    """Run by Dynamo at trace time: register the entry into the graph, and name the axis by a constant."""
+    torch.compiler.allow_in_graph(in_graph)
+    torch.compiler.allow_in_graph(in_graph_index)
+    found = wire.resolve(axis)
+    key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
+    if isinstance(found.backing, VmapBacking):
+        key = f"{found.name!r} of {found.size} at level {found.backing.level}"
+    _traced_axes[key] = found
+    return key
+
+
+prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The node that a compiled graph holds for a collective."""
+    return tuple(apply(name, static, _traced_axes[axis_key], list(xs), compiled=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor, int], Static]) -> Tree:
+    """The collective `name` of every leaf of `value`; `static` gives its arguments for a leaf and the axis' size."""
+    leaves, spec = tree.flatten(value)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        tree.check_tensors(value, f"{name}: its argument")
+        found = wire.resolve(axis)
+        groups = [static(x, found.size) for x in leaves]
+        if len(set(groups)) == 1:
+            return tree.unflatten(spec, apply(name, groups[0], found, leaves))
+        return tree.unflatten(
+            spec, [y for x, g in zip(leaves, groups, strict=True) for y in apply(name, g, found, [x])]
+        )
+    key = prepare_trace(axis)
+    size = traced_size(key)
+    return tree.unflatten(spec, [in_graph(name, static(x, size), key, x)[0] for x in leaves])
+
+
+def traced_size(key: str) -> int:
+    """The size of an axis named by :func:`prepare_trace`."""
+    return _traced_axes[key].size
+
+
+traced_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def in_graph_index(key: str) -> torch.Tensor:
+    """The position on an axis, as a node of a compiled graph."""
+    return _traced_axes[key].index()

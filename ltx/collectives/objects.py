@@ -1,0 +1,105 @@
+"""Objects between ranks: broadcast_object and barrier. They have no gradient and no simulated form but the barrier."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+
+from ltx import wire
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.errors import AxisError
+
+T = TypeVar("T")
+
+
+def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
+    """Rank `src`'s object, on every rank.
+
+    The object travels by cloudpickle between the processes of one job, which trust each other.
+
+    Args:
+        obj: anything cloudpickle can carry; only `src`'s matters. Tensors in it arrive on the device they were on.
+        src: an index on the axis.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: a copy of `src`'s object; on `src` the object itself.
+
+    Raises:
+        AxisError: `axis` isn't in scope or is simulated, or `src` isn't on it.
+        TypeError: `src`'s object can't be pickled; on every rank, so that nobody waits.
+
+    Example:
+        >>> import ltx
+        >>> ltx.broadcast_object({"lr": 0.1})  # a world of one
+        {'lr': 0.1}
+    """
+    found = wire.resolve(axis)
+    if not 0 <= src < found.size:
+        raise AxisError(f"broadcast_object: src={src} isn't an index on an axis of {found.size} ranks.")
+    line = _line("broadcast_object", found)
+    if line is None:
+        return obj
+    error = ""
+    payload = b""
+    if line.rank == src:
+        try:
+            payload = cloudpickle.dumps(obj)
+        except Exception as failure:  # whatever pickling raises must reach every rank
+            error = f"{type(failure).__name__}: {failure}"
+            payload = error.encode()
+    header = _broadcast_bytes_tensor(line, torch.tensor([len(payload), bool(error)]), src)
+    length, failed = int(header[0]), bool(header[1])
+    body = torch.empty(length, dtype=torch.uint8, device=line.device)
+    if line.rank == src and length:
+        body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    if length:
+        body = line.user.issue("broadcast", body, "broadcast_object", src).wait()
+    here = body.cpu()
+    data = ctypes.string_at(here.data_ptr(), length) if length else b""  # without NumPy, which torch can do without
+    if failed:
+        raise TypeError(f"broadcast_object: rank {src}'s object can't be pickled: {data.decode()}")
+    return obj if line.rank == src else pickle.loads(data)
+
+
+def _broadcast_bytes_tensor(line: wire.Line, header: torch.Tensor, src: int) -> torch.Tensor:
+    line.issue_agreed(
+        line.user, ("broadcast_object", src), lambda: wire.Signature("broadcast_object", (), f"src={src}")
+    )
+    return line.user.issue("broadcast", header.to(line.device), "broadcast_object", src).wait()
+
+
+def barrier(name: str | None = None, axis: Any = None) -> None:
+    """Return once every rank of the axis has come here.
+
+    Args:
+        name: what errors call it; ranks must give the same one.
+        axis: as in :func:`ltx.psum`. On simulated ranks, which run in lockstep, it does nothing.
+
+    Raises:
+        RankMismatchError: ranks stand at barriers of different names, or at something else.
+
+    Example:
+        >>> import ltx
+        >>> ltx.barrier("before evaluation")
+    """
+    found = wire.resolve(axis)
+    if not isinstance(found.backing, GroupBacking):
+        return
+    line: wire.Line = found.backing.line
+    label = f"barrier {name!r}" if name else "barrier"
+    line.issue_agreed(line.user, label, lambda: wire.Signature(label, ()))
+    line.user.issue("sum", torch.zeros(1, device=line.device), label).wait()
+
+
+def _line(what: str, axis: Axis) -> wire.Line | None:
+    if isinstance(axis.backing, VmapBacking):
+        raise AxisError(
+            f"{what} has no simulated form: the simulated ranks of axis {axis.name!r} are one process and share its "
+            "objects. Use the object itself, or ltx.broadcast for tensors."
+        )
+    return axis.backing.line if axis.backing is not None else None

@@ -1,0 +1,124 @@
+"""The text: what every CPython carries in :mod:`pydoc_data.topics`, as characters.
+
+No download is needed, and it is real English about Python. The end of it is held out for validation. The topics repeat
+one another (``compound`` holds all of ``while``), so paragraphs of the tail that also occur before it are dropped:
+what is left there was never trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+PARAGRAPH = "\n\n"
+
+
+def read_topics() -> str:
+    """The topics of ``help()`` as one text, in alphabetical order of their names.
+
+    >>> "assert" in read_topics()
+    True
+    """
+    from pydoc_data.topics import topics
+
+    return PARAGRAPH.join(topics[name].strip("\n") for name in sorted(topics))
+
+
+def split(text: str, held_out: float = 0.1) -> tuple[str, str]:
+    """Cut ``text`` into a training part and its last ``held_out`` (a fraction at most), without what the former has.
+
+    >>> split("one\\n\\ntwo\\n\\nthree\\n\\none\\n\\nfour!", held_out=0.6)
+    ('one\\n\\ntwo', 'three\\n\\nfour!')
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out: expected a fraction between 0 and 1, got {held_out!r}.")
+    cut = text.find(PARAGRAPH, int(len(text) * (1 - held_out)) - len(PARAGRAPH))
+    if cut < 0:
+        raise ValueError(f"text: no paragraph ends in its last {held_out:.0%}, so nothing can be held out.")
+    train, tail = text[:cut], text[cut + len(PARAGRAPH) :]
+    known = set(train.split(PARAGRAPH))
+    return train, PARAGRAPH.join(paragraph for paragraph in tail.split(PARAGRAPH) if paragraph not in known)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The characters of a text, in code point order; a character's token is its index.
+
+    >>> vocabulary = Vocabulary.of("hello")
+    >>> vocabulary
+    Vocabulary(characters='ehlo')
+    >>> vocabulary.decode(vocabulary.encode("hole"))
+    'hole'
+    """
+
+    characters: str
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The vocabulary of ``text``."""
+        return cls("".join(sorted(set(text))))
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> Tensor:
+        """Tokens of ``text``: int64, shape (length,)."""
+        index = {character: token for token, character in enumerate(self.characters)}
+        unknown = set(text) - index.keys()
+        if unknown:
+            raise ValueError(f"text: expected characters of this vocabulary, got {sorted(unknown)!r}.")
+        return torch.tensor([index[character] for character in text], dtype=torch.int64)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of a one-dimensional tensor of tokens."""
+        return "".join(self.characters[token] for token in tokens.tolist())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text cut and encoded: ``train`` and ``validation`` are int64 tokens."""
+
+    vocabulary: Vocabulary
+    train: Tensor
+    validation: Tensor
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Cut and encode ``text``."""
+        vocabulary = Vocabulary.of(text)
+        train, validation = split(text)
+        return cls(vocabulary, vocabulary.encode(train), vocabulary.encode(validation))
+
+    def batch(self, step: int, batch_size: int, context: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Step ``step``'s global batch: random windows of the training text and the same moved on by one character.
+
+        A function of its arguments alone, so every rank draws the same one and takes its own part (``ltx.shard``).
+
+        Returns:
+            Two int64 tensors of shape (batch_size, context).
+        """
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(self.train) - context, (batch_size,), generator=generator)
+        windows = self.train[starts[:, None] + torch.arange(context + 1)]
+        return windows[:, :-1], windows[:, 1:]
+
+    def validation_windows(self, context: int) -> tuple[Tensor, Tensor]:
+        """All whole windows of the held-out text, side by side: two int64 tensors of shape (windows, context)."""
+        count = (len(self.validation) - 1) // context
+        inputs = self.validation[: count * context].view(count, context)
+        targets = self.validation[1 : count * context + 1].view(count, context)
+        return inputs, targets
+
+
+def unigram_entropy(tokens: Tensor) -> float:
+    """Entropy of the tokens' frequencies, in nats: the best loss of a model that knows nothing but frequencies.
+
+    >>> round(unigram_entropy(torch.tensor([0, 1, 0, 1])), 4)
+    0.6931
+    """
+    frequencies = tokens.bincount().double()
+    frequencies = frequencies[frequencies > 0] / len(tokens)
+    return -float((frequencies * frequencies.log()).sum())

@@ -1,0 +1,211 @@
+"""The training run: each configuration trains the same GPT on the same text, then they are compared.
+
+Started by ``ltx demo``, by ``ltx run -n 2 -m ltx.demo.train``, or by plain ``torchrun --nproc-per-node 2 -m
+ltx.demo.train``; without any launcher it is a world of one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+import ltx
+from ltx.demo.model import GPT
+from ltx.demo.options import Configuration, Options, parse
+from ltx.demo.progress import Progress, Reading
+from ltx.demo.report import Curve, JsonLines, Result, draw, format_table
+from ltx.demo.text import Corpus, read_topics, unigram_entropy
+from ltx.wire import Trace
+
+Params = dict[str, Tensor]
+
+CONTEXT = 64
+PEAK_LR = 4e-3
+VALIDATIONS = 8  # while training; each on an eighth of the held-out text
+
+
+def schedule(steps: int) -> Callable[[int], float]:
+    """A learning rate that warms up for a twentieth of the steps, then falls to a twentieth along a cosine.
+
+    >>> lr = schedule(100)
+    >>> [round(lr(step), 5) for step in (0, 4, 5, 100)]
+    [0.0008, 0.004, 0.004, 0.0002]
+    """
+    warm_up = max(1, steps // 20)
+
+    def lr(step: int) -> float:
+        if step < warm_up:
+            return PEAK_LR * (step + 1) / warm_up
+        cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, (step - warm_up) / max(1, steps - warm_up)))
+        return PEAK_LR * (0.05 + 0.95 * cosine)
+
+    return lr
+
+
+@dataclass
+class Meter:
+    """Sums over a run's steps: characters, seconds, and what ``ltx.record()`` saw."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    comm_s: float = 0.0
+    waited_s: float = 0.0
+
+    def add(self, tokens: int, seconds: float, trace: Trace) -> None:
+        """Count one step."""
+        self.tokens += tokens
+        self.seconds += seconds
+        self.bytes_sent += trace.bytes
+        self.comm_s += trace.comm_s
+        self.waited_s += trace.waited_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def hidden(self) -> float | None:
+        """The part of the communication that went on while this rank computed; None if there was none."""
+        return max(0.0, 1.0 - self.waited_s / self.comm_s) if self.comm_s else None
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What all configurations have in common: the model's shape, the text, the options."""
+
+    model: GPT
+    corpus: Corpus
+    options: Options
+
+    def loss(self, params: Params, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a character: pure, and without a word about ranks."""
+        logits = functional_call(self.model, params, (inputs,))
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def validate(self, params: Params, every: int = 1) -> float:
+        """The loss on each ``every``-th window of the held-out text, dealt out to the ranks."""
+        rank, size = int(ltx.axis_index()), ltx.axis_size()
+        inputs, targets = (windows[::every][rank::size] for windows in self.corpus.validation_windows(CONTEXT))
+        total = torch.zeros(())
+        for x, y in zip(inputs.split(64), targets.split(64), strict=True):
+            total += self.loss(params, x, y) * y.numel()
+        total, count = ltx.psum((total, torch.tensor(float(targets.numel()))))
+        return float(total / count)
+
+    def train(
+        self, configuration: Configuration, progress: Progress, metrics: JsonLines
+    ) -> tuple[Result, Curve, Params]:
+        """Train one configuration from the start."""
+        name, steps = configuration.name, configuration.steps(self.options.steps)
+        batch_size = self.options.batch_size * configuration.micro_batches * ltx.axis_size()
+
+        step = ltx.data_parallel(self.loss, ltx.DDPStrategy(comm_hook=configuration.comm_hook))
+        if configuration.micro_batches > 1:
+            step = ltx.accumulate(step, steps=configuration.micro_batches)
+        adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=schedule(steps), betas=(0.9, 0.98), weight_decay=0.1)
+        train = ltx.train_step(step, ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adamw))
+        state = train.init(dict(self.model.named_parameters()))
+
+        meter, curve = Meter(), Curve()
+        for index in range(steps):
+            batch = ltx.shard(self.corpus.batch(index, batch_size, CONTEXT, self.options.seed))
+            began = time.perf_counter()
+            with ltx.record() as trace:
+                state, measured = train(state, *batch)
+                loss = float(measured.loss)
+            meter.add(batch_size * CONTEXT, time.perf_counter() - began, trace)
+
+            curve.tokens.append(meter.tokens)
+            curve.loss.append(loss)
+            metrics.write(
+                "step",
+                strategy=name,
+                step=index + 1,
+                tokens=meter.tokens,
+                loss=loss,
+                grad_norm=float(measured.grad_norm),
+                seconds=round(meter.seconds, 4),
+                bytes=trace.bytes,
+                hidden=trace.hidden,
+            )
+            progress.show(name, Reading(index + 1, steps, loss, meter.tokens_per_s, trace.bytes, meter.hidden))
+            if (index + 1) * VALIDATIONS // steps > index * VALIDATIONS // steps and index + 1 < steps:
+                self._note(curve, metrics, name, meter.tokens, self.validate(state.params, every=8))
+
+        validation_loss = self.validate(state.params)
+        self._note(curve, metrics, name, meter.tokens, validation_loss)
+        result = Result(
+            name, steps, validation_loss, meter.tokens_per_s, meter.bytes_sent / steps, meter.hidden, meter.seconds
+        )
+        metrics.write_result(result)
+        return result, curve, state.params
+
+    def _note(self, curve: Curve, metrics: JsonLines, name: str, tokens: int, validation_loss: float) -> None:
+        curve.validation_tokens.append(tokens)
+        curve.validation_loss.append(validation_loss)
+        metrics.write("validation", strategy=name, tokens=tokens, loss=validation_loss)
+
+    @torch.no_grad()
+    def sample(self, params: Params, length: int = 320, temperature: float = 0.7) -> str:
+        """Text that the trained model writes by itself."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        tokens = self.corpus.vocabulary.encode("The ")
+        for _ in range(length):
+            logits = functional_call(self.model, params, (tokens[None, -CONTEXT:],))[0, -1]
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, drawn])
+        return self.corpus.vocabulary.decode(tokens)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the demo on this rank."""
+    options = parse(argv)
+    with ltx.init() as world:
+        # Only rank 0 speaks and writes; elsewhere both are silent, so that the code below is the same on all ranks.
+        progress = Progress(sys.stdout if world.is_global_zero else None)
+        with JsonLines(options.out / "metrics.jsonl" if world.is_global_zero else None) as metrics:
+            run(options, progress, metrics)
+
+
+def run(options: Options, progress: Progress, metrics: JsonLines) -> None:
+    """Train every configuration, then report."""
+    corpus = Corpus.of(read_topics())
+    torch.manual_seed(options.seed)
+    lesson = Lesson(GPT(len(corpus.vocabulary), CONTEXT), corpus, options)
+    unigram = unigram_entropy(corpus.train)
+    count = sum(parameter.numel() for parameter in lesson.model.parameters())
+    progress.say(
+        f"{ltx.axis_size()} rank(s), {torch.get_num_threads()} thread(s) each: a GPT of {count:,} parameters on "
+        f"{len(corpus.train):,} characters, {len(corpus.validation):,} held out\n"
+    )
+
+    results, curves, trained = [], {}, None
+    for configuration in options.configurations:
+        result, curves[configuration.name], params = lesson.train(configuration, progress, metrics)
+        results.append(result)
+        trained = params if trained is None else trained
+
+    progress.say(f"\n{format_table(results)}\n")
+    progress.say(f"Frequencies of characters alone give a loss of {unigram:.3f}.")
+    if progress.stream is None or trained is None:
+        return
+    progress.say(f"The {results[0].strategy} model writes:\n")
+    progress.say("\n".join(f"    {line}" for line in lesson.sample(trained).splitlines()) + "\n")
+    figure = options.out / "loss.png"
+    drawn = draw(curves, unigram, figure)
+    progress.say(f"Figure: {figure}" if drawn else "No figure: matplotlib isn't installed (pip install 'ltx[demo]').")
+    progress.say(f"Metrics: {options.out / 'metrics.jsonl'}")
+
+
+if __name__ == "__main__":
+    main()

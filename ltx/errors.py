@@ -1,0 +1,76 @@
+"""Every error that ltx raises.
+
+Each derives from :class:`LtxError` and from the built-in that a caller would expect, so that both
+``except ltx.errors.LtxError`` and ``except ValueError`` do what they say. A message names the rank and the leaf
+path where there is one, what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class LtxError(Exception):
+    """Base of every error of ltx."""
+
+
+class AxisError(LtxError, ValueError):
+    """An axis that isn't in scope, or that can't do what was asked of it."""
+
+
+class WorldError(LtxError, RuntimeError):
+    """The world of processes can't be set up as asked."""
+
+
+class TreeError(LtxError, TypeError):
+    """Something that should be a tree of tensors isn't one."""
+
+
+class StrategyError(LtxError, ValueError):
+    """A field of a strategy or hook has a value that isn't allowed."""
+
+
+class StepError(LtxError, TypeError):
+    """A step's output or arguments don't fit the transformation around it."""
+
+
+class WeightError(LtxError, ValueError):
+    """Weights of a :class:`ltx.Weighted` step that admit no mean."""
+
+
+class OptimError(LtxError, ValueError):
+    """An optimizer that can't be built or applied as asked."""
+
+
+class SyncStateError(LtxError, RuntimeError):
+    """A communication state used twice, lost, or given to the wrong step."""
+
+
+class UnsupportedError(LtxError, RuntimeError):
+    """A combination that has no exact meaning here; the message names what to use instead."""
+
+
+class RankMismatchError(LtxError, RuntimeError):
+    """Ranks issued different operations, trees, shapes or dtypes where they must agree."""
+
+
+class PeerLostError(LtxError, RuntimeError):
+    """A peer's connection broke while this rank was waiting for it."""
+
+
+class CollectiveTimeoutError(LtxError, TimeoutError):
+    """A collective didn't complete within the axis' timeout."""
+
+
+class DeadlockDetectedError(LtxError, RuntimeError):
+    """Ranks wait for each other."""
+
+
+class DonatedStateError(LtxError, RuntimeError):
+    """A train state whose tensors were given away to the next state was used again."""
+
+
+class ReplicaDivergedError(LtxError, RuntimeError):
+    """A value that should be the same on every rank isn't."""
+
+
+class WorkerError(LtxError, RuntimeError):
+    """A function failed on a worker process."""

@@ -1,0 +1,99 @@
+"""What :func:`ltx.optim.from_torch` accepts, and what it says of the rest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx.errors import OptimError
+from ltx.optim.base import leaf_name
+from ltx.tree import describe, flatten
+from ltx.typing import Tree
+
+_REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
+_TAKE_SPARSE_GRADS = (torch.optim.Adagrad, torch.optim.SGD, torch.optim.SparseAdam)
+
+
+def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`kwargs` as an immutable, hashable mapping, once `cls`, `lr` and their names are found right."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        hint = f" Pass the class, {type(cls).__name__}." if isinstance(cls, torch.optim.Optimizer) else ""
+        raise OptimError(f"from_torch expected a class of torch.optim, got {cls!r}.{hint}")
+    name = cls.__name__
+    if issubclass(cls, torch.optim.LBFGS):
+        raise OptimError(
+            f"from_torch({name}): {name} evaluates the loss several times a step through a closure, so it isn't a "
+            "function of gradients. Use torch.optim.LBFGS itself, or another class."
+        )
+    if "params" in kwargs:
+        raise OptimError(f"from_torch({name}): parameters aren't given here but to init(params) and apply(...).")
+    signature = inspect.signature(cls.__init__).parameters
+    allowed = [parameter for parameter in signature if parameter not in ("self", "params")]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.values())
+    if (unknown := [key for key in kwargs if key not in allowed]) and not takes_any:
+        raise OptimError(f"from_torch({name}): no argument {', '.join(unknown)}; allowed are {', '.join(allowed)}.")
+    if not (lr is None or callable(lr) or isinstance(lr, Real)):
+        hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
+        raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {lr!r}.{hint}")
+    return MappingProxyType({key: _hashable(name, key, value) for key, value in kwargs.items()})
+
+
+def _hashable(name: str, key: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(name, key, item) for item in value)
+    if isinstance(value, Tensor):
+        raise OptimError(f"from_torch({name}): {key} holds a tensor; optimizers compare by value, so give a number.")
+    try:
+        hash(value)
+    except TypeError:
+        raise OptimError(f"from_torch({name}): {key} must be hashable, got {value!r}.") from None
+    return value
+
+
+def scheduled_lr(schedule: Callable[[int], Any], count: int) -> float | Tensor:
+    """The schedule's learning rate after `count` updates."""
+    lr = schedule(count)
+    if isinstance(lr, Tensor) and lr.dim() == 0:
+        return lr
+    if not isinstance(lr, Real) or not float(lr) >= 0:
+        raise OptimError(f"the schedule lr({count}) must be a number >= 0 or a 0-dim tensor, got {lr!r}.")
+    return float(lr)
+
+
+def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
+    """Refuse, by name, parameters that `cls` can't update. `fused`: what each leaf admits, if fusing was asked for."""
+    for index, param in enumerate(flatten(params)[0]):
+        problem = None
+        if not (param.is_floating_point() or param.is_complex()):
+            problem = "parameters must be floating or complex"
+        elif param.is_complex() and issubclass(cls, _REAL_ONLY):
+            problem = f"{cls.__name__} takes real parameters only"
+        elif param.layout is not torch.strided:
+            problem = "parameters must be dense"
+        elif param.dim() != 2 and issubclass(cls, torch.optim.Muon):
+            problem = "Muon takes 2-D parameters only; give the others to an optimizer of their own, such as AdamW"
+        elif fused is not None and not fused[index]:
+            problem = f"torch has no fused kernel that works for it on {param.device.type}; leave fused out"
+        if problem:
+            raise OptimError(f"from_torch({cls.__name__}): {leaf_name(params, index)} is {describe(param)}: {problem}.")
+
+
+def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree = None) -> None:
+    """Refuse, by name, sparse gradients for classes that take dense ones and the other way round."""
+    wants_sparse = issubclass(cls, torch.optim.SparseAdam)
+    for index, grad in enumerate(grads):
+        if grad is None or grad.is_sparse == wants_sparse:
+            continue
+        if wants_sparse:
+            problem = "is dense, but SparseAdam takes sparse gradients only: use Adam"
+        elif not issubclass(cls, _TAKE_SPARSE_GRADS):
+            problem = f"is sparse, but {cls.__name__} takes dense ones only: use SparseAdam, SGD or Adagrad"
+        else:
+            continue
+        raise OptimError(f"from_torch({cls.__name__}): the gradient of {leaf_name(params, index)} {problem}.")

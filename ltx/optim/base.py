@@ -1,0 +1,175 @@
+"""What an optimizer is: two pure functions, as in optax and TorchOpt.
+
+``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``; the new parameters are
+``params + updates``. A gradient transformation (clipping, scaling) is the same pair, with updates that are gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ltx.errors import OptimError
+from ltx.tree import describe, flatten, leaf_paths
+from ltx.typing import Tree
+
+
+class Optimizer(ABC):
+    """An immutable value with two pure methods; compares, hashes, pickles and prints by what it was made of.
+
+    Make one with :func:`from_torch`, :func:`chain`, :func:`clip_by_global_norm` or :func:`from_functions`, or subclass
+    (a frozen dataclass, so that it compares by value) and write :meth:`init` and :meth:`update`.
+
+    Every tree in these methods has the structure of `params`, with ``None`` allowed in `grads` for a parameter that got
+    no gradient. ``donate=True`` lets a method overwrite the tensors of `state` (:meth:`apply`: of `params` too) and
+    return them, as JAX's buffer donation does. `grads` are never written to: ``torch.func.grad`` may return one tensor
+    for two parameters, and scaling it in place would scale it twice.
+    """
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of an update depends on that element's gradient and state alone."""
+        return False
+
+    @property
+    def leafwise(self) -> bool:
+        """Whether each leaf is updated from that leaf alone, so that :meth:`apply_leaves` serves any subset of them."""
+        return False
+
+    @abstractmethod
+    def init(self, params: Tree) -> Tree:
+        """The state before the first update: new tensors, of the structure that every later state has."""
+
+    @abstractmethod
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        """``(updates, new_state)``: what to add to `params`. `params` are left as they are, donated or not."""
+
+    def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        """``(new_params, new_state)``: :meth:`update`, then the sum, in one go."""
+        updates, state = self.update(grads, state, params, donate=donate)
+        return apply_updates(params, updates, donate=donate), state
+
+    def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, Tensor]]:
+        """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
+        raise OptimError(_NOT_LEAFWISE.format(self))
+
+    def apply_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> None:
+        """Update some leaves in place, given `count` updates done so far. Only if :attr:`leafwise`.
+
+        Once all leaves have had theirs, :meth:`advance` gives the state of the next step.
+        """
+        raise OptimError(_NOT_LEAFWISE.format(self))
+
+    def advance(self, state: Tree) -> Tree:
+        """`state` with one more update counted, its tensors as they are. Only if :attr:`leafwise`."""
+        raise OptimError(_NOT_LEAFWISE.format(self))
+
+
+_NOT_LEAFWISE = (
+    "{} can't be applied leaf by leaf: an update of one leaf may depend on the others. Use apply(grads, state, params) "
+    "on the whole tree."
+)
+
+
+@dataclass(frozen=True)
+class FunctionPair(Optimizer):
+    """Two functions as an :class:`Optimizer`; made by :func:`from_functions`."""
+
+    init_fn: Callable[[Tree], Tree]
+    update_fn: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    is_elementwise: bool = False
+
+    @property
+    def elementwise(self) -> bool:
+        return self.is_elementwise
+
+    def init(self, params: Tree) -> Tree:
+        return self.init_fn(params)
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return self.update_fn(grads, state, params)
+
+    def __repr__(self) -> str:
+        names = (getattr(fn, "__qualname__", repr(fn)) for fn in (self.init_fn, self.update_fn))
+        return f"from_functions({', '.join(names)}{', elementwise=True' if self.is_elementwise else ''})"
+
+
+def from_functions(
+    init: Callable[[Tree], Tree],
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    *,
+    elementwise: bool = False,
+) -> Optimizer:
+    """An optimizer or gradient transformation of one's own, from optax's pair of functions.
+
+    >>> import torch
+    >>> halve = from_functions(lambda params: (), lambda grads, state, params: ({"w": -0.5 * grads["w"]}, state))
+    >>> params = {"w": torch.ones(2)}
+    >>> halve.apply({"w": torch.ones(2)}, halve.init(params), params)
+    ({'w': tensor([0.5000, 0.5000])}, ())
+
+    Args:
+        init: ``params -> state``.
+        update: ``(grads, state, params) -> (updates, state)``, pure. Lambdas work, but compare by identity and don't
+            pickle; functions of a module do both.
+        elementwise: whether each element of an update depends on that element's gradient and state alone.
+    """
+    return FunctionPair(init, update, elementwise)
+
+
+def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
+    """``params + updates``, leaf by leaf, in the dtype of the parameters.
+
+    A ``None`` in `updates` leaves its parameter as it is. ``donate=True`` adds in place and returns `params` itself.
+
+    >>> import torch
+    >>> apply_updates({"w": torch.zeros(2)}, {"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+
+    Raises:
+        ltx.errors.OptimError: if `updates` hasn't the structure of `params`.
+    """
+    leaves, spec = flatten(params)
+    pairs = list(zip(leaves, leaves_like(spec, updates, "updates"), strict=True))
+    if not donate:
+        return spec.unflatten([p.clone() if u is None else (p + u).to(p.dtype) for p, u in pairs])
+    with torch.no_grad():
+        for p, u in pairs:
+            if u is not None:
+                p.add_(u)
+    return params
+
+
+def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
+    """The subtrees of `tree` at the leaves of `spec`, which is the structure of the parameters."""
+    try:
+        return spec.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise OptimError(f"{what} must have the tree structure of params: {error}") from None
+
+
+def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
+    """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
+    for index, (grad, param) in enumerate(zip(grads, params, strict=True)):
+        if grad is None:
+            continue
+        if not isinstance(grad, Tensor):
+            raise OptimError(f"the gradient of {leaf_name(tree, index)} must be a tensor or None, got {grad!r}.")
+        if grad.shape != param.shape or grad.dtype != param.dtype:
+            raise OptimError(
+                f"the gradient of {leaf_name(tree, index)} is {describe(grad)}, but the parameter is "
+                f"{describe(param)}: cast or reshape the gradient first."
+            )
+
+
+def leaf_name(tree: Tree, index: int) -> str:
+    """How errors speak of a leaf: by path where the tree is known, else by its place in the list."""
+    return f"leaf {index} of the list" if tree is None else f"leaf {leaf_paths(tree)[index]!r}"

@@ -1,0 +1,125 @@
+"""Gradient transformations in sequence, ending in an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ltx.errors import OptimError
+from ltx.optim.base import Optimizer
+from ltx.optim.from_torch import TorchOptimizer
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True, repr=False)
+class Identity(Optimizer):
+    """Passes gradients on; made by :func:`identity`."""
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    def init(self, params: Tree) -> Tree:
+        return ()
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return grads, state
+
+    def __repr__(self) -> str:
+        return "identity()"
+
+
+def identity() -> Optimizer:
+    """The transformation that passes gradients on unchanged: the unit of :func:`chain`.
+
+    >>> identity()
+    identity()
+    """
+    return Identity()
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Optimizer):
+    """Two or more transformations in sequence; made by :func:`chain`. Its state is the tuple of theirs."""
+
+    members: tuple[Optimizer, ...]
+
+    @property
+    def elementwise(self) -> bool:
+        return all(member.elementwise for member in self.members)
+
+    def init(self, params: Tree) -> tuple[Tree, ...]:
+        return tuple(member.init(params) for member in self.members)
+
+    def update(
+        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        grads, front = self._transform(grads, state, params, donate)
+        updates, last = self.members[-1].update(grads, state[-1], params, donate=donate)
+        return updates, (*front, last)
+
+    def apply(
+        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        grads, front = self._transform(grads, state, params, donate)
+        new_params, last = self.members[-1].apply(grads, state[-1], params, donate=donate)
+        return new_params, (*front, last)
+
+    def _transform(
+        self, grads: Tree, state: tuple[Tree, ...], params: Tree, donate: bool
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        """Gradients as the last member gets them, and the new states of all members before it."""
+        if not isinstance(state, tuple) or len(state) != len(self.members):
+            raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {state!r}.")
+        front = []
+        for member, own in zip(self.members[:-1], state, strict=False):
+            grads, own = member.update(grads, own, params, donate=donate)
+            front.append(own)
+        return grads, tuple(front)
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self.members))})"
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """`transforms` one after the other: each gets the gradients that the one before it returned.
+
+    Chains are flattened and identities dropped, so ``chain(a, chain(b, c)) == chain(a, b, c)``,
+    ``chain(a, identity()) == a`` and ``chain() == identity()``. ``apply`` updates in place when donated if the last
+    member does. The counterpart of ``optax.chain`` and ``torchopt.chain``.
+
+    >>> import torch
+    >>> from ltx.optim.clip import clip_by_global_norm
+    >>> from ltx.optim.from_torch import from_torch
+    >>> optimizer = chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
+    >>> optimizer
+    chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
+    >>> params = {"w": torch.zeros(2)}
+    >>> params, state = optimizer.apply({"w": torch.tensor([3.0, 4.0])}, optimizer.init(params), params)
+    >>> params, state[0].norm
+    ({'w': tensor([-0.3000, -0.4000])}, tensor(5.))
+
+    Raises:
+        ltx.errors.OptimError: if an argument isn't an optimizer or transformation, or a :func:`from_torch` optimizer
+            isn't the last: its updates are differences of parameters, not gradients.
+    """
+    members: list[Optimizer] = []
+    for position, transform in enumerate(transforms):
+        if not isinstance(transform, Optimizer):
+            raise OptimError(f"chain expected optimizers, but argument {position} is {transform!r}.{_hint(transform)}")
+        members += transform.members if isinstance(transform, Chain) else (transform,)
+    members = [member for member in members if not isinstance(member, Identity)]
+    for member in members[:-1]:
+        if isinstance(member, TorchOptimizer):
+            raise OptimError(
+                f"{member} must come last in a chain, before it only transformations of gradients: it updates the "
+                f"parameters, so {members[-1]} after it would not get gradients."
+            )
+    return Identity() if not members else members[0] if len(members) == 1 else Chain(tuple(members))
+
+
+def _hint(transform: Any) -> str:
+    cls = transform if isinstance(transform, type) else type(transform)
+    return f" Wrap the class: from_torch({cls.__name__}, ...)." if issubclass(cls, torch.optim.Optimizer) else ""

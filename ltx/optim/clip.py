@@ -1,0 +1,122 @@
+"""Gradient clipping by the norm of the whole gradient.
+
+g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
+
+Pascanu, Mikolov, Bengio: On the difficulty of training recurrent neural networks (2013), section 3.2, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ltx.errors import OptimError
+from ltx.optim.base import Optimizer
+from ltx.optim.transformed import is_transforming
+from ltx.tree import check_tensors, flatten
+from ltx.typing import Tree
+
+
+class ClipState(NamedTuple):
+    """State of :func:`clip_by_global_norm`.
+
+    Attributes:
+        norm: 0-dim tensor on the first leaf's device: the norm of the last gradients before clipping, 0 at the start.
+    """
+
+    norm: Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class ClipByGlobalNorm(Optimizer):
+    """Made by :func:`clip_by_global_norm`."""
+
+    max_norm: float
+    axis: Any = None
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise OptimError(f"clip_by_global_norm: max_norm must be > 0, got {self.max_norm!r}.")
+        if not self.eps >= 0:
+            raise OptimError(f"clip_by_global_norm: eps must be >= 0, got {self.eps!r}.")
+
+    def init(self, params: Tree) -> ClipState:
+        leaves, _ = flatten(params)
+        dtypes = [leaf.dtype.to_real() for leaf in leaves]
+        dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        return ClipState(torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None))
+
+    def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
+        check_tensors(grads, "grads")
+        leaves, spec = flatten(grads)
+        norm = global_norm(leaves)
+        factor = torch.clamp(self.max_norm / (norm + self.eps), max=1.0)
+        factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
+        if len(factors) == 1 and not is_transforming():
+            scaled: Sequence[Tensor] = torch._foreach_mul(leaves, factor)
+        else:  # foreach has no batching rules
+            scaled = [leaf * factors[leaf.device] for leaf in leaves]
+        # A 0-dim factor doesn't change the dtype of a gradient with dimensions, but may that of a 0-dim one.
+        pairs = zip(scaled, leaves, strict=True)
+        return spec.unflatten([new if new.dtype == old.dtype else new.to(old.dtype) for new, old in pairs]), ClipState(
+            norm
+        )
+
+    def __repr__(self) -> str:
+        axis = "" if self.axis is None else f", axis={self.axis!r}"
+        return f"clip_by_global_norm({self.max_norm}{axis}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
+
+
+def clip_by_global_norm(max_norm: float, *, axis: Any = None, eps: float = 1e-6) -> Optimizer:
+    """Scale gradients down so that their common norm is at most `max_norm`, exactly as ``clip_grad_norm_`` does.
+
+    >>> import torch
+    >>> clip = clip_by_global_norm(1.0)
+    >>> params = {"w": torch.zeros(2)}
+    >>> grads, state = clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(params), params)
+    >>> grads, state.norm
+    ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
+
+    Gradients keep their dtypes and devices; leaves of ``None`` stay. A NaN norm makes every gradient NaN and an
+    infinite one makes them 0 and NaN, as in torch: whether to skip such a step is the guard's decision.
+    Differentiable.
+
+    Args:
+        max_norm: a number > 0.
+        axis: the axis over which gradients are replicated, as ``train_step``'s are after their reduction. Every rank's
+            norm is then the global one, so nothing is communicated.
+        eps: added to the norm before dividing by it.
+
+    Raises:
+        ltx.errors.OptimError: for a `max_norm` or `eps` out of range.
+    """
+    return ClipByGlobalNorm(max_norm, axis, eps)
+
+
+def global_norm(leaves: list[Tensor]) -> Tensor:
+    """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
+    if not leaves:
+        return torch.tensor(0.0)
+    if not is_transforming() and not any(leaf.requires_grad for leaf in leaves):
+        return torch.nn.utils.get_total_norm(leaves)  # one foreach pass, without derivative
+    norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def grad_norm(state: Tree) -> Tensor | None:
+    """The gradient norm that a chain's clipping has measured, if there is any clipping in it.
+
+    >>> import torch
+    >>> grad_norm((ClipState(torch.tensor(5.0)), ()))
+    tensor(5.)
+    """
+    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState))
+    return next((node.norm for node in nodes if isinstance(node, ClipState)), None)

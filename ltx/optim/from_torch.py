@@ -1,0 +1,210 @@
+"""Every ``torch.optim`` class as a pair of pure functions, bit for bit what the class does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ltx.errors import OptimError
+from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
+from ltx.optim.base import Optimizer, check_grads, leaves_like
+from ltx.optim.fusing import fusable, run_aligned
+from ltx.optim.kernel import Kernel, build
+from ltx.optim.state import TorchState
+from ltx.optim.transformed import is_transforming, run_pure
+from ltx.tree import check_tensors, flatten
+from ltx.typing import Tree
+
+_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TorchOptimizer(Optimizer):
+    """A ``torch.optim`` class with its hyperparameters; made by :func:`from_torch`."""
+
+    cls: type[torch.optim.Optimizer]
+    lr: float | Callable[[int], float] | None
+    kwargs: Mapping[str, Any]
+    kernel: Kernel = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
+        fixed_lr = {} if self.lr is None or callable(self.lr) else {"lr": self.lr}
+        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | dict(self.kwargs)))
+
+    @property
+    def elementwise(self) -> bool:
+        return self.cls in _ELEMENTWISE
+
+    @property
+    def leafwise(self) -> bool:
+        return True
+
+    def init(self, params: Tree) -> TorchState:
+        check_tensors(params, "params")
+        leaves, spec = flatten(params)
+        fused = self._fused(leaves)
+        check_params(self.cls, params, fused if self.kwargs.get("fused") else None)
+        lr = self._lr(0)
+        if is_transforming():  # a state starts alike for every example: only shapes count, and no wrapper is needed
+            leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+        states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
+        return TorchState(spec.unflatten(states))
+
+    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        leaves, spec = flatten(params)
+        with self._grad_mode():
+            copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
+            new_params, new_state = self.apply(grads, state, copies, donate=donate)
+            new_leaves = flatten(new_params)[0]
+            return spec.unflatten([new - old for new, old in zip(new_leaves, leaves, strict=True)]), new_state
+
+    def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        leaves, spec = flatten(params)
+        grad_leaves = leaves_like(spec, grads, "grads")
+        states = self._per_param(state, spec)
+        check_grads(grad_leaves, leaves, params)
+        check_grad_layouts(self.cls, grad_leaves, params)
+        has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
+        grad_leaves = [grad_leaves[index] for index in has_grad]
+        picked = [states[index] for index in has_grad], [leaves[index] for index in has_grad]
+        rule = partial(self._run, count=state.count)
+        if donate and not is_transforming() and not self.kernel.differentiable:
+            rule(grad_leaves, *picked)
+            return params, self.advance(state)
+        with self._grad_mode():
+            updated = zip(*run_pure(rule, grad_leaves, *picked, self.kernel.differentiable), strict=True)
+            by_index = dict(zip(has_grad, updated, strict=True))
+            pairs = [
+                by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
+                for index, (leaf, own) in enumerate(zip(leaves, states, strict=True))
+            ]
+        new_state = TorchState(spec.unflatten([own for _, own in pairs]), state.count + 1)
+        return spec.unflatten([leaf for leaf, _ in pairs]), new_state
+
+    def leaf_states(self, state: TorchState, params: Tree) -> list[dict[str, Tensor]]:
+        return self._per_param(state, flatten(params)[1])
+
+    def apply_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> None:
+        check_grads(grads, params)
+        check_grad_layouts(self.cls, grads)
+        self._run(grads, states, params, count=count)
+
+    def advance(self, state: TorchState) -> TorchState:
+        return replace(state, count=state.count + 1)
+
+    def _run(
+        self,
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        params: list[Tensor],
+        differentiable: bool = False,
+        *,
+        count: int,
+    ) -> None:
+        """One update in place, each leaf through the fastest kernel that it admits."""
+        run = partial(self.kernel.run, lr=self._lr(count))
+        if differentiable:
+            run(grads, states, params, fused=False, differentiable=True)
+            return
+        fused = [can and not grad.is_sparse for can, grad in zip(self._fused(params), grads, strict=True)]
+        for choice in (True, False):
+            if fused.count(choice) == len(fused):
+                lists = (grads, states, params)
+            else:
+                picked = [index for index, is_fused in enumerate(fused) if is_fused is choice]
+                lists = ([grads[i] for i in picked], [states[i] for i in picked], [params[i] for i in picked])
+            if lists[0] and choice:
+                run_aligned(partial(run, fused=True), *lists)
+            elif lists[0]:
+                run(*lists, fused=False)
+
+    def _grad_mode(self) -> AbstractContextManager[object]:
+        """Transforms differentiate the update; plain autograd only sees it if asked to, as in torch."""
+        return nullcontext() if is_transforming() or self.kernel.differentiable else torch.no_grad()
+
+    def _fused(self, params: Sequence[Tensor]) -> list[bool]:
+        options = self.kernel.group
+        wanted = options.get("fused", False) is not False and not options.get("foreach")
+        return fusable(self.cls, params) if wanted and not self.kernel.differentiable else [False] * len(params)
+
+    def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> list[dict[str, Tensor]]:
+        if not isinstance(state, TorchState):
+            raise OptimError(f"{self} expected the state that its init(params) made, got {state!r}.")
+        return leaves_like(spec, state.per_param, "the optimizer's state")
+
+    def _lr(self, count: int) -> float | Tensor:
+        return scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TorchOptimizer):
+            return NotImplemented
+        return (self.cls, self.lr, self.kwargs) == (other.cls, other.lr, other.kwargs)
+
+    def __hash__(self) -> int:
+        return hash((self.cls, self.lr, frozenset(self.kwargs.items())))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.cls, self.lr, dict(self.kwargs))
+
+    def __repr__(self) -> str:
+        is_torchs = getattr(torch.optim, self.cls.__name__, None) is self.cls
+        arguments = {} if self.lr is None else {"lr": self.lr}
+        written = (
+            f", {name}={value.__qualname__ if hasattr(value, '__qualname__') else repr(value)}"
+            for name, value in (arguments | dict(self.kwargs)).items()
+        )
+        return f"from_torch({'torch.optim.' * is_torchs}{self.cls.__qualname__}{''.join(written)})"
+
+
+def from_torch(
+    cls: type[torch.optim.Optimizer], *, lr: float | Callable[[int], float] | None = None, **kwargs: Any
+) -> TorchOptimizer:
+    """Any ``torch.optim`` class as an optimizer on explicit state, bit-equal to the class after any number of steps.
+
+    >>> import torch
+    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+    >>> params = {"w": torch.ones(2)}
+    >>> state = optimizer.init(params)
+    >>> params, state = optimizer.apply({"w": torch.tensor([1.0, 2.0])}, state, params)
+    >>> params, state.count
+    ({'w': tensor([0.5000, 0.0000])}, 1)
+    >>> optimizer
+    from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+
+    Nothing is communicated: ranks that hold the same parameters and state and get the same gradients stay alike to the
+    bit. The state (:class:`TorchState`) is complete from the start, so its structure never changes. ``apply`` is what
+    ``cls.step()`` computes; ``update`` gives the difference, which added to the parameters may round in the last bit.
+
+    Where torch has fused kernels for a parameter's dtype and device they are used (on CPU about 4 times faster than
+    ``foreach``), unless ``fused=False``, ``foreach=True`` or ``differentiable=True`` is given. With ``donate=True``
+    parameters and state are updated in place; under ``torch.func`` transforms and with ``differentiable=True`` donation
+    is off. Under ``vmap`` every example gets bit for bit what it would get alone. Under ``grad`` and ``jvp`` the update
+    is differentiated (torch's ``differentiable`` path, equal up to rounding).
+
+    Args:
+        cls: the class, not an instance. SparseAdam needs sparse gradients, Muon 2-D parameters, as in torch; LBFGS is
+            refused, since it calls the loss. A class of one's own works if it gathers its tensors in ``_init_group``.
+        lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
+            optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
+            step 0.)
+        kwargs: the hyperparameters of `cls`, by torch's names.
+
+    Raises:
+        ltx.errors.OptimError: if torch refuses the hyperparameters, one is unknown, or `cls` can't run on explicit
+            state. Its methods raise it, naming the leaf, for parameters or gradients that `cls` doesn't take, before
+            anything is written to.
+    """
+    return TorchOptimizer(cls, lr, kwargs)

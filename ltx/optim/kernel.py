@@ -1,0 +1,227 @@
+"""torch's own update rules, run on explicit lists of tensors.
+
+A ``torch.optim`` class keeps its arithmetic in a functional kernel that takes lists (parameters, gradients, one list
+for each kind of state), and ``step()`` is: gather the lists with ``_init_group``, call the kernel. So a step of any
+class runs on tensors that the caller holds if ``_init_group`` hands over the caller's lists. Nothing is keyed by
+parameter, no ``.grad`` is set, and every call has a throw-away instance to itself, so nothing survives it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim._functional import sparse_adam
+
+from ltx.errors import OptimError
+
+Lr = float | Tensor | None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The update rule of one class with its hyperparameters; made by :func:`build`.
+
+    Attributes:
+        shell: an instance over a placeholder parameter. Never stepped: each call steps a bare copy.
+        group: its param group, without parameters.
+        step: the class's ``step``, free of the profiling and Dynamo wrappers (the latter take 1.5 s to import).
+        slots: the state key of each list that ``_init_group`` fills after parameters and gradients; None if unused.
+    """
+
+    shell: Any
+    group: Mapping[str, Any]
+    step: Callable[[Any], Any]
+    slots: tuple[str | None, ...]
+
+    @property
+    def differentiable(self) -> bool:
+        return bool(self.group.get("differentiable", False))
+
+    @property
+    def dampened(self) -> bool:
+        """SGD whose first step differs from the others, which then has to know whether it is the first."""
+        return bool(self.group.get("momentum") and self.group.get("dampening"))
+
+    def copy(self, group: dict[str, Any]) -> Any:
+        """A fresh instance with one param group, sharing nothing that a step writes to."""
+        shell = object.__new__(type(self.shell))
+        shell.__dict__.update(self.shell.__dict__)
+        shell.param_groups, shell.state = [group], defaultdict(dict)
+        return shell
+
+    def materialise(self, param: Tensor, fused: bool, lr: Lr) -> dict[str, Tensor]:
+        """The state that torch would create at the first step of `param`, from its shape, dtype and device alone."""
+        if self._is(torch.optim.SGD):
+            if not self.group["momentum"]:
+                return {}
+            # torch starts the buffer as a copy of the first gradient. Minus zero is the number that makes
+            # momentum * buffer + gradient that copy, to the bit.
+            state = {"momentum_buffer": torch.full_like(param, -0.0)}
+            return state | {"step": torch.tensor(0.0)} if self.dampened else state
+        if self._is(torch.optim.SparseAdam):
+            zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
+            return zeros | {"step": torch.tensor(0.0)}
+        state, _ = self._probe(param, lr, fused)
+        return state
+
+    def run(
+        self,
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        params: list[Tensor],
+        *,
+        lr: Lr,
+        fused: bool,
+        differentiable: bool = False,
+    ) -> None:
+        """One update of `params` and `states`, in place."""
+        changes: dict[str, Any] = {"lr": lr, "fused": fused}
+        if differentiable:
+            if "differentiable" not in self.group:
+                raise OptimError(
+                    f"{type(self.shell).__name__}'s update can't be differentiated: torch has no differentiable path "
+                    "for it. Keep it outside of torch.func.grad and jvp."
+                )
+            changes |= {"foreach": False, "differentiable": True}
+        group = {**self.group, **{key: value for key, value in changes.items() if key in self.group}}
+        # torch.func has gradients enabled as it needs them; outside of it torch's own rule holds.
+        with torch.set_grad_enabled(torch.is_grad_enabled() if differentiable else self.differentiable):
+            if self._is(torch.optim.SparseAdam):
+                self._run_sparse_adam(group, grads, states, params)
+            elif self.dampened:
+                self._run_dampened(group, grads, states, params)
+            else:
+                self._run(group, grads, states, params)
+
+    def _run(
+        self, group: dict[str, Any], grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
+    ) -> None:
+        group["params"] = params
+        # torch's foreach Nesterov step adds into the gradients themselves.
+        if group.get("nesterov") and self._is(torch.optim.SGD) and group["foreach"]:
+            grads = [grad.clone() for grad in grads]
+        returned = self._init_group_result(grads, params)
+
+        def init_group(group: Any, params_out: list[Tensor], grads_out: list[Tensor], *lists: list[Any]) -> Any:
+            params_out.extend(params)
+            grads_out.extend(grads)
+            for slot, out in zip(self.slots, lists, strict=True):
+                if slot is not None:
+                    out.extend([state.get(slot) for state in states])
+            return returned
+
+        shell = self.copy(group)
+        shell._init_group = init_group
+        self.step(shell)
+
+    def _run_dampened(
+        self, group: dict[str, Any], grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
+    ) -> None:
+        """torch doesn't dampen a parameter's first gradient."""
+        first = [state["step"].item() == 0 for state in states]
+        for dampening, chosen in ((0.0, first), (group["dampening"], [not is_first for is_first in first])):
+            picked = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+            if picked:
+                lists = ([grads[i] for i in picked], [states[i] for i in picked], [params[i] for i in picked])
+                self._run({**group, "dampening": dampening}, *lists)
+        for state in states:
+            state["step"].add_(1)
+
+    def _run_sparse_adam(
+        self, group: dict[str, Any], grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
+    ) -> None:
+        """SparseAdam has no ``_init_group`` and counts in Python integers."""
+        for state in states:
+            state["step"].add_(1)
+        beta1, beta2 = group["betas"]
+        sparse_adam(
+            params,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [int(state["step"]) for state in states],
+            beta1=beta1,
+            beta2=beta2,
+            **{key: group[key] for key in ("eps", "lr", "maximize")},
+        )
+
+    def _init_group_result(self, grads: list[Tensor], params: list[Tensor]) -> Any:
+        """What ``_init_group`` returns: has_sparse_grad for SGD, both for Adagrad, has_complex for the others."""
+        if self._is(torch.optim.SGD):
+            return any(grad.is_sparse for grad in grads)
+        has_complex = any(param.is_complex() for param in params)
+        if self._is(torch.optim.Adagrad):
+            return any(grad.is_sparse for grad in grads), has_complex
+        return has_complex
+
+    def _probe(self, param: Tensor, lr: Lr, fused: bool) -> tuple[dict[str, Any], list[list[Any]]]:
+        """State and lists as torch's own ``_init_group`` makes them for one parameter."""
+        alias = param.detach()
+        alias.grad = param.detach()  # only its shape is read; an alias costs no memory
+        group = {**self.group, "params": [alias]}
+        group |= {key: value for key, value in (("lr", lr), ("fused", fused)) if key in group and value is not None}
+        shell = self.copy(group)
+        lists: list[list[Any]] = [[] for _ in inspect.signature(shell._init_group).parameters][1:]
+        shell._init_group(group, *lists)
+        return dict(shell.state[alias]), lists[2:]
+
+    def _is(self, cls: type[torch.optim.Optimizer]) -> bool:
+        return isinstance(self.shell, cls)
+
+
+def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:
+    """The kernel of `cls`.
+
+    Raises:
+        ltx.errors.OptimError: for hyperparameters that torch refuses, and for classes of other authors whose ``step``
+            isn't built as torch's own are.
+    """
+    # torch's add_param_group imports Dynamo. The subclass is this call's own, as torch patches `step` of the class.
+    shell_cls = type(cls.__name__, (cls,), {"add_param_group": _add_param_group})
+    try:
+        shell: Any = shell_cls([torch.zeros(1, 1)], **hyperparameters)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise OptimError(f"from_torch({cls.__name__}): {cls.__name__} refused its arguments: {error}") from error
+    group = {key: value for key, value in shell.param_groups[0].items() if key != "params"}
+    kernel = Kernel(shell, group, inspect.unwrap(cls.step), ())
+    if issubclass(cls, torch.optim.SGD):
+        slots: tuple[str | None, ...] = ("momentum_buffer" if group["momentum"] else None,)
+    elif issubclass(cls, torch.optim.SparseAdam):
+        slots = ()
+    elif hasattr(cls, "_init_group"):
+        slots = _slots(kernel, cls)
+    else:
+        raise OptimError(
+            f"from_torch({cls.__name__}): only classes that gather their tensors in _init_group, as torch.optim's do, "
+            "can run on state that the caller holds. Write it as a pair of functions: ltx.optim.from_functions."
+        )
+    return Kernel(shell, group, kernel.step, slots)
+
+
+def _slots(kernel: Kernel, cls: type) -> tuple[str | None, ...]:
+    """Match each list of ``_init_group`` with the state key whose tensor lands in it."""
+    found: list[str | None] = []
+    keys: set[str] = set()
+    for shape in ((1, 1), (1,)):  # Adafactor fills other lists for matrices than for vectors
+        state, lists = kernel._probe(torch.zeros(shape), None, False)
+        found = found or [None] * len(lists)
+        key_of = {id(tensor): key for key, tensor in state.items()}
+        for i, gathered in enumerate(lists):
+            found[i] = found[i] or next((key_of[id(x)] for x in gathered if id(x) in key_of), None)
+        keys |= state.keys()
+    if missing := sorted(keys - set(found)):
+        raise OptimError(
+            f"from_torch({cls.__name__}): its state {missing} isn't gathered by _init_group, so it can't be held by "
+            "the caller. Write it as a pair of functions: ltx.optim.from_functions."
+        )
+    return tuple(found)
+
+
+def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    self.param_groups.append({**self.defaults, **param_group})

@@ -1,0 +1,187 @@
+"""The process groups and axes of a world: made, adopted, and let go of.
+
+Each function that makes something pushes what undoes it on a stack, so that a failure halfway undoes what was done.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from ltx.axis import Axis, GroupBacking
+from ltx.errors import WorldError
+from ltx.runtime.world import Placement, World, world_of
+from ltx.wire import close_axis, open_axis
+
+#: The sizes of a world's axes by name, outermost first.
+Mesh = tuple[tuple[str, int], ...]
+
+# How long letting go of process groups may hold a rank up (see `let_go`).
+_LET_GO_S = 5.0
+
+
+@dataclass
+class _Meetings:
+    """Where this process' ranks met so far.
+
+    The count names the keys of the next world in the store, so that a world made after ``shutdown()`` doesn't read its
+    predecessor's addresses. The stores are kept: were rank 0's dropped and bound again, a peer could still reach the
+    old one.
+    """
+
+    count: int = 0
+    stores: dict[Placement, Store] = field(default_factory=dict)
+
+
+_meetings = _Meetings()
+
+
+def adopted_world(placement: Placement, backend: str | None) -> World:
+    """The world of a process group that the user has initialised; the environment may know more than the group."""
+    rank, size, used = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+    if backend is not None and backend != used:
+        raise WorldError(
+            f"rank {rank}: torch.distributed is initialised already with backend={used!r}, and ltx.init was asked for "
+            f"backend={backend!r}. Leave backend out to use what is there, or destroy that process group first."
+        )
+    if (placement.rank, placement.size) != (rank, size):
+        placement = Placement("user", rank, size, local_rank=rank, local_size=size)
+    return world_of(replace(placement, launcher="user"), backend=used)
+
+
+def make_group(placement: Placement, world: World, timeout: timedelta, undo: ExitStack) -> PrefixStore:
+    """Initialise torch.distributed. Returns the store through which the ranks met."""
+    assert placement.master is not None
+    address, port = placement.master
+    _meetings.count += 1
+    try:
+        store = _meetings.stores.get(placement)
+        if store is None:
+            host = f"[{address}]" if ":" in address else address
+            url = f"tcp://{host}:{port}?rank={world.rank}&world_size={world.size}"
+            store, _, _ = next(iter(rendezvous(url, timeout=timeout)))
+            _meetings.stores[placement] = store
+        store.set_timeout(timeout)
+        meeting = PrefixStore(f"ltx/{_meetings.count}", store)
+        dist.init_process_group(
+            world.backend,
+            store=meeting,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=world.device if world.device.type == "cuda" and "nccl" in world.backend else None,
+        )
+    except Exception as error:
+        raise WorldError(
+            f"rank {world.rank} of {world.size} couldn't set up torch.distributed ({world.backend}) at "
+            f"{address}:{port} within {timeout.total_seconds():g} s: {type(error).__name__}: {error}\n"
+            f"Check that all {world.size} ranks were started, that they have the same MASTER_ADDR and MASTER_PORT and "
+            "call ltx.init equally often, and that no other program uses that port."
+        ) from error
+    undo.callback(_destroy, dist.group.WORLD)
+    return meeting
+
+
+def settle(meeting: PrefixStore, world: World) -> None:
+    """Rank 0, which hosts the store, waits for all: it may end at once, while a peer still needs the store."""
+    meeting.set(f"settled/{world.rank}", "")
+    if world.rank == 0:
+        meeting.wait([f"settled/{rank}" for rank in range(world.size)])
+
+
+def _destroy(group: Any) -> None:
+    if dist.is_initialized() and dist.group.WORLD is group:  # else the user has destroyed it
+        dist.destroy_process_group()
+
+
+def check_mesh(mesh: Mesh, world: World) -> None:
+    for name, size in mesh:
+        if not isinstance(name, str) or not name or not isinstance(size, int) or size < 1:
+            raise WorldError(
+                f"mesh={dict(mesh)!r}: expected axis names with sizes of at least 1, got {name!r}: {size!r}."
+            )
+    product = math.prod(size for _, size in mesh)
+    if not mesh or product != world.size:
+        sizes = " * ".join(str(size) for _, size in mesh) or "no axes"
+        raise WorldError(
+            f"mesh={dict(mesh)!r} is for {sizes} = {product} ranks, but the world has {world.size} (launcher "
+            f"{world.launcher!r}). Start {product} ranks, or choose sizes whose product is {world.size}."
+        )
+
+
+def open_axes(mesh: Mesh, world: World, timeout: timedelta, undo: ExitStack) -> tuple[Axis, ...]:
+    """One axis for each entry of `mesh`, over the ranks that differ from this one in that coordinate alone."""
+    axes = []
+    ranks = torch.arange(world.size).reshape([size for _, size in mesh])
+    for dim, (name, size) in enumerate(mesh):
+        group = dist.group.WORLD
+        if size < world.size:
+            # new_group is collective over the world: every rank makes all of them, in the same order.
+            for members in ranks.movedim(dim, -1).reshape(-1, size).tolist():
+                made = dist.new_group(members, timeout=timeout)
+                if world.rank in members:
+                    group = made
+                    undo.callback(_destroy_subgroup, made)
+        assert group is not None
+        axes.append(open_axis(name, group, timeout))
+        undo.callback(_close, axes[-1], dist.group.WORLD)
+    return tuple(axes)
+
+
+def _close(axis: Axis, world_group: Any) -> None:
+    try:
+        close_axis(axis)
+    except ValueError:  # its process groups are gone: right if the user has destroyed them all
+        if dist.is_initialized() and dist.group.WORLD is world_group:
+            raise
+
+
+def _destroy_subgroup(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def channel_groups(axes: tuple[Axis, ...]) -> list[Any]:
+    """The process groups that the channels of `axes` own."""
+    lines = [axis.backing.line for axis in axes if isinstance(axis.backing, GroupBacking)]
+    return [channel.group for line in lines for channel in line.channels]
+
+
+def let_go(groups: list[Any]) -> None:
+    """Drop `groups`, which have been destroyed, and wait until their threads have ended.
+
+    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
+    that are left when Python ends abort the process now and then. So reference cycles are collected too. But a gloo
+    group with an operation under way waits in its destructor until the peers have joined in, up to the operation's
+    timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not hang in that, so
+    a thread of its own waits, and is left behind after a few seconds; the end of this process then breaks its
+    connections, which the peers see at once.
+    """
+
+    if not groups:
+        return
+
+    def drop() -> None:
+        groups.clear()
+        gc.collect()
+
+    waiter = threading.Thread(target=drop, name="ltx-teardown", daemon=True)
+    waiter.start()
+    waiter.join(_LET_GO_S)
+    if waiter.is_alive():
+        print(
+            "ltx: a collective is still under way that a peer hasn't joined; it is abandoned, and the peers that wait "
+            "in it get an error when this process ends.",
+            file=sys.stderr,
+        )

@@ -1,0 +1,211 @@
+"""``ltx.init``: set up process groups and axes once, and take them down again whatever happens.
+
+A process has at most one world at a time. What is set up is recorded as teardown steps on a stack while it is set up,
+so that a failure halfway, an exception in a ``with`` block, ``shutdown()`` and the end of the process all undo exactly
+what was done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+
+from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
+from ltx.errors import WorldError
+from ltx.runtime.groups import (
+    adopted_world,
+    channel_groups,
+    check_mesh,
+    let_go,
+    make_group,
+    open_axes,
+    settle,
+)
+from ltx.runtime.world import Placement, World, placement_from_env, world_of
+from ltx.typing import Tree
+
+_DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+
+@dataclass
+class _Session:
+    """What one ``init`` set up: its world and settings, how to undo it, and how many ``init()`` calls share it."""
+
+    world: World
+    settings: dict[str, Any]
+    teardown: ExitStack
+    holds: int = 1
+
+
+@dataclass
+class _Process:
+    """What is up in this process: process-wide, because process groups and axes are."""
+
+    session: _Session | None = None
+
+
+_process = _Process()
+
+
+def init(
+    strategy: Any = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta = _DEFAULT_TIMEOUT,
+    mesh: Mapping[str, int] | None = None,
+) -> World:
+    """Set up this process' part of the world that its launcher describes, and put the world's axes in scope.
+
+    Without a launcher (no torchrun, no pool) it is a world of one and no process group is made. A process group that
+    torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.
+
+    As a context manager it takes everything down at the end of the block, also after an exception. As a plain call it
+    lasts until :func:`shutdown` or the end of the process. A second call gives the same world; an inner
+    ``with ltx.init()`` then doesn't end what an outer call began.
+
+    Args:
+        strategy: a strategy whose fields ``process_group_backend`` and ``timeout`` are used where the arguments below
+            are left out.
+        backend: the backend of torch.distributed; by default NCCL on CUDA and gloo on the CPU.
+        timeout: how long setting up and each operation on a process group may take.
+        mesh: the sizes of the world's axes by name, outermost first, ``{"node": 2, "data": 4}`` for example. Rank
+            ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
+            ``{"data": size}``.
+
+    Returns:
+        The world, which is a context manager too.
+
+    Raises:
+        WorldError: the environment is malformed, the ranks can't meet, the mesh doesn't fit, or a world with other
+            arguments is up already.
+
+    Example:
+        >>> import torch, ltx
+        >>> with ltx.init() as world:
+        ...     world.size, ltx.psum(torch.tensor(3.0))
+        (1, tensor(3.))
+    """
+    asked = _asked(strategy, backend, timeout, mesh)
+    session = _process.session
+    if session is None:
+        session = _process.session = _start(asked)
+        atexit.unregister(shutdown)  # once, and before anything registered earlier
+        atexit.register(shutdown)
+    else:
+        _check_same(asked, session)
+        session.holds += 1
+    return session.world
+
+
+def shutdown() -> None:
+    """Take down what :func:`init` set up: axes, and the process group unless it was adopted. Does nothing otherwise.
+
+    It runs by itself when a process ends, since one that ends without it is aborted by gloo. :func:`init` works again
+    afterwards.
+    """
+    session, _process.session = _process.session, None
+    if session is not None:
+        session.teardown.close()
+
+
+def world() -> World:
+    """The world that :func:`init` set up; a world of one if it hasn't.
+
+    Example:
+        >>> import ltx
+        >>> ltx.world().rank
+        0
+    """
+    return _process.session.world if _process.session else world_of(Placement("none"))
+
+
+def to_device(tree: Tree) -> Tree:
+    """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.to_device({"x": torch.ones(2), "name": "a"})
+        {'x': tensor([1., 1.]), 'name': 'a'}
+    """
+    device = world().device
+    return optree.tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, tree)
+
+
+def check_current(entered: World) -> None:
+    """Raise unless `entered` is the world that is up: one that was pickled, or has ended, can't be entered."""
+    if _process.session is None or _process.session.world is not entered:
+        raise WorldError(
+            f"rank {entered.rank}: this World isn't the one that is initialised now, so it can't be entered. "
+            "Write `with ltx.init(...) as world:`."
+        )
+
+
+def release(left: World) -> None:
+    """The end of a ``with`` block on `left`: take the world down if no other call of :func:`init` holds it."""
+    session = _process.session
+    if session is not None and session.world is left:
+        session.holds -= 1
+        if session.holds == 0:
+            shutdown()
+
+
+def _asked(strategy: Any, backend: str | None, timeout: timedelta, mesh: Mapping[str, int] | None) -> dict[str, Any]:
+    """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
+    if timeout is _DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
+        timeout = getattr(strategy, "timeout", None) or _DEFAULT_TIMEOUT
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise WorldError(f"timeout={timeout!r}: expected a positive datetime.timedelta, such as timedelta(minutes=5).")
+    asked: dict[str, Any] = {"backend": backend or getattr(strategy, "process_group_backend", None)}
+    asked["timeout"] = None if timeout is _DEFAULT_TIMEOUT else timeout
+    asked["mesh"] = None if mesh is None else tuple(mesh.items())
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _check_same(asked: Mapping[str, Any], session: _Session) -> None:
+    for name, new in asked.items():
+        old = session.settings[name]
+        if new != old:
+            old, new = (dict(value) if name == "mesh" else value for value in (old, new))
+            raise WorldError(
+                f"rank {session.world.rank}: ltx.init was called before with {name}={old!r} and now with "
+                f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
+            )
+
+
+def _start(asked: Mapping[str, Any]) -> _Session:
+    with ExitStack() as undo:
+        timeout = asked.get("timeout", _DEFAULT_TIMEOUT)
+        placement = placement_from_env(os.environ)
+        if dist.is_initialized():
+            world = adopted_world(placement, asked.get("backend"))
+        else:
+            world = world_of(placement, backend=asked.get("backend"))
+        mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))
+        check_mesh(mesh, world)
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        held: list[Any] = []
+        undo.callback(let_go, held)  # what is pushed first is undone last
+        meeting = None
+        if not dist.is_initialized() and placement.master is not None:
+            meeting = make_group(placement, world, timeout, undo)
+        if dist.is_initialized():
+            axes = open_axes(mesh, world, timeout, undo)
+        else:
+            axes = tuple(Axis(name, size) for name, size in mesh)
+        undo.callback(set_world_axes, ())
+        set_world_axes(axes)
+        undo.callback(lambda: held.extend(channel_groups(axes)))
+        if meeting is not None:
+            settle(meeting, world)
+        settings = {"backend": world.backend, "timeout": timeout, "mesh": mesh}
+        return _Session(world, settings, undo.pop_all())

@@ -1,0 +1,164 @@
+"""What a function returned on each rank, and the ways to look at it as one value."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import optree
+import torch
+
+from ltx.errors import ReplicaDivergedError, TreeError
+from ltx.tree import describe
+
+T = TypeVar("T")
+
+
+class PerRank(Sequence[T], Generic[T]):
+    """One value for each rank, in the order of ranks. :meth:`ltx.Pool.run` returns it.
+
+    Example:
+        >>> import torch
+        >>> from ltx.runtime.per_rank import PerRank
+        >>> results = PerRank([{"x": torch.tensor([1.0])}, {"x": torch.tensor([2.0])}])
+        >>> results.rank(1)
+        {'x': tensor([2.])}
+        >>> results.stack()
+        {'x': tensor([[1.],
+                [2.]])}
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Iterable[T]):
+        self._values = tuple(values)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(self._values))
+        return f"PerRank({values})"
+
+    def rank(self, index: int) -> T:
+        """The value of rank `index`. Raises IndexError, naming the ranks there are, for others."""
+        if not 0 <= index < len(self._values):
+            raise IndexError(f"rank {index}: expected one of the ranks 0 to {len(self._values) - 1}.")
+        return self._values[index]
+
+    def stack(self) -> Any:
+        """One tree whose tensors have the ranks as a new dimension 0; numbers and bools become tensors of one.
+
+        Tensors on several devices are stacked on that of rank 0.
+
+        Raises:
+            TreeError: the ranks' trees have different structures, or a leaf can't be stacked; the message names the
+                leaf's path and the rank.
+        """
+        columns, paths, spec = self._columns()
+        return optree.tree_unflatten(spec, [_stack(leaves, p) for leaves, p in zip(columns, paths, strict=True)])
+
+    def replicated(self) -> T:
+        """The one value that all ranks have, after checking that they do, bit for bit (NaN equals the same NaN).
+
+        Raises:
+            ReplicaDivergedError: a rank has something else than rank 0; the message names the leaf's path, the rank
+                and how far they are apart.
+            TreeError: the ranks' trees have different structures.
+
+        Example:
+            >>> from ltx.runtime.per_rank import PerRank
+            >>> PerRank([{"loss": 0.5}, {"loss": 0.25}]).replicated()
+            Traceback (most recent call last):
+            ltx.errors.ReplicaDivergedError: leaf 'loss' isn't the same on all 2 ranks: rank 0 has 0.5, rank 1 has \
+0.25. Use .rank(i) or .stack() for values that differ; parameters that should agree may have missed a synchronisation.
+        """
+        columns, paths, _ = self._columns()
+        for leaves, path in zip(columns, paths, strict=True):
+            for rank, leaf in enumerate(leaves):
+                difference = _difference(leaves[0], leaf, rank)
+                if difference:
+                    raise ReplicaDivergedError(
+                        f"leaf {path!r} isn't the same on all {len(self)} ranks: {difference}. Use .rank(i) or "
+                        ".stack() for values that differ; parameters that should agree may have missed a "
+                        "synchronisation."
+                    )
+        return self._values[0]
+
+    def _columns(self) -> tuple[list[list[Any]], list[str], Any]:
+        """The leaves by position, each with those of all ranks; the leaves' paths; the structure."""
+        values: tuple[Any, ...] = self._values
+        flat: list[Any] = [optree.tree_flatten(value, none_is_leaf=True) for value in values]
+        spec = flat[0][1]
+        for rank, (_, other) in enumerate(flat):
+            if other != spec:
+                raise TreeError(
+                    f"rank {rank} returned a tree of another structure than rank 0: expected {spec}, got {other}. "
+                    "Use .rank(i) to look at them one by one."
+                )
+        paths = [".".join(map(str, path)) or "<the tree itself>" for path in spec.paths()]
+        return [list(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], paths, spec
+
+
+def _stack(leaves: list[Any], path: str) -> torch.Tensor:
+    tensors: list[torch.Tensor] = []
+    for rank, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor | bool | int | float | complex):
+            raise TreeError(
+                f"leaf {path!r} on rank {rank} is of type {type(leaf).__name__}: expected a tensor or a number. "
+                "Use .rank(i) for other values."
+            )
+        tensor = torch.as_tensor(leaf)
+        tensors.append(tensor.to(tensors[0].device) if tensors else tensor)
+    for rank, tensor in enumerate(tensors):
+        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
+            raise TreeError(
+                f"leaf {path!r} can't be stacked: rank 0 has {describe(tensors[0])}, rank {rank} has "
+                f"{describe(tensor)}. Use .rank(i) for values of different shapes or dtypes."
+            )
+    return torch.stack(tensors)
+
+
+def _difference(first: Any, other: Any, rank: int) -> str:
+    """How rank `rank`'s leaf `other` differs from rank 0's, in words; "" if it doesn't."""
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        if first.dtype != other.dtype or first.shape != other.shape:
+            return f"rank 0 has {describe(first)}, rank {rank} has {describe(other)}"
+        a, b = first.detach().cpu(), other.detach().cpu()
+        unequal = (_bytes(a) != _bytes(b)).any(dim=-1)
+        if not unequal.any():
+            return ""
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        apart = (a.to(wide).reshape(-1) - b.to(wide).reshape(-1)).abs()[unequal].max().item()
+        return (
+            f"rank {rank} differs from rank 0 in {int(unequal.sum())} of {a.numel()} elements of {describe(a)}, by "
+            f"{apart:.3g} at most"
+        )
+    return "" if _same(first, other) else f"rank 0 has {first!r}, rank {rank} has {other!r}"
+
+
+def _same(first: Any, other: Any) -> bool:
+    if type(first) is not type(other):
+        return False
+    if isinstance(first, float | complex):
+        return repr(first) == repr(other)  # tells -0.0 from 0.0, and NaN is NaN
+    try:
+        return bool(first == other)
+    except Exception:  # an array, whose == is an array
+        return pickle.dumps(first) == pickle.dumps(other)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element: bit for bit means that 0.0 isn't -0.0, and that NaN may equal NaN."""
+    if tensor.numel() == 0:
+        return torch.empty(0, 1, dtype=torch.uint8)
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.contiguous().view(-1).view(torch.uint8).view(tensor.numel(), -1)

@@ -1,0 +1,4 @@
+"""Strategies: one algorithm a file."""
+
+from ltx.strategies.base import Strategy as Strategy
+from ltx.strategies.ddp import DDPStrategy as DDPStrategy

@@ -1,0 +1,69 @@
+"""The contract of a strategy: when and how ranks talk, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ltx.axis import Axis
+from ltx.errors import StrategyError
+from ltx.hooks import CommHook
+from ltx.sync.reduction import LeafState
+from ltx.typing import Tree
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """What a training step does besides the user's own work, at three places.
+
+    A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its
+    schedules read the static number of steps so far; its state is explicit, in the communication state that the step
+    is given and gives back.
+
+    * :meth:`before_forward`: the parameters that the step computes with.
+    * :meth:`hook`: what is done to the gradients, bucket by bucket, during the backward pass.
+    * :meth:`after_update`: what becomes of the parameters that the optimizer gives.
+
+    Attributes:
+        bucket_bytes: gradients travel in buckets of at most this many bytes.
+        first_bucket_bytes: size of the first bucket; small, so that the link starts early.
+        process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
+        timeout: how long ``ltx.init``'s collectives wait for a peer.
+    """
+
+    bucket_bytes: int = 4 * MIB
+    first_bucket_bytes: int = MIB
+    process_group_backend: str | None = None
+    timeout: timedelta = timedelta(seconds=1800)
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "first_bucket_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise StrategyError(f"{type(self).__name__}.{name} must be a positive number of bytes, got {value!r}.")
+        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
+            raise StrategyError(
+                f"{type(self).__name__}.timeout must be a positive datetime.timedelta, got {self.timeout!r}."
+            )
+
+    def hook(self, step: int) -> CommHook | None:
+        """The reduction of the gradients of synchronised step `step`; None leaves them local."""
+        raise NotImplementedError(f"{type(self).__name__} must define hook(step)")
+
+    def init(self, param: Any) -> LeafState:
+        """The state of one parameter: the hook's, and the strategy's own under other names."""
+        hook = self.hook(0)
+        return hook.init(param) if hook is not None else {}
+
+    def before_forward(self, params: Tree, states: dict[str, LeafState], step: int, axis: Axis) -> Tree:
+        """The parameters that the step sees."""
+        return params
+
+    def after_update(
+        self, params: Tree, states: dict[str, LeafState], step: int, axis: Axis
+    ) -> tuple[Tree, dict[str, LeafState]]:
+        """What becomes of the updated parameters, and the next state."""
+        return params, states

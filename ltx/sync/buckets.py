@@ -1,0 +1,107 @@
+"""Buckets: which gradients travel together, and in which order.
+
+The plan is a pure function of shapes, dtypes and sizes, so that every rank makes the same one. Buckets are launched in
+the order of the plan whatever order they become ready in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the plan knows of a gradient."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one dtype on one device that are reduced as one flat buffer.
+
+    Attributes:
+        index: its place in the order of launches.
+        members: positions of its leaves among all that are reduced.
+        leaves: their shapes, in the order in which they lie in the flat buffer.
+    """
+
+    index: int
+    members: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaves[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.leaves[0].device
+
+    @property
+    def numel(self) -> int:
+        return sum(leaf.numel for leaf in self.leaves)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each leaf."""
+        return [leaf.numel for leaf in self.leaves]
+
+
+@lru_cache(maxsize=256)
+def plan_buckets(
+    leaves: tuple[Leaf, ...], arrival: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """Fill buckets with `leaves` in the order `arrival` in which their gradients are expected.
+
+    A bucket is closed before it would exceed its size; a leaf that is larger than that has a bucket of its own. The
+    first bucket is small, so that the link starts early. Dtypes and devices don't mix.
+
+    Args:
+        leaves: the gradients.
+        arrival: positions into `leaves`.
+        bucket_bytes, first_bucket_bytes: sizes in bytes of the gradients.
+
+    Returns:
+        Buckets in the order of launches: that in which their last gradients are expected.
+    """
+    open_members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    closed: list[list[int]] = []
+    for position in arrival:
+        leaf = leaves[position]
+        kind = (leaf.dtype, leaf.device)
+        limit = bucket_bytes if closed else first_bucket_bytes
+        if open_members.get(kind) and filled[kind] + leaf.nbytes > limit:
+            closed.append(open_members.pop(kind))
+        if kind not in open_members:
+            open_members[kind], filled[kind] = [], 0
+        open_members[kind].append(position)
+        filled[kind] += leaf.nbytes
+    closed.extend(open_members.values())
+    due = {position: place for place, position in enumerate(arrival)}
+    closed.sort(key=lambda members: max(due[position] for position in members))
+    return tuple(
+        Bucket(index, tuple(members), tuple(leaves[position] for position in members))
+        for index, members in enumerate(closed)
+    )
+
+
+def leaves_of(tensors: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
+    """The plan's view of `tensors`."""
+    return tuple(Leaf(t.shape, t.dtype, t.device) for t in tensors)

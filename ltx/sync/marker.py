@@ -1,0 +1,333 @@
+"""The marker: identities around a step whose transpose is the reduction of its gradients.
+
+    params -> Fence -> Mark (one a bucket) -> step -> Tie -> output
+
+Read backwards, as the autograd engine does:
+
+* **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if the
+  loss on this rank doesn't reach its parameters; otherwise the peers would wait for it for ever.
+* **Mark** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are there:
+  it starts the bucket's reduction. Its node was made before the step's, which would put it last in the engine's queue;
+  raising its sequence number puts it first.
+* **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing
+  downstream can see a gradient in flight.
+
+All of it is differentiable again, in both modes. :class:`Launch` counts as the identity and :class:`Land` as the exact
+mean over ranks, so that second derivatives are exact whatever the hook does to first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import _functorch
+
+from ltx.axis import Axis, VmapBacking
+from ltx.collectives.linear import apply
+from ltx.sync.schedule import Dims, Plan, Schedule
+
+# Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
+MARKER_PRIORITY = 1 << 62
+ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
+
+
+def raise_priority(output: torch.Tensor, priority: int) -> None:
+    """Let the engine prefer the node that made `output`, at every level of functorch's transforms.
+
+    Without ``_set_sequence_nr`` (before torch 2.13) nothing overlaps; results are the same.
+    """
+    while True:
+        set_sequence_nr = getattr(output.grad_fn, "_set_sequence_nr", None)
+        if set_sequence_nr is not None:
+            set_sequence_nr(priority)
+        if not _functorch.is_functorch_wrapped_tensor(output):
+            return
+        output = _functorch.get_unwrapped(output)
+
+
+def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    return tuple(None if t is None else t.view_as(t) for t in tensors)
+
+
+def _index(axis: Axis) -> torch.Tensor | None:
+    """An input that makes functorch call a Function's vmap rule at the level of a simulated axis."""
+    return axis.index() if isinstance(axis.backing, VmapBacking) else None
+
+
+class Fence(torch.autograd.Function):
+    """``Fence.apply(schedule, dims, index, *tensors)``: identity; its backward lands every bucket."""
+
+    @staticmethod
+    def forward(schedule: Schedule, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _views(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.schedule, ctx.dims, *_ = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if _plain():
+            return (None, None, None, *ctx.schedule.land(in_flight))
+        index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
+        return (None, None, None, *Land.apply(ctx.schedule, ctx.dims, index, *in_flight))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return _views(tangents[3:])
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, dims: Dims, index: Any, *tensors: torch.Tensor
+    ) -> tuple[Any, Any]:
+        here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[3:])
+        outs = Fence.apply(schedule, (here, *dims), None if here else index, *stacked)
+        return outs, (0,) * len(outs)
+
+
+class Mark(torch.autograd.Function):
+    """``Mark.apply(schedule, bucket, dims, index, *parameters, *states) -> (*parameters, token)``: starts the bucket.
+
+    Identity on the parameters. The cotangent of a state is its next value.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        schedule: Schedule, bucket: int, dims: Dims, index: Any, *tensors: torch.Tensor
+    ) -> tuple[Any, ...]:
+        params = tensors[: len(schedule.plan.buckets[bucket].members)]
+        return (*_views(params), params[0].new_zeros(params[0].shape[: len(dims)]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.schedule, ctx.bucket, ctx.dims, _, *tensors = inputs
+        states = tensors[len(output) - 1 :]
+        ctx.save_for_backward(*states)
+        ctx.save_for_forward(*states, output[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        *grads, link = cotangents
+        tensors = [*grads, *ctx.saved_tensors]
+        if _plain():
+            started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
+            # On the wire they aren't results yet, only memory: let go of them.
+            return (None, None, None, None, *(started if ctx.schedule.threaded else (None,) * len(tensors)))
+        index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
+        return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, link, index, *tensors))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        # A token's tangent, though zero, keeps this rank in step with its peers in forward over reverse mode.
+        count = len(ctx.schedule.plan.buckets[ctx.bucket].members)
+        return (*_views(tangents[4 : 4 + count]), torch.zeros_like(ctx.saved_tensors[-1]))
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, bucket: int, dims: Dims, index: Any,
+        *tensors: torch.Tensor,
+    ) -> tuple[Any, Any]:
+        here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[4:])
+        outs = Mark.apply(schedule, bucket, (here, *dims), None if here else index, *stacked)
+        return outs, (0,) * len(outs)
+
+
+class Tie(torch.autograd.Function):
+    """``Tie.apply(schedule, tokens, kept, *tokens, *kept, *successors, *outputs) -> outputs``: leads to every marker.
+
+    Identity on the outputs. The cotangent of each kept tensor is its successor.
+    """
+
+    @staticmethod
+    def forward(schedule: Schedule, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _views(tensors[tokens + 2 * kept :])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.schedule, ctx.tokens, ctx.kept, *tensors = inputs
+        ctx.save_for_backward(*tensors[: ctx.tokens], *tensors[ctx.tokens + ctx.kept : ctx.tokens + 2 * ctx.kept])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.schedule.begin()
+        # Zero in value, but batched and differentiable wherever the cotangents and parameters are, so that the markers
+        # take part at every level of every transform.
+        link = torch.zeros_like(cotangents[0].sum())
+        tokens, successors = ctx.saved_tensors[: ctx.tokens], ctx.saved_tensors[ctx.tokens :]
+        links = (token * link.to(token.dtype) for token in tokens)
+        return (None, None, None, *links, *successors, *(None,) * ctx.kept, *cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return _views(tangents[3 + ctx.tokens + 2 * ctx.kept :])
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, tokens: int, kept: int, *tensors: torch.Tensor
+    ) -> tuple[Any, Any]:
+        # A kept tensor and its successor must be batched alike, or the cotangent wouldn't fit.
+        ends = (tokens, tokens + kept, tokens + 2 * kept)
+        dims = list(in_dims[3:])
+        lists = [list(tensors[i:j]) for i, j in zip((0, *ends), (*ends, len(tensors)), strict=True)]
+        for k in range(kept):
+            if (dims[ends[0] + k] is None) != (dims[ends[1] + k] is None):
+                _, (lists[1][k], lists[2][k]) = _peel(
+                    schedule.plan.axis, info.batch_size, (lists[1][k], lists[2][k]), (dims[ends[0] + k], dims[ends[1] + k])
+                )
+        return Tie.apply(schedule, tokens, kept, *(t for ts in lists for t in ts)), in_dims[3 + ends[2] :]
+
+
+class Launch(torch.autograd.Function):
+    """``Launch.apply(schedule, bucket, dims, link, index, *gradients, *states)``: start a bucket's reduction."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        schedule: Schedule, bucket: int, dims: Dims, link: torch.Tensor, index: Any, *tensors: torch.Tensor
+    ) -> tuple[Any, ...]:
+        return schedule.start(bucket, dims, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.count = len(inputs[0].plan.buckets[inputs[1]].members)
+        ctx.mark_non_differentiable(*output[ctx.count :])
+        ctx.zeros = [_zeros_later(t) for t in output[: ctx.count]]
+        ctx.states = len(output) - ctx.count
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return (None, None, None, None, None, *cotangents[: ctx.count], *(None,) * ctx.states)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        given = tangents[5 : 5 + ctx.count]
+        return (*(z() if t is None else t for t, z in zip(given, ctx.zeros, strict=True)), *(None,) * ctx.states)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, bucket: int, dims: Dims, link: torch.Tensor, index: Any,
+        *tensors: torch.Tensor,
+    ) -> tuple[Any, Any]:
+        here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[5:])
+        link = link if in_dims[3] is None else link.sum(in_dims[3])
+        outs = Launch.apply(schedule, bucket, (here, *dims), link, None if here else index, *stacked)
+        return outs, (0,) * len(outs)
+
+
+class Land(torch.autograd.Function):
+    """``Land.apply(schedule, dims, index, *in_flight)``: all reduced gradients and next states."""
+
+    @staticmethod
+    def forward(schedule: Schedule, dims: Dims, index: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return schedule.land(in_flight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        schedule, ctx.dims, *_ = inputs
+        ctx.plan = schedule.plan
+        ctx.zeros = [_zeros_later(t) for t in output]
+        ctx.mark_non_differentiable(*(t for t, state in zip(output, ctx.plan.is_state, strict=True) if state))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return (None, None, None, *_exact_mean(ctx.plan, ctx.dims, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        filled = [z() if t is None else t for t, z in zip(tangents[3:], ctx.zeros, strict=True)]
+        return tuple(_exact_mean(ctx.plan, ctx.dims, filled))
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, dims: Dims, index: Any, *in_flight: torch.Tensor
+    ) -> tuple[Any, Any]:
+        here, stacked = _peel(schedule.plan.axis, info.batch_size, in_flight, in_dims[3:])
+        outs = Land.apply(schedule, (here, *dims), None if here else index, *stacked)
+        return outs, (0,) * len(outs)
+
+
+def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    shape, dtype, device = like.shape, like.dtype, like.device
+    return lambda: torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _peel(
+    axis: Axis, batch_size: int, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
+) -> tuple[bool, list[torch.Tensor]]:
+    """The tensors with the dimension of the vmap level that is being peeled in front, and whether that is the axis."""
+    level = (_functorch.maybe_current_level() or 0) + 1
+    here = isinstance(axis.backing, VmapBacking) and axis.backing.level == level
+    stacked = [
+        t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)
+    ]
+    return here, stacked
+
+
+def _exact_mean(plan: Plan, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The mean over ranks, differentiable in itself: what Land counts as. States have no derivative."""
+    grads = [t for t, state in zip(tensors, plan.is_state, strict=True) if not state]
+    if True in dims:
+        at = dims.index(True)
+        means = iter([t.mean(at, keepdim=True).expand_as(t).contiguous() for t in grads])
+    else:
+        means = iter([t / plan.axis.size for t in apply("psum", (), plan.axis, grads)])
+    return [None if state else next(means) for state in plan.is_state]
+
+
+def _plain() -> bool:
+    """Whether nobody will differentiate or batch what the backward pass does."""
+    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+
+
+def mark(
+    schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Put the marker on `params` (with each one's state tensors): (marked parameters, tokens)."""
+    plan: Plan = schedule.plan
+    # The fence's inputs lie in the order in which `land` gives its results.
+    per_bucket = [
+        [*(params[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])] for bucket in plan.buckets
+    ]
+    index = _index(plan.axis)
+    fenced = iter(Fence.apply(schedule, (), index, *(t for tensors in per_bucket for t in tensors)))
+    marked: dict[int, torch.Tensor] = {}
+    tokens: list[torch.Tensor] = []
+    for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
+        *outs, token = Mark.apply(schedule, bucket.index, (), index, *(next(fenced) for _ in tensors))
+        raise_priority(token, MARKER_PRIORITY)
+        marked.update(zip(bucket.members, outs, strict=True))
+        tokens.append(token)
+    return [marked[i] for i in range(len(params))], tokens
+
+
+def tie(
+    schedule: Schedule,
+    tokens: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> list[torch.Tensor]:
+    """Tie `outputs` to every marker. Each kept pair is a tensor and what its cotangent is to be."""
+    before, after = [x for x, _ in kept], [y for _, y in kept]
+    return list(Tie.apply(schedule, len(tokens), len(kept), *tokens, *before, *after, *outputs))
+
+
+def reduce_gradients(
+    schedule: Schedule, grads: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Reduce gradients at hand: (reduced, next states). Differentiable, as the marker's backward pass is."""
+    plan, index = schedule.plan, _index(schedule.plan.axis)
+    schedule.begin()
+    link = torch.zeros(())
+    in_flight: list[torch.Tensor] = []
+    for bucket in plan.buckets:
+        tensors = [*(grads[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
+        in_flight.extend(Launch.apply(schedule, bucket.index, (), link, index, *tensors))
+    landed = iter(Land.apply(schedule, (), index, *in_flight))
+    reduced: dict[int, torch.Tensor] = {}
+    advanced: dict[int, list[torch.Tensor]] = {}
+    for bucket in plan.buckets:
+        reduced.update((m, next(landed)) for m in bucket.members)
+        advanced.update((m, [next(landed) for _ in states[m]]) for m in bucket.members)
+    return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]

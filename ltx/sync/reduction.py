@@ -1,0 +1,126 @@
+"""Reductions: what a communication hook does with a bucket, written once for every backing.
+
+A reduction is a generator. It yields an :class:`Ask` wherever it waits for the network and is sent the result; it
+returns the reduced buffer and the next state. Who drives it decides how: asynchronously on the wire with other buckets
+in between, at once on simulated ranks, or as nodes of a compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ltx.axis import Axis
+from ltx.collectives.linear import Static, apply
+from ltx.sync.buckets import Bucket
+
+#: One parameter's communication state: tensors by name.
+LeafState = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A collective that a reduction waits for.
+
+    Attributes:
+        operation: "sum", "all_gather" (gives a new first dimension), "reduce_scatter" (takes the first dimension).
+        buffer: contiguous; it belongs to the wire from here on.
+    """
+
+    operation: str
+    buffer: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of a bucket's mean gradient: its gradient divided by the number of ranks.
+
+    Attributes:
+        flat: all of it, in the hook's wire dtype; the hook may overwrite it.
+        bucket: shapes and sizes of the parameters in it.
+        axis_size: the number of ranks.
+        states: the state of each parameter of the bucket, in the bucket's order.
+        step: the number of synchronised steps before this one.
+    """
+
+    flat: torch.Tensor
+    bucket: Bucket
+    axis_size: int
+    states: Sequence[LeafState] = ()
+    step: int = 0
+
+
+#: Yields asks, is sent their results, returns (sum of the shares, next states).
+Reduction = Generator[Ask, torch.Tensor, tuple[torch.Tensor, Sequence[LeafState]]]
+
+
+class Reducer(Protocol):
+    """What the scheduler needs of a communication hook; :class:`ltx.hooks.CommHook` is the full contract."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is the sum of the shares up to rounding in their own dtype."""
+        ...
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element's result depends on that element alone, so that samples may share a buffer."""
+        ...
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that shares of gradients of `dtype` are packed in."""
+        ...
+
+    def reduce(self, share: Share) -> Reduction:
+        """The reduction of one bucket."""
+        ...
+
+
+_RULES: dict[str, tuple[str, Static]] = {
+    "sum": ("psum", ()),
+    "all_gather": ("all_gather", (0, 0)),
+    "reduce_scatter": ("psum_scatter", (0, 0)),
+}
+
+
+def pack(
+    grads: Sequence[torch.Tensor], bucket: Bucket, wire_dtype: torch.dtype, scale: float, batch: Sequence[int] = ()
+) -> torch.Tensor:
+    """A new flat buffer of shape ``(*batch, numel)`` with the gradients times `scale`, in one pass over them."""
+    flat = torch.empty((*batch, bucket.numel), dtype=wire_dtype, device=bucket.device)
+    for grad, part in zip(grads, flat.split(bucket.sizes, dim=-1), strict=True):
+        torch.mul(grad, scale, out=part.view(grad.shape))
+    return flat
+
+
+def pack_pure(
+    grads: Sequence[torch.Tensor], bucket: Bucket, wire_dtype: torch.dtype, scale: float
+) -> torch.Tensor:
+    """:func:`pack` without writing into anything, for vmap and for compiled graphs."""
+    return torch.cat([(grad * scale).to(wire_dtype).reshape(-1) for grad in grads])
+
+
+def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
+    """The parts of a flat buffer as views in their parameters' shapes and dtype."""
+    flat = flat.to(bucket.dtype)
+    batch = flat.shape[:-1]
+    parts = flat.split(bucket.sizes, dim=-1)
+    return [part.reshape((*batch, *leaf.shape)) for part, leaf in zip(parts, bucket.leaves, strict=True)]
+
+
+def reduce_at_once(
+    hook: Reducer, axis: Axis, share: Share, collective: Callable[[Ask], torch.Tensor] | None = None
+) -> tuple[torch.Tensor, Sequence[LeafState]]:
+    """Drive one reduction to its end with differentiable collectives: the readable reference for the scheduler."""
+    answer = collective or (lambda ask: apply(*_RULES[ask.operation], axis, [ask.buffer])[0])
+    reduction = hook.reduce(share)
+    try:
+        ask = next(reduction)
+        while True:
+            ask = reduction.send(answer(ask))
+    except StopIteration as end:
+        flat, states = end.value
+        return flat, states

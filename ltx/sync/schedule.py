@@ -1,0 +1,335 @@
+"""Schedules: how the buckets of one backward pass are reduced.
+
+A schedule is told ``start(bucket, tensors)`` as soon as a bucket's gradients are there, and ``land(...)`` at the
+fence, after the last bucket. There are three:
+
+* :class:`WireSchedule`: process groups, eagerly. Starts asynchronously and in bucket order, lands at the fence.
+* :class:`GraphSchedule`: process groups, inside a compiled graph. Starts with functional collectives, lands at the
+  fence; Inductor may move either.
+* :class:`OnceSchedule`: simulated ranks and worlds of one. Does everything at once.
+
+Tensors come as ``[*gradients, *state tensors]`` of the bucket. While they pass through vmap levels they gain leading
+dimensions; `dims` lists them, outermost first, True for the simulated axis itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch._C import _functorch
+
+from ltx import wire
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.errors import UnsupportedError
+from ltx.sync.buckets import Bucket
+from ltx.sync.reduction import Ask, LeafState, Reducer, Reduction, Share, pack, pack_pure, reduce_at_once, unpack
+from ltx.wire import traced
+
+Dims = tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one synchronised step does: constant from step to step.
+
+    Attributes:
+        axis: the ranks.
+        hook: what is done to each bucket.
+        buckets: in the order of launches.
+        state_names: for each leaf, the names of its communication state's tensors.
+        step: the number of synchronised steps before this one.
+        agreement: what the ranks compared when they met this plan; None where there is nothing to compare.
+    """
+
+    axis: Axis
+    hook: Reducer
+    buckets: tuple[Bucket, ...]
+    state_names: tuple[tuple[str, ...], ...]
+    step: int = 0
+    agreement: wire.Agreement | None = None
+
+    def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
+        """State tensors of a bucket, by leaf and name."""
+        tensors = iter(flat_states)
+        return [{name: next(tensors) for name in self.state_names[member]} for member in bucket.members]
+
+    def flatten_states(self, bucket: Bucket, states: Sequence[LeafState]) -> list[torch.Tensor]:
+        """Inverse of :meth:`states_of`."""
+        return [
+            state[name]
+            for member, state in zip(bucket.members, states, strict=True)
+            for name in self.state_names[member]
+        ]
+
+    @cached_property
+    def is_state(self) -> tuple[bool, ...]:
+        """For each tensor in the order of :meth:`Schedule.land`: is it a state's?"""
+        return tuple(
+            state
+            for bucket in self.buckets
+            for state in (
+                *(False for _ in bucket.members),
+                *(True for member in bucket.members for _ in self.state_names[member]),
+            )
+        )
+
+    def share(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[torch.Tensor]) -> Share:
+        """The hook's view of a bucket."""
+        return Share(flat, bucket, self.axis.size, self.states_of(bucket, states), self.step)
+
+
+class Schedule(Protocol):
+    """How one backward pass is reduced.
+
+    Attributes:
+        threaded: whether :meth:`land` reads the tensors it is given, or knows its results itself.
+    """
+
+    plan: Plan
+    threaded: bool
+
+    def begin(self) -> None:
+        """The backward pass begins."""
+        ...
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Bucket `index` is ready. Gives tensors of the same shapes, which :meth:`land` is given and may replace."""
+        ...
+
+    def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """All buckets were started: the reduced gradients and next states, bucket after bucket."""
+        ...
+
+
+def make_schedule(plan: Plan, compiled: bool) -> Schedule:
+    """The schedule for `plan`'s axis."""
+    if isinstance(plan.axis.backing, GroupBacking):
+        return GraphSchedule(plan) if compiled else WireSchedule(plan)
+    return OnceSchedule(plan)
+
+
+@dataclass
+class _Flight:
+    """A bucket under way: its reduction, and the collective that it waits for."""
+
+    reduction: Reduction
+    batch: torch.Size
+    ticket: wire.Ticket | None = None
+    phase: int = 0
+    landed: tuple[torch.Tensor, Sequence[LeafState]] | None = None
+
+
+class WireSchedule:
+    """Asynchronous reductions on the bucket channels of an axis.
+
+    Each phase of the hooks (its first collective, its second, ...) has a channel of its own, and on each channel issues
+    go out in bucket order, so that all ranks issue alike whatever order their gradients arrive in.
+
+    With `deferred` the fence doesn't wait: a train step lands the buckets itself, one by one.
+    """
+
+    threaded = False
+
+    def __init__(self, plan: Plan, deferred: bool = False):
+        assert isinstance(plan.axis.backing, GroupBacking)
+        self.plan = plan
+        self.deferred = deferred
+        self.line: wire.Line = plan.axis.backing.line
+        self.header: wire.HeaderTicket | None = None
+        self._ready: dict[int, tuple[Dims, Sequence[torch.Tensor]]] = {}
+        self._flights: list[_Flight] = []
+        self._packed: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+
+    def send_header(self, total: torch.Tensor, weight: torch.Tensor) -> wire.HeaderTicket:
+        """Issue the header ahead of the buckets."""
+        channel = self.line.bucket_channel(0)
+        if self.plan.agreement is not None:
+            channel.advance(self.plan.agreement.signature, self.plan.agreement.fingerprint)
+        digest = self.line.user.digest ^ (channel.digest << 1)
+        self.header = wire.send_header(channel, total.to(self.line.device), weight.to(self.line.device), digest)
+        return self.header
+
+    def begin(self) -> None:
+        self._reset()
+        if self.header is None:
+            nothing = torch.zeros((), dtype=torch.float64, device=self.line.device)
+            self.send_header(nothing, nothing)
+
+    def _reset(self) -> None:
+        self._flights, self._packed = [], {}
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        bucket, hook = self.plan.buckets[index], self.plan.hook
+        count = len(bucket.members)
+        grads, states = tensors[:count], tensors[count:]
+        if dims and not (hook.elementwise and not states):
+            raise UnsupportedError(
+                f"{hook!r} can't reduce gradients of several samples at once on process groups. For per-sample "
+                "gradients use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for "
+                "several cotangents call the step once for each."
+            )
+        batch = grads[0].shape[: len(dims)]
+        flat = pack(grads, bucket, hook.wire_dtype(bucket.dtype), 1.0 / self.plan.axis.size, batch)
+        self._packed[index] = (flat, states)
+        # Strictly in bucket order: one that is ready early waits for those before it.
+        while len(self._flights) in self._packed:
+            place = len(self._flights)
+            ready, its_states = self._packed.pop(place)
+            share = self.plan.share(self.plan.buckets[place], ready.view(-1), its_states)
+            flight = _Flight(hook.reduce(share), ready.shape[:-1])
+            self._flights.append(flight)
+            self._advance(place, flight, None)
+        self._poll()
+        return tuple(t.view_as(t) for t in tensors)
+
+    def _advance(self, place: int, flight: _Flight, result: torch.Tensor | None) -> None:
+        """Run a reduction up to its next collective, and issue that."""
+        try:
+            ask = next(flight.reduction) if result is None else flight.reduction.send(result)
+        except StopIteration as end:
+            flight.landed, flight.ticket = end.value, None
+            return
+        channel = self.line.bucket_channel(flight.phase)
+        flight.phase += 1
+        flight.ticket = channel.issue(ask.operation, ask.buffer, f"bucket {place}") if ask.buffer.numel() else None
+        if flight.ticket is None:  # nothing to send; every rank has the same shapes
+            self._advance(place, flight, ask.buffer)
+
+    def _poll(self) -> None:
+        """Go on with reductions whose collective has landed, as long as each phase stays in bucket order."""
+        for place, flight in enumerate(self._flights):
+            while flight.ticket is not None and flight.ticket.done and self._may_issue(place, flight.phase):
+                self._advance(place, flight, flight.ticket.wait())
+
+    def _may_issue(self, place: int, phase: int) -> bool:
+        return all(f.landed is not None or f.phase > phase for f in self._flights[:place])
+
+    def land_each(self) -> Iterator[tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]]:
+        """The buckets in order, each as soon as it has landed: (bucket, reduced gradients, next states)."""
+        # Rounds: each unfinished reduction goes on by one collective, in bucket order, which keeps every phase's channel
+        # in order; whatever has landed in order is given out at once.
+        given = 0
+        while given < len(self._flights):
+            for place in range(given, len(self._flights)):
+                flight = self._flights[place]
+                if flight.ticket is not None:
+                    self._advance(place, flight, flight.ticket.wait())
+                while given < len(self._flights) and (landed := self._flights[given].landed) is not None:
+                    yield self._unpacked(given, landed)
+                    given += 1
+
+    def _unpacked(
+        self, place: int, landed: tuple[torch.Tensor, Sequence[LeafState]]
+    ) -> tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]:
+        bucket, (flat, states) = self.plan.buckets[place], landed
+        grads = unpack(flat.view(*self._flights[place].batch, bucket.numel), bucket)
+        return bucket, grads, self.plan.flatten_states(bucket, states)
+
+    def finish(self) -> wire.Header | None:
+        """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
+        header, self.header = self.header, None
+        self._reset()
+        return header.wait() if header is not None else None
+
+    def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if self.deferred:
+            return tuple(tensors)  # in flight: whoever asked for that calls land_each and finish
+        outs = [t for _, grads, states in self.land_each() for t in (*grads, *states)]
+        self.finish()
+        return tuple(outs)
+
+
+class GraphSchedule:
+    """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence."""
+
+    threaded = True
+
+    def __init__(self, plan: Plan):
+        assert isinstance(plan.axis.backing, GroupBacking)
+        self.plan = plan
+        line: wire.Line = plan.axis.backing.line
+        self._group = line.bucket_channel(0).group.group_name
+        self._started: dict[int, tuple[Reduction, torch.Tensor | None, Any]] = {}
+
+    def begin(self) -> None:
+        self._started = {}
+
+    def _issue(self, ask: Ask) -> torch.Tensor:
+        buffer = ask.buffer.flatten(0, 1) if ask.operation == "reduce_scatter" and ask.buffer.ndim > 1 else ask.buffer
+        return traced.start(ask.operation, buffer, self.plan.axis.size, self._group)
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        bucket, hook = self.plan.buckets[index], self.plan.hook
+        count = len(bucket.members)
+        grads, states = tensors[:count], tensors[count:]
+        if dims and not (hook.elementwise and not states):
+            raise UnsupportedError(f"{hook!r} can't reduce gradients of several samples at once in a compiled graph.")
+        scale = 1.0 / self.plan.axis.size
+        flat = pack_pure(grads, bucket, hook.wire_dtype(bucket.dtype), scale)
+        if dims:
+            widened = replace(bucket, leaves=tuple(replace(leaf, shape=g.shape) for leaf, g in zip(bucket.leaves, grads, strict=True)))
+        else:
+            widened = bucket
+        reduction = hook.reduce(self.plan.share(bucket, flat, states))
+        self._started[index] = (reduction, self._issue(next(reduction)), widened)
+        return tuple(t.view_as(t) for t in tensors)
+
+    def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outs: list[torch.Tensor] = []
+        for index in range(len(self.plan.buckets)):
+            reduction, pending, bucket = self._started.pop(index)
+            while True:
+                try:
+                    pending = self._issue(reduction.send(traced.wait(pending)))
+                except StopIteration as end:
+                    flat, states = end.value
+                    break
+            outs.extend(unpack(flat, bucket))
+            outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
+        return tuple(outs)
+
+
+class OnceSchedule:
+    """Reductions on simulated ranks and in a world of one, each done whole when its bucket is ready."""
+
+    threaded = True
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def begin(self) -> None:
+        pass
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        plan, bucket = self.plan, self.plan.buckets[index]
+        count = len(bucket.members)
+
+        def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            flat = pack_pure(mine[:count], bucket, plan.hook.wire_dtype(bucket.dtype), 1.0 / axis.size)
+            flat, states = reduce_at_once(plan.hook, axis, plan.share(bucket, flat, mine[count:]))
+            return (*unpack(flat, bucket), *plan.flatten_states(bucket, states))
+
+        return _under_vmaps(one_rank, dims, plan.axis, tensors)
+
+    def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors)
+
+
+def _under_vmaps(
+    body: Callable[..., tuple[torch.Tensor, ...]], dims: Dims, axis: Axis, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own becomes its level."""
+    if not dims:
+        return body(axis, *tensors)
+
+    def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = replace(axis, backing=VmapBacking(_functorch.current_level())) if dims[0] else axis
+        return _under_vmaps(body, dims[1:], here, entries)
+
+    # Contiguous: what all ranks share comes back expanded, which forward mode can't attach tangents to.
+    results: tuple[torch.Tensor, ...] = torch.vmap(inner, randomness="different")(*tensors)
+    return tuple(result.contiguous() for result in results)

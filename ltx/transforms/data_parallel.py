@@ -1,0 +1,418 @@
+"""data_parallel: tie ∘ f ∘ mark, as a transformation of steps.
+
+Li et al., "PyTorch Distributed", VLDB 2020, for the buckets; ``jax.shard_map``'s replicated arguments for the rule: the
+gradient with respect to a replicated argument is reduced over the axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, overload
+
+import torch
+
+from ltx import collectives, tree, wire
+from ltx.axis import Axis
+from ltx.errors import StepError, StrategyError, SyncStateError, UnsupportedError, WeightError
+from ltx.strategies import DDPStrategy, Strategy
+from ltx.sync import marker
+from ltx.sync.reduction import LeafState
+from ltx.sync.schedule import Schedule
+from ltx.transforms import synchronise
+from ltx.transforms.sync_state import Synced, SyncState, _values
+from ltx.transforms.weighted import Weighted
+from ltx.typing import Step, Tree
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """A step with synchronised gradients: what :func:`data_parallel` returns. An immutable value, called like the step.
+
+    Attributes:
+        fn: the user's step.
+        strategy: how gradients are reduced.
+        argnums, axis, outputs, returns: as in :func:`data_parallel`.
+        blocked: gradients stay local (:func:`ltx.block_backward_sync`).
+    """
+
+    fn: Step
+    strategy: Strategy = field(default_factory=DDPStrategy)
+    argnums: int | tuple[int, ...] = 0
+    axis: Any = None
+    outputs: Literal["local", "mean"] = "local"
+    returns: Literal["value", "grads"] = "value"
+    blocked: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
+        if isinstance(self.fn, DataParallel):
+            raise StepError(
+                "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "
+                "strategy=...) for another strategy."
+            )
+        if not isinstance(self.strategy, Strategy):
+            raise StrategyError(
+                f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {self.strategy!r}."
+            )
+        if self.outputs not in ("local", "mean"):
+            raise StrategyError(f'outputs must be "local" or "mean", got {self.outputs!r}.')
+        if self.returns not in ("value", "grads"):
+            raise StrategyError(f'returns must be "value" or "grads", got {self.returns!r}.')
+        functools.update_wrapper(_Attributes(self), self.fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.returns == "grads":
+            return self._reduce_returned(self.fn(*args, **kwargs))
+        run = self.run(args, kwargs)
+        return run.value()
+
+    def init(self, params: Tree) -> SyncState:
+        """The communication state before the first step, for strategies that have one; without leaves for others."""
+        tree.check_tensors(params, "params")
+        leaves = tree.flatten(params)[0]
+        states = {
+            path: state
+            for path, leaf in zip(tree.leaf_paths(params), leaves, strict=True)
+            if leaf.is_floating_point() and (state := self.strategy.init(leaf))
+        }
+        return SyncState.new(states, leaves[0].device if leaves else torch.device("cpu"))
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: bool = False) -> Run:
+        """Call the step on marked parameters. `deferred`: the fence won't wait (see WireSchedule)."""
+        params, sync_state = self._params_of(args)
+        leaves, spec = tree.flatten(params)
+        if torch.compiler.is_compiling():
+            return self._run_in_graph(args, kwargs, params, leaves, spec, sync_state)
+        tree.check_tensors(params, f"argument {self.argnums} of the step")
+        axis = wire.resolve(self.axis)
+        wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
+        step = sync_state.checked_step() if sync_state is not None else 0
+        hook = None if self.blocked else self.strategy.hook(step)
+        if not wanted or hook is None or (axis.size == 1 and hook.exact and not hook.state_names):
+            return self._run_local(args, kwargs, params, sync_state, axis, bool(wanted))
+        paths = functools.cache(lambda: tree.leaf_paths(params))
+        states = self._states(sync_state, paths, wanted, hook)
+        place = {leaf: i for i, leaf in enumerate(wanted)}
+        arrival = [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
+        plan = synchronise.make_plan(
+            self.strategy,
+            hook,
+            axis,
+            [leaves[i] for i in wanted],
+            arrival,
+            tuple(tuple(state) for state in states),
+            step,
+            lambda: [paths()[i] for i in wanted],
+            "data_parallel",
+        )
+        schedule = synchronise.wire_schedule(plan, deferred)
+        marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
+        filled = list(leaves)
+        for i, leaf in zip(wanted, marked, strict=True):
+            filled[i] = leaf
+        output = self.fn(*self._replaced(args, tree.unflatten(spec, filled)), **kwargs)
+        kept = self._kept(sync_state, {paths()[i] for i in wanted} if sync_state is not None else set())
+        return Run.tied(
+            self, output, params, axis, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule
+        )
+
+    def _run_local(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], params: Tree, state: SyncState | None, axis: Axis, wanted: bool
+    ) -> Run:
+        output = self.fn(*self._replaced(args, params), **kwargs)
+        if state is None or not wanted:
+            return Run.tied(self, output, params, axis, list, None)
+        # The state passes through: its cotangent is itself.
+        unchanged = [(x, x.detach()) for x in tree.flatten(state)[0]]
+        nothing = synchronise.no_schedule(axis, self.strategy)
+        return Run.tied(self, output, params, axis, lambda outs: marker.tie(nothing, [], outs, unchanged), None)
+
+    def _run_in_graph(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], params: Tree, leaves: list[Any], spec: Any, state: SyncState | None
+    ) -> Run:
+        step = state.step if state is not None else 0
+        key = "" if self.blocked else synchronise.prepare_trace(self.strategy, self.axis, step)
+        if key == "":
+            output = self.fn(*self._replaced(args, params), **kwargs)
+            return Run.tied(self, output, params, None, list, None)
+        if state is not None and state.leaves:
+            raise UnsupportedError(
+                "a strategy with communication state can't be traced by torch.compile yet: compile the step function "
+                "inside, as ltx.data_parallel(torch.compile(f), strategy)."
+            )
+        wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+        place = {leaf: i for i, leaf in enumerate(wanted)}
+        arrival = tuple(place[i] for i in reversed(tree.insertion_order(params)) if i in place)
+        names = tuple(() for _ in wanted)
+        outs = synchronise.mark_in_graph(key, arrival, names, step, *[leaves[i] for i in wanted])
+        tokens = outs[len(wanted) :]
+        filled = list(leaves)
+        for i, leaf in zip(wanted, outs[: len(wanted)], strict=True):
+            filled[i] = leaf
+        output = self.fn(*self._replaced(args, tree.unflatten(spec, filled)), **kwargs)
+        return Run.tied(
+            self, output, params, None, lambda tied: list(synchronise.tie_in_graph(key, len(tokens), 0, *tokens, *tied)), None
+        )
+
+    def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
+        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        missing = [n for n in numbers if not -len(args) <= n < len(args)]
+        if missing:
+            raise StepError(
+                f"argnums={self.argnums}: the step was called with {len(args)} positional arguments. Parameters are "
+                "passed by position."
+            )
+        if not isinstance(self.argnums, int):
+            return tuple(args[n] for n in self.argnums), None
+        params = args[self.argnums]
+        if isinstance(params, Synced):
+            return params.params, params.sync_state
+        hook = None if self.blocked else self.strategy.hook(0)
+        if hook is not None and hook.state_names:
+            raise SyncStateError(
+                f"{hook!r} has communication state, but the step was given bare parameters. Use ltx.grad_and_value("
+                "step)(params, batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
+            )
+        return params, None
+
+    def _replaced(self, args: tuple[Any, ...], params: Tree) -> tuple[Any, ...]:
+        filled = list(args)
+        if isinstance(self.argnums, int):
+            filled[self.argnums] = params
+        else:
+            for n, value in zip(self.argnums, params, strict=True):
+                filled[n] = value
+        return tuple(filled)
+
+    def _states(
+        self, state: SyncState | None, paths: Callable[[], list[str]], wanted: list[int], hook: Any
+    ) -> list[LeafState]:
+        """The hook's part of each wanted leaf's state."""
+        if not hook.state_names:
+            return [{} for _ in wanted]
+        assert state is not None
+        found: list[LeafState] = []
+        for i in wanted:
+            entries = state.leaves.get(paths()[i], {})
+            found.append({name: entries[name] for name in hook.state_names if name in entries})
+            lost = [name for name, tensor in found[-1].items() if not synchronise.tracked(tensor)]
+            if lost:
+                raise SyncStateError(
+                    f"leaf {paths()[i]!r}: its communication state {lost[0]!r} isn't differentiated, so its next value "
+                    "would be lost. Differentiate with respect to ltx.Synced(params, state) as a whole, or use "
+                    "ltx.grad_and_value(step)(params, batch, sync_state=state)."
+                )
+        return found
+
+    def _kept(self, state: SyncState | None, wanted: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The state's tensors that no bucket carries, and their next values."""
+        if state is None:
+            return []
+        hook = self.strategy.hook(0)
+        names = hook.state_names if hook is not None else ()
+        rest = [
+            (tensor, tensor.detach())
+            for path, entries in state.leaves.items()
+            for name, tensor in entries.items()
+            if path not in wanted or name not in names
+        ]
+        return [(state.uses, torch.ones_like(state.uses)), (state.clock, state.clock.detach() + 1), *rest]
+
+    def _reduce_returned(self, output: Any) -> Any:
+        from ltx.transforms.sync_gradients import sync_gradients
+
+        if self.blocked:
+            return output
+        if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
+            grads, _ = sync_gradients(output[0], self.strategy, axis=self.axis)
+            return (grads, *output[1:])
+        return sync_gradients(output, self.strategy, axis=self.axis)[0]
+
+
+class _Attributes:
+    """Lets functools.update_wrapper write to a frozen dataclass."""
+
+    def __init__(self, target: DataParallel):
+        object.__setattr__(self, "_target", target)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(object.__getattribute__(self, "_target"), name, value)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a step, before its value is made: the output on this rank, tied to the markers.
+
+    Attributes:
+        step: the transformed step.
+        axis: where it ran; None inside a compiled graph.
+        output: what the user's function returned, its floating tensors tied.
+        schedule: the schedule of the backward pass, if there will be one.
+    """
+
+    step: DataParallel
+    axis: Axis | None
+    output: Any
+    schedule: Schedule | None
+
+    @staticmethod
+    def tied(
+        step: DataParallel,
+        output: Any,
+        params: Tree,
+        axis: Axis | None,
+        tie: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        schedule: Schedule | None,
+    ) -> Run:
+        """Check the output and tie its floating tensors."""
+        _refuse_gradients(output, params)
+        leaves, spec = tree.flatten(output)
+        ties = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if ties:
+            for i, x in zip(ties, tie([leaves[i] for i in ties]), strict=True):
+                leaves[i] = x
+        elif schedule is not None:
+            raise StepError("the step returned no floating tensor, so its parameters have no gradient.")
+        return Run(step, axis, tree.unflatten(spec, leaves), schedule)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the step returned a :class:`Weighted`, alone or first in a tuple."""
+        return isinstance(self.output, Weighted) or (
+            isinstance(self.output, tuple) and len(self.output) > 0 and isinstance(self.output[0], Weighted)
+        )
+
+    def value(self) -> Any:
+        """What the caller of the step gets."""
+        output = self.output
+        if self.weighted:
+            first = output if isinstance(output, Weighted) else output[0]
+            mean = self._weighted_mean(first)
+            return mean if isinstance(output, Weighted) else (mean, *output[1:])
+        if self.step.outputs == "mean" and not self.step.blocked:
+            return tree.map(
+                lambda x: collectives.pmean(x, self.step.axis)
+                if isinstance(x, torch.Tensor) and x.is_floating_point()
+                else x,
+                output,
+            )
+        return output
+
+    def _weighted_mean(self, output: Weighted) -> torch.Tensor:
+        total, weight = output.checked()
+        if not self.step.blocked:
+            total, weight = collectives.psum((total, weight), self.step.axis)
+        if not torch.compiler.is_compiling() and bool((_values(weight) == 0).any()):
+            where = "on this rank" if self.step.blocked else "of all ranks add up to 0, so there"
+            raise WeightError(
+                f"Weighted: the weights {where} {'is' if self.step.blocked else 'is'} no mean. Give at least one rank "
+                "a sample, or skip the step on all of them."
+            )
+        return total / weight
+
+
+def _refuse_gradients(output: Any, params: Tree) -> None:
+    """A gradient or new parameters made inside the step would be local, without a word: raise instead."""
+    candidates = [output]
+    if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
+        candidates.append(output[0])
+    leaves, spec = tree.flatten(params)
+    if len(leaves) == 1 and leaves[0].ndim == 0:
+        return  # a loss looks like that too
+    for candidate in candidates:
+        outs, out_spec = tree.flatten(candidate)
+        if out_spec == spec and all(
+            isinstance(out, torch.Tensor) and out.shape == leaf.shape for out, leaf in zip(outs, leaves, strict=True)
+        ):
+            path = tree.leaf_paths(params)[0] if not torch.compiler.is_compiling() else "..."
+            raise StepError(
+                "the step returned a tree with the structure and shapes of its parameters "
+                f"(first leaf {path!r}, shape {list(leaves[0].shape)}). Gradients taken inside a data-parallel step, "
+                "and parameters updated with them, are local to the rank. Either return the loss and differentiate the "
+                'wrapped step; or wrap with returns="grads", which reduces the returned gradients; or call '
+                "ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or a one-element list."
+            )
+
+
+@overload
+def data_parallel(
+    step_fn: Step,
+    strategy: Strategy | None = None,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    axis: Any = None,
+    outputs: Literal["local", "mean"] = "local",
+    returns: Literal["value", "grads"] = "value",
+) -> DataParallel: ...
+
+
+@overload
+def data_parallel(
+    step_fn: None = None,
+    strategy: Strategy | None = None,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    axis: Any = None,
+    outputs: Literal["local", "mean"] = "local",
+    returns: Literal["value", "grads"] = "value",
+) -> Callable[[Step], DataParallel]: ...
+
+
+def data_parallel(
+    step_fn: Step | None = None,
+    strategy: Strategy | None = None,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    axis: Any = None,
+    outputs: Literal["local", "mean"] = "local",
+    returns: Literal["value", "grads"] = "value",
+) -> DataParallel | Callable[[Step], DataParallel]:
+    """A step whose gradients are reduced over the ranks of an axis, overlapping the backward pass.
+
+    Args:
+        step_fn: ``(params, *batch) -> output``, pure in its parameters: a tree of tensors in, a scalar loss (or a tree
+            of tensors, or :class:`ltx.Weighted`) out. Each rank calls it on its own batch.
+        strategy: how gradients are reduced; :class:`ltx.DDPStrategy` if None.
+        argnums: the positional argument(s) that are the parameters, the same on every rank.
+        axis: as in :func:`ltx.psum`; the innermost axis at the time of the call if None.
+        outputs: "local": each rank gets its own value; "mean": floating outputs are averaged over the ranks, and in
+            forward mode so are their tangents.
+        returns: "grads" for a step that itself returns gradients (JAX's habit in ``pmap``): the returned tree, or the
+            first element of a returned tuple, is reduced, and the rest is passed on.
+
+    Returns:
+        A :class:`DataParallel`: a function with `step_fn`'s signature and value, also usable as a decorator
+        (``@ltx.data_parallel``, ``@ltx.data_parallel(strategy=...)``).
+
+    Gradient:
+        With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it; the
+        same bits on every rank. It works through ``loss.backward()``, ``torch.autograd.grad``, every transform of
+        torch.func, ``torch.compile`` and inside :func:`ltx.vmap`. With respect to other arguments it is this rank's own.
+        Every rank must differentiate its output, whichever parameters that reaches: unused ones contribute zeros.
+        ``vmap(grad(step))`` gives for sample j the mean over ranks of their samples j. Second derivatives are exact,
+        whatever the hook does to first ones.
+
+    Raises:
+        StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads".
+        TreeError: the parameters aren't a tree of tensors.
+        RankMismatchError: ranks' parameters differ in structure, shapes or dtypes; on all ranks, at the first call.
+
+    Example:
+        >>> import torch, ltx
+        >>> @ltx.data_parallel
+        ... def step(w, x):
+        ...     return (w * x).mean()
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # two ranks with two samples each
+        >>> ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.tensor(1.0), x)
+        tensor([2.5000, 2.5000])
+
+    Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.
+    """
+
+    def wrap(fn: Step) -> DataParallel:
+        return DataParallel(fn, strategy if strategy is not None else DDPStrategy(), argnums, axis, outputs, returns)
+
+    return wrap if step_fn is None else wrap(step_fn)

@@ -1,0 +1,105 @@
+"""sync_gradients: the reduction of a strategy, applied to a tree of gradients at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltx import tree, wire
+from ltx.errors import SyncStateError
+from ltx.strategies import DDPStrategy, Strategy
+from ltx.sync import marker
+from ltx.transforms import synchronise
+from ltx.transforms.sync_state import SyncState
+from ltx.typing import Tree
+
+
+def sync_gradients(
+    grads: Tree, strategy: Strategy | None = None, sync_state: SyncState | None = None, *, axis: Any = None
+) -> tuple[Tree, SyncState | None]:
+    """Reduce gradients over the ranks of an axis, as the backward pass of a data-parallel step would.
+
+    Args:
+        grads: tree of tensors, the same structure, shapes and dtypes on every rank; leaves that aren't floating are
+            passed on. None leaves are part of the structure.
+        strategy: how; :class:`ltx.DDPStrategy` if None.
+        sync_state: the communication state of a stateful strategy.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: (the mean over ranks as new tensors, the next state).
+
+    Gradient:
+        The mean over ranks of the cotangents, whatever the hook.
+
+    Raises:
+        TreeError, AxisError, RankMismatchError: as in :func:`ltx.psum`.
+        SyncStateError: a stateful strategy without its state.
+
+    Example:
+        >>> import torch, ltx
+        >>> def step(w, x):  # clip each rank's gradient, then average
+        ...     local = torch.func.grad(lambda w: (w * x).sum())(w)
+        ...     return ltx.sync_gradients(local.clamp(max=2.0))[0]
+        >>> ltx.vmap(step, in_dims=(None, 0))(torch.tensor(1.0), torch.tensor([1.0, 5.0]))
+        tensor([1.5000, 1.5000])
+    """
+    strategy = strategy if strategy is not None else DDPStrategy()
+    leaves, spec = tree.flatten(grads)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        tree.check_tensors(grads, "grads")
+    wanted = [i for i, x in enumerate(leaves) if x.is_floating_point() or x.is_complex()]
+    place = {leaf: i for i, leaf in enumerate(wanted)}
+    arrival = tuple(place[i] for i in reversed(tree.insertion_order(grads)) if i in place)
+    mine = [leaves[i] for i in wanted]
+    if compiling:
+        key = synchronise.prepare_trace(strategy, axis, 0)
+        reduced = list(synchronise.reduce_in_graph(key, arrival, tuple(() for _ in mine), 0, *mine)) if key and mine else mine
+    else:
+        reduced, sync_state = _reduce(strategy, axis, mine, arrival, [tree.leaf_paths(grads)[i] for i in wanted], sync_state)
+    filled = list(leaves)
+    for i, leaf in zip(wanted, reduced, strict=True):
+        filled[i] = leaf
+    return tree.unflatten(spec, filled), sync_state
+
+
+def _reduce(
+    strategy: Strategy,
+    axis: Any,
+    grads: list[torch.Tensor],
+    arrival: tuple[int, ...],
+    paths: list[str],
+    state: SyncState | None,
+) -> tuple[list[torch.Tensor], SyncState | None]:
+    step = state.checked_step() if state is not None else 0
+    hook = strategy.hook(step)
+    if hook is None or not grads:
+        return grads, state
+    if hook.state_names and state is None:
+        raise SyncStateError(
+            f"{hook!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
+        )
+    entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
+    states = [{name: e[name] for name in hook.state_names if name in e} for e in entries]
+    plan = synchronise.make_plan(
+        strategy,
+        hook,
+        wire.resolve(axis),
+        grads,
+        arrival,
+        tuple(tuple(s) for s in states),
+        step,
+        lambda: paths,
+        "sync_gradients",
+    )
+    schedule = synchronise.wire_schedule(plan, deferred=False)
+    reduced, advanced = marker.reduce_gradients(schedule, grads, [list(s.values()) for s in states])
+    if state is None:
+        return reduced, None
+    leaves = {path: dict(e) for path, e in state.leaves.items()}
+    for path, names, tensors in zip(paths, states, advanced, strict=True):
+        if names:
+            leaves[path].update(zip(names, tensors, strict=True))
+    return reduced, SyncState(leaves, state.uses, torch.zeros_like(state.clock), step + 1)

@@ -1,0 +1,88 @@
+"""Communication state as a value: what a stateful hook carries from one step to the next.
+
+The gradient with respect to the state is its next value, so that every transform of torch.func threads it. Two hidden
+leaves guard this plumbing: `uses`, whose cotangent is 1 a use, tells a state that went into two calls of one loss (or
+whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, counts steps where the structure can't.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _functorch
+
+from ltx import tree
+from ltx.errors import SyncStateError
+from ltx.sync.reduction import LeafState
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class SyncState:
+    """The state of a strategy's communication: a pytree node that the caller holds.
+
+    Attributes:
+        leaves: floating tensors by parameter path and name; so the state may be saved, restored and re-bucketed.
+        uses: hidden guard, 0-dim; 1 in a state that may be used.
+        clock: hidden count of steps since `step` was set, 0-dim.
+        step: synchronised steps so far, a Python int and part of the structure.
+    """
+
+    leaves: dict[str, LeafState]
+    uses: torch.Tensor
+    clock: torch.Tensor
+    step: int = 0
+
+    @staticmethod
+    def new(leaves: dict[str, LeafState], device: torch.device) -> SyncState:
+        """A state that nobody has used."""
+        return SyncState(leaves, torch.ones((), device=device), torch.zeros((), device=device))
+
+    def checked_step(self) -> int:
+        """The number of synchronised steps so far; raises unless the state was used exactly once."""
+        if torch.compiler.is_compiling():
+            return self.step
+        uses, clock = _values(self.uses), _values(self.clock)
+        if not bool((uses == 1).all()):
+            raise SyncStateError(
+                f"this communication state was used {uses.max().item():g} times in one loss, or its gradients were "
+                "accumulated. Its next value is its gradient, so it must go through exactly one call of the step; for "
+                "several backward passes take the state that each one gives (ltx.grad_and_value), or set .grad to "
+                "None between them."
+            )
+        return self.step + int(clock.max().item())
+
+    def advanced(self) -> SyncState:
+        """The same state with its steps counted in the structure, as ltx's own transformations return it."""
+        return replace(self, step=self.step + 1, clock=torch.zeros_like(self.clock))
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x.detach()
+
+
+tree.register_node(
+    SyncState,
+    lambda s: ((s.leaves, s.uses, s.clock), s.step),
+    lambda children, step: SyncState(*children, step),
+    names=("leaves", "uses", "clock"),
+)
+
+
+class Synced(NamedTuple):
+    """Parameters together with the communication state, which a step takes in place of its parameters.
+
+    ``torch.func.grad(step)(ltx.Synced(params, state), batch)`` gives ``Synced(gradients, next state)``. Most code uses
+    :func:`ltx.grad_and_value` or :func:`ltx.train_step`, which do this inside.
+
+    Attributes:
+        params: the parameters.
+        sync_state: from ``step.init(params)`` or from the step before.
+    """
+
+    params: Tree
+    sync_state: Any

@@ -1,0 +1,172 @@
+"""Setting the marker up: from a strategy and a list of tensors to a schedule, and the entry into compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._C import _functorch
+
+from ltx import hooks, wire
+from ltx.axis import Axis, GroupBacking
+from ltx.strategies import Strategy
+from ltx.sync import marker
+from ltx.sync.buckets import Leaf, plan_buckets
+from ltx.sync.schedule import Plan, Schedule, WireSchedule, make_schedule
+
+Names = tuple[tuple[str, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    axis: Axis,
+    hook: hooks.CommHook,
+    sizes: tuple[int, int],
+    leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
+    arrival: tuple[int, ...],
+    names: Names,
+    step: int,
+    agreement: wire.Agreement | None,
+) -> Plan:
+    buckets = plan_buckets(tuple(Leaf(*leaf) for leaf in leaves), arrival, *sizes)
+    return Plan(axis, hook, buckets, names, step, agreement)
+
+
+def make_plan(
+    strategy: Strategy,
+    hook: hooks.CommHook,
+    axis: Axis,
+    tensors: Sequence[torch.Tensor],
+    arrival: Sequence[int],
+    names: Names,
+    step: int,
+    paths: Callable[[], list[str]],
+    operation: str,
+    compare: bool = True,
+) -> Plan:
+    """The plan for reducing `tensors`; ranks compare it when they meet it for the first time.
+
+    `arrival` is the order in which this rank expects its gradients; all take rank 0's. `step` matters to stateful hooks
+    alone. Without `compare` (inside a graph, where nothing can be waited for) it was compared at trace time or never.
+    """
+    leaves = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    sizes = (strategy.bucket_bytes, strategy.first_bucket_bytes)
+    order = tuple(arrival)
+    agreement = None
+    if compare and isinstance(axis.backing, GroupBacking):
+        line: wire.Line = axis.backing.line
+        agreement = line.meet(
+            line.bucket_channel(0),
+            (operation, strategy, hook, leaves, order, names),
+            lambda: wire.Signature.of(
+                operation, paths(), list(tensors), f"{hook!r} with {names_text(names)}buckets of {sizes} bytes"
+            ),
+            offer=list(order),
+        )
+        order = tuple(agreement.offer)
+    stateful = any(names)
+    return _plan(axis, hook, sizes, leaves, order, names, step if stateful else 0, agreement)
+
+
+def names_text(names: Names) -> str:
+    """The states of a hook in the words of an error."""
+    return f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
+
+
+def tracked(tensor: torch.Tensor) -> bool:
+    """Whether a gradient with respect to `tensor` is wanted, by plain autograd or at any level of torch.func."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    if not torch._C._are_functorch_transforms_active():
+        return tensor.requires_grad and torch.is_grad_enabled()
+    # At each level `requires_grad` speaks of that level alone.
+    while not tensor.requires_grad:
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return True
+
+
+# --- inside a compiled graph -----------------------------------------------------------------------------------------
+# As in ltx.collectives.linear: entered through functions that Dynamo leaves as they are, registered at trace time.
+
+_traced: dict[str, tuple[Strategy, hooks.CommHook, Axis]] = {}
+
+
+def prepare_trace(strategy: Strategy, axis: Any, step: int) -> str:
+    """Run by Dynamo at trace time: register the entries into the graph and name their settings by a constant.
+
+    Gives "" where gradients stay local.
+    """
+    torch.compiler.allow_in_graph(mark_in_graph)
+    torch.compiler.allow_in_graph(tie_in_graph)
+    torch.compiler.allow_in_graph(reduce_in_graph)
+    found = wire.resolve(axis)
+    hook = strategy.hook(step)
+    if hook is None:
+        return ""
+    key = f"{strategy!r} at step {step} on {found!r}"
+    if isinstance(found.backing, GroupBacking):
+        key += f" of line {id(found.backing.line)}"
+    _traced[key] = (strategy, hook, found)
+    return key
+
+
+prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _schedule_in_graph(
+    key: str, operation: str, tensors: Sequence[torch.Tensor], arrival: tuple[int, ...], names: Names, step: int
+) -> Schedule:
+    strategy, hook, axis = _traced[key]
+    plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, compare=False)
+    return make_schedule(plan, compiled=True)
+
+
+def mark_in_graph(
+    key: str, arrival: tuple[int, ...], names: Names, step: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(marked parameters, tokens) of ``*parameters, *states``."""
+    count = len(arrival)
+    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step)
+    marked, tokens = marker.mark(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
+    return (*marked, *tokens)
+
+
+def tie_in_graph(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
+    strategy, hook, axis = _traced[key]
+    schedule = make_schedule(Plan(axis, hook, (), ()), compiled=True)
+    pairs = list(zip(tensors[tokens : tokens + kept], tensors[tokens + kept : tokens + 2 * kept], strict=True))
+    return tuple(marker.tie(schedule, tensors[:tokens], tensors[tokens + 2 * kept :], pairs))
+
+
+def reduce_in_graph(
+    key: str, arrival: tuple[int, ...], names: Names, step: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(reduced gradients, next states) of ``*gradients, *states``."""
+    count = len(arrival)
+    schedule = _schedule_in_graph(key, "sync_gradients", tensors[:count], arrival, names, step)
+    grads, states = marker.reduce_gradients(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
+    return (*grads, *(t for leaf in states for t in leaf))
+
+
+def _states_by_leaf(flat: Sequence[torch.Tensor], names: Names) -> list[list[torch.Tensor]]:
+    tensors = iter(flat)
+    return [[next(tensors) for _ in leaf] for leaf in names]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def wire_schedule(plan: Plan, deferred: bool) -> Schedule:
+    """The eager schedule for `plan`; `deferred` as in :class:`WireSchedule`, where the axis has a wire."""
+    return WireSchedule(plan, deferred) if isinstance(plan.axis.backing, GroupBacking) else make_schedule(plan, False)
+
+
+def no_schedule(axis: Axis, strategy: Strategy) -> Schedule:
+    """A schedule without buckets, for outputs that are tied to nothing but a state that passes through."""
+    return make_schedule(Plan(replace(axis, backing=None), strategy.hook(0) or hooks.AllReduce(), (), ()), False)

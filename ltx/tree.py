@@ -1,0 +1,121 @@
+"""Trees of tensors: flattening, the paths that errors name, and one registration for both tree libraries.
+
+ltx flattens with optree alone. It sorts the keys of dicts, which pairs leaves across ranks whose dicts were built in
+different orders; torch's own pytree keeps insertion order. ``torch.func`` however looks inside its arguments with
+torch's pytree, so ltx's own nodes are registered with both (:func:`register_node`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+
+from ltx.errors import TreeError
+from ltx.typing import Tree
+
+T = TypeVar("T")
+_EVERYWHERE = getattr(optree.registry, "__GLOBAL_NAMESPACE")  # noqa: B009 - the plain name is mangled in classes
+
+flatten = optree.tree_flatten
+unflatten = optree.tree_unflatten
+map = optree.tree_map
+
+
+def leaf_paths(tree: Tree) -> list[str]:
+    """The path of each leaf as a person would write it, in the order of :func:`flatten`.
+
+    >>> leaf_paths({"layers": [1, 2], "bias": 3})
+    ['bias', 'layers.0', 'layers.1']
+    """
+    return [".".join(str(part) for part in path) or "<the tree itself>" for path in optree.tree_paths(tree)]
+
+
+def insertion_order(tree: Tree) -> list[int]:
+    """Positions of the leaves (in :func:`flatten`'s order) as the tree's builder listed them.
+
+    A module's ``named_parameters()`` lists parameters about in the order of the forward pass, which sorted keys lose;
+    the reverse of that order is the order in which gradients arrive.
+
+    >>> insertion_order({"wte": 0, "block": {"b": 0, "a": 0}})
+    [2, 1, 0]
+    """
+    order: list[int] = []
+
+    def walk(node: Tree, start: int) -> int:
+        """Append the positions of `node`'s leaves, the first of which is `start` in flatten's order; give the next."""
+        if isinstance(node, dict) and all(isinstance(key, str) for key in node):
+            starts = {}
+            for key in sorted(node):
+                starts[key] = start
+                start += _leaf_count(node[key])
+            for key in node:
+                walk(node[key], starts[key])
+            return start
+        if isinstance(node, list | tuple):
+            for child in node:
+                start = walk(child, start)
+            return start
+        count = _leaf_count(node)
+        order.extend(range(start, start + count))
+        return start + count
+
+    walk(tree, 0)
+    return order
+
+
+def _leaf_count(node: Tree) -> int:
+    return 1 if isinstance(node, torch.Tensor) else len(flatten(node)[0])
+
+
+def check_tensors(tree: Tree, what: str) -> None:
+    """Raise :class:`ltx.errors.TreeError` unless `tree` has leaves and every one is a tensor."""
+    leaves = optree.tree_leaves(tree)
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return
+    path, leaf = next(
+        (p, x) for p, x in zip(leaf_paths(tree), leaves, strict=True) if not isinstance(x, torch.Tensor)
+    )
+    hint = ""
+    if isinstance(leaf, torch.nn.Module):
+        hint = " Pass dict(module.named_parameters()) and call it with torch.func.functional_call."
+    elif callable(getattr(leaf, "__next__", None)):
+        hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+    raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor's dtype and shape in the short form that errors use.
+
+    >>> describe(torch.zeros(2, 3))
+    'float32[2, 3]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def register_node(
+    cls: type[T],
+    to_parts: Callable[[T], tuple[Sequence[Any], Any]],
+    from_parts: Callable[[Sequence[Any], Any], T],
+    names: Sequence[str],
+) -> None:
+    """Register `cls` as a node with optree and with torch's pytree.
+
+    `to_parts` gives ``(children, static)`` where `static` is hashable and part of the structure; `from_parts` is its
+    inverse. `names` are the children's names in paths.
+    """
+    optree.register_pytree_node(
+        cls,
+        lambda node: (*to_parts(node), tuple(names)),
+        lambda static, children: from_parts(tuple(children), static),
+        namespace=_EVERYWHERE,
+    )
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (lambda parts: (list(parts[0]), parts[1]))(to_parts(node)),
+        lambda children, static: from_parts(tuple(children), static),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )

@@ -1,0 +1,16 @@
+"""The one door to the network: every collective of every layer is issued through here."""
+
+from ltx.wire.channel import Channel as Channel
+from ltx.wire.channel import Ticket as Ticket
+from ltx.wire.header import Header as Header
+from ltx.wire.header import HeaderTicket as HeaderTicket
+from ltx.wire.header import send_header as send_header
+from ltx.wire.ledger import Event as Event
+from ltx.wire.ledger import Trace as Trace
+from ltx.wire.ledger import record as record
+from ltx.wire.line import Agreement as Agreement
+from ltx.wire.line import Line as Line
+from ltx.wire.line import close_axis as close_axis
+from ltx.wire.line import open_axis as open_axis
+from ltx.wire.line import resolve as resolve
+from ltx.wire.signature import Signature as Signature

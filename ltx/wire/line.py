@@ -1,0 +1,208 @@
+"""A line: the wire's end of one axis that is backed by a process group.
+
+It holds the axis' channels and the signatures that its ranks have compared. Lines are opened together by all ranks of
+the group, in the same order, and closed by ``ltx.shutdown``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ltx import axis as axes
+from ltx.axis import Axis, GroupBacking
+from ltx.errors import AxisError, CollectiveTimeoutError
+from ltx.wire.channel import Channel
+from ltx.wire.signature import Signature, explain_mismatch
+
+_DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What ranks have found to be equal, its fingerprint, and rank 0's offer."""
+
+    signature: Signature
+    fingerprint: int
+    offer: Any
+
+
+class Line:
+    """Channels and known signatures of one axis in this process."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, timeout: timedelta):
+        self.name = name
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.timeout_s = timeout.total_seconds()
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._timeout = timeout
+        # PrefixStore over the store that the process group itself met through; the group's name keeps lines apart.
+        self._store = dist.PrefixStore(f"ltx/{group.group_name}/{name}/", c10d._get_default_store())
+        self._known: dict[Any, Agreement] = {}
+        self._answered: set[str] = set()
+        self._phases: list[Channel] = []
+        self.user = self._open_channel("user")
+        self.background = self._open_channel("background")
+        self.bucket_channel(0)
+
+    def _open_channel(self, name: str) -> Channel:
+        # Local synchronisation: only the ranks of this line take part, and the group's name is drawn from them.
+        group = dist.new_group(
+            self._global_ranks,
+            timeout=self._timeout,
+            backend=dist.get_backend(self.group),
+            use_local_synchronization=True,
+            group_desc=f"ltx:{self.name}:{name}",
+        )
+        return Channel(name, self.name, group, self.timeout_s, self._answer)
+
+    def bucket_channel(self, phase: int) -> Channel:
+        """The channel for the `phase`-th collective of each bucket; later ones are opened on first use."""
+        while len(self._phases) <= phase:
+            self._phases.append(self._open_channel(f"buckets {len(self._phases)}"))
+        return self._phases[phase]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the backend wants its tensors: the current CUDA device for NCCL, else the CPU."""
+        nccl = dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+    @property
+    def channels(self) -> list[Channel]:
+        """All channels, in the order of opening."""
+        return [self.user, self.background, *self._phases]
+
+    def close(self) -> None:
+        """Give the channels' process groups back."""
+        for channel in self.channels:
+            dist.destroy_process_group(channel.group)
+
+    def meet(self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Any = None) -> Agreement:
+        """Make sure that all ranks are about to issue the same thing on `channel`.
+
+        Args:
+            channel: where it will be issued.
+            key: hashable; equal keys mean equal signatures. Known ones cost a look-up.
+            describe: called for a new key, gives its :class:`Signature`.
+            offer: something JSON can carry on which ranks needn't be equal but must agree: rank 0's is taken.
+
+        Raises:
+            RankMismatchError: on every rank alike, before any data has moved.
+        """
+        known = self._known.get(key)
+        if known is None:
+            signature = describe()
+            known = Agreement(signature, signature.fingerprint, self._compare(channel, signature, offer))
+            self._known[key] = known
+        return known
+
+    def issue_agreed(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
+        """:meth:`meet`, and count the issue that follows into the channel's digest."""
+        agreed = self.meet(channel, key, describe)
+        channel.advance(agreed.signature, agreed.fingerprint)
+
+    def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
+        place = f"{channel.name}/{channel.compared}/{channel.issued}"
+        channel.compared += 1
+        self._store.set(f"{place}/{self.rank}", json.dumps([signature.to_json(), offer]))
+        self._store.set(f"latest/{self.rank}", place)
+        deadline = time.monotonic() + self.timeout_s
+        pause = 0.0005
+        missing = [f"{place}/{rank}" for rank in range(self.size)]
+        while not self._store.check(missing):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if time.monotonic() > deadline:
+                absent = [rank for rank in range(self.size) if not self._store.check([f"{place}/{rank}"])]
+                raise CollectiveTimeoutError(
+                    f"rank {self.rank}: {signature.operation} on axis {self.name!r}: ranks {absent} didn't come to "
+                    f"compare it within {self.timeout_s:g} s. Every rank must call the same collectives."
+                )
+        texts = [json.loads(self._store.get(f"{place}/{rank}")) for rank in range(self.size)]
+        signatures = {rank: Signature.from_json(text) for rank, (text, _) in enumerate(texts)}
+        if len(set(signatures.values())) > 1:
+            raise explain_mismatch(self.name, signatures)
+        return texts[0][1]
+
+    def _answer(self) -> None:
+        """Called while this rank waits: does a peer stand at an issue that this rank made with another signature?"""
+        for rank in range(self.size):
+            if rank == self.rank or not self._store.check([f"latest/{rank}"]):
+                continue
+            place = self._store.get(f"latest/{rank}").decode()
+            if place in self._answered:
+                continue
+            name, _, position = place.rsplit("/", 2)
+            channel = next((c for c in self.channels if c.name == name), None)
+            if channel is None or channel.issued <= int(position):
+                continue
+            self._answered.add(place)
+            mine = dict(channel.recent).get(int(position))
+            if mine is None or self._store.check([f"{place}/{self.rank}"]):
+                continue  # answered when it was new here too
+            self._store.set(f"{place}/{self.rank}", json.dumps([mine.to_json(), None]))
+            self._compare_posted(place)
+
+    def _compare_posted(self, place: str) -> None:
+        signatures = {}
+        for rank in range(self.size):
+            if self._store.check([f"{place}/{rank}"]):
+                signatures[rank] = Signature.from_json(json.loads(self._store.get(f"{place}/{rank}"))[0])
+        raise explain_mismatch(self.name, signatures)
+
+
+_lines: dict[dist.ProcessGroup, Axis] = {}
+
+
+def open_axis(name: str, group: dist.ProcessGroup, timeout: timedelta = _DEFAULT_TIMEOUT) -> Axis:
+    """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise AxisError(f"axis {name!r}: this process isn't a member of the process group.")
+    known = _lines.get(group)
+    if known is not None and known.name == name:
+        return known
+    line = Line(name, group, timeout)
+    opened = Axis(name, line.size, GroupBacking(line.rank, line))
+    _lines[group] = opened
+    return opened
+
+
+def close_axis(axis: Axis) -> None:
+    """Close what :func:`open_axis` opened."""
+    if isinstance(axis.backing, GroupBacking):
+        line: Line = axis.backing.line
+        _lines.pop(line.group, None)
+        line.close()
+
+
+def resolve(axis: Any) -> Axis:
+    """The axis that a user means: None, a name, an Axis, a process group, or a one-dimensional DeviceMesh."""
+    if axis is None or isinstance(axis, str):
+        return axes.find(axis)
+    if isinstance(axis, Axis):
+        return axis
+    if isinstance(axis, DeviceMesh):
+        if axis.ndim != 1:
+            raise AxisError(
+                f"a DeviceMesh of {axis.ndim} dimensions names no single axis; pick one, such as "
+                f"mesh[{(axis.mesh_dim_names or ('name',))[0]!r}]."
+            )
+        axis = axis.get_group()
+    if isinstance(axis, dist.ProcessGroup):
+        known = _lines.get(axis)
+        return known if known is not None else open_axis(axis.group_name, axis)
+    raise AxisError(
+        f"an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got {type(axis).__name__}."
+    )

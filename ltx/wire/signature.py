@@ -1,0 +1,86 @@
+"""Signatures: what ranks must agree on before any data moves.
+
+A rank that meets a new signature compares it with its peers through the store, out of band, so that a disagreement is
+the same named error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
+known and costs a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+
+from ltx.errors import RankMismatchError
+from ltx.tree import describe
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An operation with the shapes and dtypes it is applied to.
+
+    Attributes:
+        operation: as the user knows it, such as "psum".
+        leaves: (path, dtype and shape) of each tensor, in order.
+        static: everything else that must be equal, as text.
+    """
+
+    operation: str
+    leaves: tuple[tuple[str, str], ...]
+    static: str = ""
+
+    @staticmethod
+    def of(operation: str, paths: list[str], tensors: list[torch.Tensor], static: str = "") -> Signature:
+        """The signature of `operation` on `tensors`."""
+        return Signature(operation, tuple((p, describe(t)) for p, t in zip(paths, tensors, strict=True)), static)
+
+    @property
+    def fingerprint(self) -> int:
+        """A 60-bit number, the same in every process."""
+        digest = hashlib.blake2b(self.to_json().encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 4
+
+    def to_json(self) -> str:
+        """Text for the store. JSON: nothing that a peer sends is ever unpickled."""
+        return json.dumps([self.operation, self.leaves, self.static])
+
+    @staticmethod
+    def from_json(text: str) -> Signature:
+        """Inverse of :meth:`to_json`."""
+        operation, leaves, static = json.loads(text)
+        return Signature(operation, tuple((path, what) for path, what in leaves), static)
+
+
+def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMismatchError:
+    """The error that every rank raises when `by_rank` isn't one and the same signature."""
+    operations = {rank: s.operation for rank, s in by_rank.items()}
+    if len(set(operations.values())) > 1:
+        return _mismatch(axis_name, "the operation", operations, "call the same collectives in the same order")
+    operation = next(iter(operations.values()))
+    paths = list(dict.fromkeys(path for s in by_rank.values() for path, _ in s.leaves))
+    for path in paths:
+        values = {rank: dict(s.leaves).get(path, "no such leaf") for rank, s in by_rank.items()}
+        if len(set(values.values())) > 1:
+            return _mismatch(
+                axis_name, f"{operation}, leaf {path!r}", values, "give every rank the same tree, shapes and dtypes"
+            )
+    orders = {rank: str([path for path, _ in s.leaves]) for rank, s in by_rank.items()}
+    if len(set(orders.values())) > 1:
+        return _mismatch(axis_name, f"{operation}, order of leaves", orders, "give every rank the same tree")
+    statics = {rank: s.static for rank, s in by_rank.items()}
+    return _mismatch(axis_name, f"{operation}, its arguments", statics, "call it with the same arguments on every rank")
+
+
+def _mismatch(axis_name: str, what: str, values: dict[int, str], fix: str) -> RankMismatchError:
+    counts: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        counts.setdefault(value, []).append(rank)
+    listed = "; ".join(f"rank{'s' if len(r) > 1 else ''} {_ranks(r)}: {value}" for value, r in counts.items())
+    return RankMismatchError(f"axis {axis_name!r}: ranks disagree on {what}: {listed}. Fix: {fix}.")
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

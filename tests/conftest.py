@@ -1,0 +1,50 @@
+"""Fixtures for all tests: worker pools that the whole session shares, and random seeds that a failure shows."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from ltx.runtime.pool import Pool
+
+# Below pytest's timeout of 60 s, so that the error of a run that hangs is the pool's, which names the ranks.
+RUN_TIMEOUT_S = 50.0
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """``ranks(n)`` is a pool of n workers, started at the first call and shared by the whole session.
+
+    ``ranks(2).run(f, x)`` gives what ``f(x)`` returned on each of two ranks. Workers keep their state between tests, so
+    a test leaves no seeds, hooks or axes behind in them.
+    """
+    pools: dict[int, Pool] = {}
+
+    def pool_of(n: int) -> Pool:
+        if n not in pools:
+            pools[n] = Pool(n, timeout_s=RUN_TIMEOUT_S)
+        return pools[n]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh random seed, with which torch, numpy and random are seeded; LTX_SEED fixes it.
+
+    What is printed shows up in the report of a test that fails.
+    """
+    drawn = int(os.environ.get("LTX_SEED") or secrets.randbelow(2**31))
+    print(f"LTX_SEED={drawn} repeats this test's random numbers")
+    torch.manual_seed(drawn)
+    np.random.seed(drawn)
+    random.seed(drawn)
+    return drawn

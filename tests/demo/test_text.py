@@ -1,0 +1,85 @@
+"""The demo's text: cutting, encoding, batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ltx.demo.text import PARAGRAPH, Corpus, Vocabulary, read_topics, split, unigram_entropy
+
+
+@pytest.fixture(scope="module")
+def topics() -> str:
+    return read_topics()
+
+
+@pytest.fixture(scope="module")
+def corpus(topics: str) -> Corpus:
+    return Corpus.of(topics)
+
+
+def test_the_text_is_what_cpython_ships(topics: str) -> None:
+    assert len(topics) > 300_000
+    assert 'The "assert" statement' in topics
+
+
+def test_the_held_out_text_is_the_end_and_none_of_it_was_trained_on(topics: str) -> None:
+    train, validation = split(topics)
+    assert topics.startswith(train)
+    assert topics.endswith(validation[-200:])
+    assert 0.05 < len(validation) / len(topics) <= 0.1
+    assert not set(train.split(PARAGRAPH)) & set(validation.split(PARAGRAPH))
+
+
+@pytest.mark.parametrize("held_out", [0.0, 1.0, -0.5])
+def test_a_fraction_out_of_range_is_refused(held_out: float) -> None:
+    with pytest.raises(ValueError, match=r"held_out: expected a fraction between 0 and 1, got"):
+        split("a\n\nb", held_out)
+
+
+def test_a_text_without_paragraphs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"text: no paragraph ends in its last 10%"):
+        split("one line")
+
+
+def test_encoding_and_decoding_are_inverse(topics: str, corpus: Corpus) -> None:
+    assert corpus.vocabulary.decode(corpus.vocabulary.encode(topics)) == topics
+    assert len(corpus.vocabulary) == len(set(topics))
+    assert corpus.train.dtype == torch.int64
+    assert corpus.train.max() < len(corpus.vocabulary)
+
+
+def test_an_unknown_character_is_named() -> None:
+    with pytest.raises(ValueError, match=r"expected characters of this vocabulary, got \['z'\]"):
+        Vocabulary.of("abc").encode("abz")
+
+
+def test_a_batch_is_a_function_of_step_and_seed(corpus: Corpus) -> None:
+    x, y = corpus.batch(3, batch_size=4, context=16)
+    again, _ = corpus.batch(3, batch_size=4, context=16)
+    torch.testing.assert_close(x, again, rtol=0, atol=0)
+    assert x.shape == y.shape == (4, 16)
+    torch.testing.assert_close(x[:, 1:], y[:, :-1], rtol=0, atol=0)
+    assert not torch.equal(x, corpus.batch(4, batch_size=4, context=16)[0])
+    assert not torch.equal(x, corpus.batch(3, batch_size=4, context=16, seed=1)[0])
+
+
+def test_batches_come_from_the_training_text(corpus: Corpus) -> None:
+    x, _ = corpus.batch(0, batch_size=2, context=32)
+    train = corpus.vocabulary.decode(corpus.train)
+    assert all(corpus.vocabulary.decode(row) in train for row in x)
+
+
+def test_validation_windows_cover_the_held_out_text_once(corpus: Corpus) -> None:
+    x, y = corpus.validation_windows(64)
+    assert x.shape == y.shape
+    covered = x.flatten()
+    torch.testing.assert_close(covered, corpus.validation[: len(covered)], rtol=0, atol=0)
+    torch.testing.assert_close(y.flatten(), corpus.validation[1 : len(covered) + 1], rtol=0, atol=0)
+    assert len(corpus.validation) - len(covered) <= 64
+
+
+def test_unigram_entropy_of_equal_frequencies() -> None:
+    assert unigram_entropy(torch.arange(8)) == pytest.approx(math.log(8))

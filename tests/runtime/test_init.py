@@ -1,0 +1,243 @@
+"""``ltx.init`` in one process: a world of one, calls repeated, groups adopted, meshes refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx.axis import axes_in_scope
+from ltx.errors import WorldError
+from ltx.runtime.init import init, shutdown, to_device, world
+
+
+@pytest.fixture(autouse=True)
+def _no_world_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LTX_POOL"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def user_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def torchrun_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_world_of_one_makes_no_process_group() -> None:
+    with init() as entered:
+        assert not dist.is_initialized()
+        assert entered is world()
+        assert (entered.rank, entered.size, entered.launcher) == (0, 1, "none")
+        assert ltx.psum(torch.tensor(3.0)).item() == 3.0
+    assert axes_in_scope() == ()
+
+
+def test_world_before_init_is_a_world_of_one() -> None:
+    assert (world().rank, world().size) == (0, 1)
+
+
+@pytest.mark.usefixtures("torchrun_of_one")
+def test_one_process_under_torchrun_has_a_group() -> None:
+    with init(timeout=timedelta(seconds=30)) as entered:
+        assert dist.is_initialized()
+        assert (entered.launcher, entered.size) == ("torchrun", 1)
+        assert ltx.psum(torch.tensor(3.0)).item() == 3.0
+    assert not dist.is_initialized()
+    assert axes_in_scope() == ()
+
+
+@pytest.mark.usefixtures("torchrun_of_one")
+def test_teardown_after_an_exception_and_again() -> None:
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), init():
+            assert ltx.psum(torch.ones(2)).tolist() == [1.0, 1.0]
+            1 / 0  # noqa: B018
+        assert not dist.is_initialized()
+        assert axes_in_scope() == ()
+    shutdown()
+    shutdown()
+
+
+def test_second_call_gives_the_same_world() -> None:
+    first = init(backend="gloo")
+    assert init(backend="gloo") is first
+    assert init() is first, "what is left out agrees with what is there"
+
+
+def test_inner_with_leaves_the_outer_world_up() -> None:
+    with init(mesh={"data": 1}) as outer:
+        with init() as inner:
+            assert inner is outer
+        assert len(axes_in_scope()) == 1
+    assert axes_in_scope() == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (
+            {"backend": "gloo"},
+            {"backend": "mpi"},
+            r"backend='gloo' and now with backend='mpi'\. Call ltx\.shutdown\(\)",
+        ),
+        ({"mesh": {"data": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'data': 1\} and now with mesh=\{'a': 1, 'b': 1\}"),
+        ({"mesh": {"b": 1, "a": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'b': 1, 'a': 1\} and now with mesh=\{'a': 1"),
+        (
+            {},
+            {"timeout": timedelta(seconds=5)},
+            r"timeout=datetime.timedelta\(seconds=1800\) and now with timeout=.*=5\)",
+        ),
+    ],
+)
+def test_second_call_with_other_arguments_says_which(old: dict, new: dict, text: str) -> None:
+    init(**old)
+    with pytest.raises(WorldError, match=r"rank 0: ltx\.init was called before with " + text):
+        init(**new)
+    shutdown()
+    init(**new)
+
+
+@dataclass
+class _Strategy:
+    process_group_backend: str | None = None
+    timeout: timedelta | None = None
+
+
+def test_process_fields_of_a_strategy() -> None:
+    init(_Strategy("mpi", timedelta(seconds=7)))
+    assert world().backend == "mpi"
+    with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=7\) and now"):
+        init(timeout=timedelta(seconds=8))
+    assert init(_Strategy()) is world()
+    shutdown()
+    assert init(_Strategy("mpi"), backend="gloo").backend == "gloo", "the argument goes before the field"
+
+
+@pytest.mark.parametrize("timeout", [30, timedelta(0), timedelta(seconds=-1)])
+def test_timeouts_that_are_none(timeout: object) -> None:
+    with pytest.raises(WorldError, match=r"timeout=.*: expected a positive datetime.timedelta"):
+        init(timeout=timeout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ({"node": 2, "data": 4}, r"is for 2 \* 4 = 8 ranks, but the world has 1 \(launcher 'none'\)\. Start 8 ranks"),
+        ({}, r"mesh=\{\} is for no axes"),
+        ({"data": 0}, r"sizes of at least 1, got 'data': 0"),
+        ({"data": -1}, r"sizes of at least 1, got 'data': -1"),
+        ({"": 1}, r"expected axis names"),
+    ],
+)
+def test_meshes_that_do_not_fit(mesh: dict[str, int], text: str) -> None:
+    with pytest.raises(WorldError, match=text):
+        init(mesh=mesh)
+    assert axes_in_scope() == ()
+    init()
+
+
+def test_mesh_of_a_world_of_one_has_all_its_axes() -> None:
+    with init(mesh={"node": 1, "data": 1}):
+        assert [axis.name for axis in axes_in_scope()] == ["node", "data"]
+        assert ltx.psum(torch.tensor(2.0), axis="node").item() == 2.0
+
+
+@pytest.mark.usefixtures("user_group")
+def test_a_group_of_the_user_is_adopted_and_left_alone() -> None:
+    group = dist.group.WORLD
+    with init() as entered:
+        assert (entered.launcher, entered.rank, entered.size, entered.backend) == ("user", 0, 1, "gloo")
+        assert dist.group.WORLD is group
+        assert ltx.psum(torch.tensor(2.0)).item() == 2.0
+    assert dist.group.WORLD is group
+    with init():
+        assert ltx.psum(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.usefixtures("user_group")
+def test_adopting_another_backend_is_refused() -> None:
+    with pytest.raises(
+        WorldError, match=r"initialised already with backend='gloo', and ltx.init was asked for backend='nccl'"
+    ):
+        init(backend="nccl")
+
+
+@pytest.mark.usefixtures("user_group")
+def test_a_group_that_the_user_destroys_too_early() -> None:
+    init()
+    dist.destroy_process_group()
+    shutdown()
+    assert axes_in_scope() == ()
+
+
+def test_a_world_that_has_ended_cannot_be_entered() -> None:
+    ended = init()
+    shutdown()
+    with pytest.raises(WorldError, match=r"isn't the one that is initialised now.*with ltx\.init"), ended:
+        pass
+
+
+def test_malformed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "foo")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(WorldError, match="RANK='foo'"):
+        init()
+
+
+def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    began = time.monotonic()
+    with pytest.raises(
+        WorldError, match=r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 1 s: (.|\n)*all 2 ranks"
+    ):
+        init(timeout=timedelta(seconds=1))
+    assert time.monotonic() - began < 20
+    assert not dist.is_initialized()
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    assert init().size == 1
+
+
+def test_an_unknown_backend(torchrun_of_one: None) -> None:
+    with pytest.raises(WorldError, match=r"rank 0 of 1 couldn't set up torch.distributed \(smoke\)"):
+        init(backend="smoke")
+    assert not dist.is_initialized()
+
+
+def test_to_device_moves_what_can_move() -> None:
+    moved = to_device({"x": torch.ones(2), "n": 3, "pair": (torch.zeros(1), "text"), "none": None})
+    assert moved["n"] == 3
+    assert moved["pair"][1] == "text"
+    assert moved["x"].device == world().device
+    assert moved["none"] is None

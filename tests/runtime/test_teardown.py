@@ -1,0 +1,102 @@
+"""Two real processes with torchrun's environment: they meet, and they end without being aborted."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PREAMBLE = """
+import sys, time, torch, ltx
+import torch.distributed as dist
+from datetime import timedelta
+from ltx.runtime.init import init, shutdown, world
+def total():
+    return float(ltx.psum(torch.tensor(1.0 + world().rank)))
+timeout = timedelta(seconds=30)
+"""
+
+# For each: the script, and the exit status and last line of each rank.
+SCRIPTS = {
+    "with": (
+        "with init(timeout=timeout) as here:\n    print(here.rank, here.size, total())\nassert not dist.is_initialized()",
+        [(0, "0 2 3.0"), (0, "1 2 3.0")],
+    ),
+    "plain call, no shutdown": ("init(timeout=timeout)\nprint(total())", [(0, "3.0"), (0, "3.0")]),
+    "one world after the other": (
+        "for turn in range(3):\n    init(timeout=timeout)\n    out = total()\n    shutdown()\nprint(out)",
+        [(0, "3.0"), (0, "3.0")],
+    ),
+    "rank 0, which hosts the store, ends at once": (
+        "init(timeout=timeout)\nif world().rank == 0: sys.exit(0)\ntime.sleep(0.3)\nprint('later')",
+        [(0, ""), (0, "later")],
+    ),
+    "an exception on one rank while the other waits for it": (
+        "try:\n"
+        "    with init(timeout=timeout):\n"
+        "        total()\n"
+        "        if world().rank == 1: raise KeyError('mine')\n"
+        "        total()\n"
+        "except BaseException as error:\n"
+        "    print(type(error).__name__, dist.is_initialized())\n"
+        "    sys.exit(5)",
+        [(5, "PeerLostError False"), (5, "KeyError False")],
+    ),
+    "an exception that nobody catches": ("init(timeout=timeout)\ntotal()\n1 / 0", [(1, ""), (1, "")]),
+}
+
+
+def _launch(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_two_ranks(case: str) -> None:
+    script, expected = SCRIPTS[case]
+    port = _free_port()
+    processes = [
+        _launch(["-c", PREAMBLE + script], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=45) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    ends = [
+        (process.returncode, ([""] + out.split("\n"))[-2]) for process, (out, _) in zip(processes, outputs, strict=True)
+    ]
+    assert ends == expected, "\n".join(err for _, err in outputs)
+
+
+def test_torchrun_itself(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    turns = "for turn in range(2):\n    with init() as here:\n        print(here.launcher, here.local_rank, total())\n"
+    script.write_text(PREAMBLE + turns)
+    command = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    process = _launch([*command, f"--master-port={_free_port()}", str(script)])
+    try:
+        out, err = process.communicate(timeout=50)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert sorted(out.split("\n")[:-1]) == ["torchrun 0 3.0"] * 2 + ["torchrun 1 3.0"] * 2

@@ -1,0 +1,160 @@
+"""The command line: what is parsed, what is handed to torch's launcher, and whole runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ltx.cli
+from ltx.demo.options import Options, options_of
+from ltx.demo.options import parse as parse_demo
+
+torchrun = pytest.importorskip("torch.distributed.run")
+
+
+def run_ltx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``python -m ltx`` in a process of its own, warnings shown."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "ltx", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=55)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """What the elastic launcher would have been started with."""
+    calls: list[argparse.Namespace] = []
+    monkeypatch.setattr(torchrun, "run", calls.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return calls
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["run", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        ltx.cli.main(arguments)
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ltx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["run"], "the following arguments are required: training_script"),
+        (["demo", "--ranks", "0"], "argument --ranks: expected an integer of at least 1, got 0"),
+        (["demo", "--steps", "-1"], "argument --steps: expected an integer of at least 1, got -1"),
+        (["demo", "--strategy", "int4"], "argument --strategy: invalid choice: 'int4'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        ltx.cli.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) -> None:
+    assert ltx.cli.main(["run", "-n", "3", "--max-restarts", "1", "script.py", "-n", "7", "--help"]) == 0
+    (parsed,) = launched
+    assert parsed.nproc_per_node == "3"
+    assert parsed.max_restarts == 1
+    assert parsed.training_script == "script.py"
+    assert parsed.training_script_args == ["-n", "7", "--help"]
+    assert parsed.standalone
+    assert not parsed.module
+
+
+def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Namespace]) -> None:
+    ltx.cli.main(["run", "-m", "package.module", "x"])
+    (parsed,) = launched
+    assert parsed.module
+    assert (parsed.nproc_per_node, parsed.training_script) == ("1", "package.module")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host:1"],
+        ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host"],
+        ["--master-port", "29511"],
+    ],
+)
+def test_a_meeting_point_that_is_asked_for_is_kept(arguments: list[str], launched: list[argparse.Namespace]) -> None:
+    ltx.cli.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
+    assert not launched[0].standalone
+
+
+def test_demo_starts_its_module(launched: list[argparse.Namespace]) -> None:
+    assert ltx.cli.main(["demo", "--ranks", "4", "--steps", "9", "--strategy", "bf16", "--out", "here"]) == 0
+    (parsed,) = launched
+    assert (parsed.nproc_per_node, parsed.module, parsed.training_script) == ("4", True, "ltx.demo.train")
+    assert parse_demo(parsed.training_script_args) == Options(steps=9, strategy="bf16", out=Path("here"))
+
+
+def test_demo_options_survive_the_command_line() -> None:
+    options = Options(steps=3, batch_size=2, strategy="accumulate", out=Path("a b"), seed=-1)
+    assert parse_demo(options.arguments()) == options
+    assert parse_demo([]) == Options() == options_of(argparse.Namespace(**vars(Options())))
+    assert [configuration.name for configuration in options.configurations] == ["accumulate x 4"]
+    assert len(Options().configurations) == 3
+
+
+def test_run_starts_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "rank = os.environ['RANK']\n"
+        "pathlib.Path(f'rank{rank}').write_text(' '.join([os.environ['WORLD_SIZE'], *sys.argv[1:]]))\n"
+    )
+    done = run_ltx("run", "-n", "2", "script.py", "--flag", "-n", "5", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {
+        "rank0": "2 --flag -n 5",
+        "rank1": "2 --flag -n 5",
+    }
+
+
+def test_run_fails_when_a_rank_does(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
+    done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "exitcode  : 3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_short_demo(ranks: int, tmp_path: Path) -> None:
+    done = run_ltx("demo", "--steps", "3", "--ranks", str(ranks), "--batch-size", "2", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "strategy        steps  validation loss  tokens/s  bytes/step  hidden" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    results = {line["strategy"]: line for line in lines if line["kind"] == "result"}
+    assert {name: result["steps"] for name, result in results.items()} == {"fp32": 3, "bf16": 3, "accumulate x 4": 1}
+    assert all(2 < result["validation_loss"] < 5 for result in results.values())
+    sent = {name: result["bytes_per_step"] for name, result in results.items()}
+    if ranks == 1:
+        assert set(sent.values()) == {0}
+    else:
+        assert sent["fp32"] > 3e6
+        assert sent["bf16"] == pytest.approx(sent["fp32"] / 2, rel=0.01)
+        assert sent["accumulate x 4"] == pytest.approx(sent["fp32"], rel=0.01)
+    assert sum(line["kind"] == "step" for line in lines) == 7
+
+
+def test_the_demo_under_plain_torchrun(tmp_path: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script = Path(ltx.cli.__file__).parent / "demo" / "train.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(script), "--steps=1", "--batch-size=1", "--strategy=bf16", f"--out={tmp_path}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert "bf16" in done.stdout

@@ -1,0 +1,50 @@
+"""Every Python block of the README runs, in order, each with the names of those before it, in a world of one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(markdown: str) -> list[tuple[int, str]]:
+    """The line at which each Python block begins, and its code."""
+    return [(markdown.count("\n", 0, match.start(1)) + 1, match[1]) for match in BLOCK.finditer(markdown)]
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """What the README has defined after its last block."""
+    torch.manual_seed(0)
+    defined: dict[str, Any] = {"__name__": "__readme__"}
+    for line, code in python_blocks(README.read_text(encoding="utf-8")):
+        # Empty lines in front, so that a traceback shows the README's own line numbers.
+        exec(compile("\n" * (line - 1) + code, str(README), "exec"), defined)
+    return defined
+
+
+def test_there_are_blocks_to_run() -> None:
+    assert len(python_blocks(README.read_text(encoding="utf-8"))) >= 4
+
+
+def test_they_run(names: dict[str, Any]) -> None:
+    assert names["loss"].isfinite()
+    assert names["metrics"].loss.isfinite()
+
+
+def test_per_sample_gradients_have_a_sample_dimension(names: dict[str, Any]) -> None:
+    assert names["per_sample"]["0.weight"].shape == (64, 32, 8)
+
+
+def test_simulated_ranks_agree_with_one_process(names: dict[str, Any]) -> None:
+    x, y = names["x"].flatten(0, 1), names["y"].flatten()
+    whole = torch.func.grad(names["loss_fn"])(names["params"], x, y)
+    for name, per_rank in names["per_rank"].items():
+        for gradient in per_rank:
+            torch.testing.assert_close(gradient, whole[name])
