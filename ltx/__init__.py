@@ -1,8 +1,18 @@
-"""ltx: data-parallel training in PyTorch as function transformations."""
+"""ltx: data-parallel training in PyTorch as function transformations.
 
+A step is a pure function. Distribution is a transformation of it. A strategy is a value.
+"""
+
+# --- submodules
 from ltx import errors as errors
+from ltx import hooks as hooks
+from ltx import optim as optim
+
+# --- axes
 from ltx.axis import Axis as Axis
 from ltx.axis import vmap as vmap
+
+# --- collectives
 from ltx.collectives import AllGatherGrad as AllGatherGrad
 from ltx.collectives import all_gather as all_gather
 from ltx.collectives import axis_index as axis_index
@@ -14,12 +24,37 @@ from ltx.collectives import pmean as pmean
 from ltx.collectives import psum as psum
 from ltx.collectives import psum_scatter as psum_scatter
 from ltx.collectives import pvary as pvary
-from ltx.wire import record as record
-from ltx import hooks as hooks
+from ltx.collectives import rank_seed as rank_seed
+from ltx.collectives import shard as shard
+
+# --- world and running
+from ltx.runtime.init import init as init
+from ltx.runtime.init import shutdown as shutdown
+from ltx.runtime.init import to_device as to_device
+from ltx.runtime.init import world as world
+from ltx.runtime.per_rank import PerRank as PerRank
+from ltx.runtime.pool import Pool as Pool
+from ltx.runtime.world import World as World
+
+# --- strategies
 from ltx.strategies import DDPStrategy as DDPStrategy
 from ltx.strategies import Strategy as Strategy
+
+# --- transformations
+from ltx.transforms import DataParallel as DataParallel
+from ltx.transforms import Metrics as Metrics
 from ltx.transforms import Synced as Synced
 from ltx.transforms import SyncState as SyncState
+from ltx.transforms import TrainState as TrainState
 from ltx.transforms import Weighted as Weighted
+from ltx.transforms import accumulate as accumulate
+from ltx.transforms import block_backward_sync as block_backward_sync
 from ltx.transforms import data_parallel as data_parallel
+from ltx.transforms import grad as grad
+from ltx.transforms import grad_and_value as grad_and_value
 from ltx.transforms import sync_gradients as sync_gradients
+from ltx.transforms import train_step as train_step
+from ltx.wire import axis_from_group as axis_from_group
+from ltx.wire import record as record
+
+__version__ = "0.1.0"

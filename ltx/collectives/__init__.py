@@ -11,3 +11,5 @@ from ltx.collectives.psum import axis_size as axis_size
 from ltx.collectives.psum import pmean as pmean
 from ltx.collectives.psum import psum as psum
 from ltx.collectives.psum import pvary as pvary
+from ltx.collectives.ranks import rank_seed as rank_seed
+from ltx.collectives.ranks import shard as shard

@@ -98,10 +98,20 @@ def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
     for index, (name, curve) in enumerate(curves.items()):
         color = f"C{index}"
         axes.plot(curve.tokens, smoothed(curve.loss), color=color, alpha=0.35, linewidth=1)
-        axes.plot(curve.validation_tokens, curve.validation_loss, "o-", color=color, markersize=3, label=name)
+        style = ("o-", "o--")[index % 2]  # curves that lie on one another both show
+        axes.plot(curve.validation_tokens, curve.validation_loss, style, color=color, markersize=3, label=name)
     axes.axhline(unigram, color="grey", linestyle=":", linewidth=1)
-    axes.annotate("frequencies of characters alone", (1, unigram), xycoords=("axes fraction", "data"), ha="right")
+    axes.text(
+        0.99,
+        unigram,
+        "frequencies of characters alone",
+        transform=axes.get_yaxis_transform(),
+        ha="right",
+        va="bottom",
+        color="grey",
+    )
     axes.set(xlabel="characters trained on", ylabel="loss (nats a character)", xlim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title("Validation loss (dots) and training loss (faint)", fontsize="medium")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class Lesson:
         name, steps = configuration.name, configuration.steps(self.options.steps)
         batch_size = self.options.batch_size * configuration.micro_batches * ltx.axis_size()
 
-        step = ltx.data_parallel(self.loss, ltx.DDPStrategy(comm_hook=configuration.comm_hook))
+        step: Callable[..., Any] = ltx.data_parallel(self.loss, ltx.DDPStrategy(comm_hook=configuration.comm_hook))
         if configuration.micro_batches > 1:
             step = ltx.accumulate(step, steps=configuration.micro_batches)
         adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=schedule(steps), betas=(0.9, 0.98), weight_decay=0.1)
@@ -123,6 +124,7 @@ class Lesson:
             with ltx.record() as trace:
                 state, measured = train(state, *batch)
                 loss = float(measured.loss)
+            assert measured.grad_norm is not None  # there is one because the gradients are clipped
             meter.add(batch_size * CONTEXT, time.perf_counter() - began, trace)
 
             curve.tokens.append(meter.tokens)
@@ -139,21 +141,18 @@ class Lesson:
                 hidden=trace.hidden,
             )
             progress.show(name, Reading(index + 1, steps, loss, meter.tokens_per_s, trace.bytes, meter.hidden))
-            if (index + 1) * VALIDATIONS // steps > index * VALIDATIONS // steps and index + 1 < steps:
-                self._note(curve, metrics, name, meter.tokens, self.validate(state.params, every=8))
+            if (index + 1) * VALIDATIONS // steps > index * VALIDATIONS // steps:
+                validation_loss = self.validate(state.params, every=8)
+                curve.validation_tokens.append(meter.tokens)
+                curve.validation_loss.append(validation_loss)
+                metrics.write("validation", strategy=name, tokens=meter.tokens, loss=validation_loss)
 
         validation_loss = self.validate(state.params)
-        self._note(curve, metrics, name, meter.tokens, validation_loss)
         result = Result(
             name, steps, validation_loss, meter.tokens_per_s, meter.bytes_sent / steps, meter.hidden, meter.seconds
         )
         metrics.write_result(result)
         return result, curve, state.params
-
-    def _note(self, curve: Curve, metrics: JsonLines, name: str, tokens: int, validation_loss: float) -> None:
-        curve.validation_tokens.append(tokens)
-        curve.validation_loss.append(validation_loss)
-        metrics.write("validation", strategy=name, tokens=tokens, loss=validation_loss)
 
     @torch.no_grad()
     def sample(self, params: Params, length: int = 320, temperature: float = 0.7) -> str:

@@ -28,7 +28,7 @@ from ltx.wire import close_axis, open_axis
 Mesh = tuple[tuple[str, int], ...]
 
 # How long letting go of process groups may hold a rank up (see `let_go`).
-_LET_GO_S = 5.0
+_LET_GO_S = 2.0
 
 
 @dataclass
@@ -152,23 +152,28 @@ def _destroy_subgroup(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def channel_groups(axes: tuple[Axis, ...]) -> list[Any]:
-    """The process groups that the channels of `axes` own."""
+def channels_of(axes: tuple[Axis, ...]) -> list[Any]:
+    """The channels of `axes`, each with a process group of its own."""
     lines = [axis.backing.line for axis in axes if isinstance(axis.backing, GroupBacking)]
-    return [channel.group for line in lines for channel in line.channels]
+    return [channel for line in lines for channel in line.channels]
 
 
-def let_go(groups: list[Any]) -> None:
-    """Drop `groups`, which have been destroyed, and wait until their threads have ended.
+def let_go(channels: list[Any]) -> None:
+    """Drop the process groups of `channels`, which have been closed, and wait until the groups' threads have ended.
 
     torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
-    that are left when Python ends abort the process now and then. So reference cycles are collected too. But a gloo
-    group with an operation under way waits in its destructor until the peers have joined in, up to the operation's
-    timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not hang in that, so
-    a thread of its own waits, and is left behind after a few seconds; the end of this process then breaks its
+    that are left when Python ends abort the process now and then. So the channels lose their group here, whoever still
+    holds them: a reference cycle, or the traceback of the exception that ended the world.
+
+    A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
+    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not
+    hang in that. So a thread waits, and is left behind after a few seconds; the end of this process then breaks the
     connections, which the peers see at once.
     """
-
+    groups = []
+    for channel in channels:
+        groups.append(channel.group)
+        channel.group = None
     if not groups:
         return
 
@@ -177,11 +182,15 @@ def let_go(groups: list[Any]) -> None:
         gc.collect()
 
     waiter = threading.Thread(target=drop, name="ltx-teardown", daemon=True)
-    waiter.start()
+    try:
+        waiter.start()
+    except RuntimeError:  # some versions of Python start no threads while they end
+        drop()
+        return
     waiter.join(_LET_GO_S)
     if waiter.is_alive():
         print(
-            "ltx: a collective is still under way that a peer hasn't joined; it is abandoned, and the peers that wait "
-            "in it get an error when this process ends.",
+            "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in it "
+            "get an error when this process ends.",
             file=sys.stderr,
         )

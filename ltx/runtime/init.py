@@ -23,7 +23,7 @@ from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import WorldError
 from ltx.runtime.groups import (
     adopted_world,
-    channel_groups,
+    channels_of,
     check_mesh,
     let_go,
     make_group,
@@ -204,7 +204,7 @@ def _start(asked: Mapping[str, Any]) -> _Session:
             axes = tuple(Axis(name, size) for name, size in mesh)
         undo.callback(set_world_axes, ())
         set_world_axes(axes)
-        undo.callback(lambda: held.extend(channel_groups(axes)))
+        undo.callback(lambda: held.extend(channels_of(axes)))
         if meeting is not None:
             settle(meeting, world)
         settings = {"backend": world.backend, "timeout": timeout, "mesh": mesh}

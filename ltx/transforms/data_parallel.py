@@ -21,6 +21,7 @@ from ltx.sync import marker
 from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Schedule
 from ltx.transforms import synchronise
+from ltx.transforms.captured import refuse_captured
 from ltx.transforms.sync_state import Synced, SyncState, _values
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Step, Tree
@@ -114,6 +115,8 @@ class DataParallel:
         for i, leaf in zip(wanted, marked, strict=True):
             filled[i] = leaf
         output = self.fn(*self._replaced(args, tree.unflatten(spec, filled)), **kwargs)
+        if not torch._C._are_functorch_transforms_active():
+            refuse_captured(self.fn, tree.flatten(output)[0], [*marked, *tree.flatten((args, kwargs))[0]])
         kept = self._kept(sync_state, {paths()[i] for i in wanted} if sync_state is not None else set())
         return Run.tied(
             self, output, params, axis, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule

@@ -10,6 +10,7 @@ from ltx.wire.ledger import Trace as Trace
 from ltx.wire.ledger import record as record
 from ltx.wire.line import Agreement as Agreement
 from ltx.wire.line import Line as Line
+from ltx.wire.line import axis_from_group as axis_from_group
 from ltx.wire.line import close_axis as close_axis
 from ltx.wire.line import open_axis as open_axis
 from ltx.wire.line import resolve as resolve

@@ -179,6 +179,22 @@ def open_axis(name: str, group: dist.ProcessGroup, timeout: timedelta = _DEFAULT
     return opened
 
 
+def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
+    """A named axis over the ranks of a process group of one's own.
+
+    Args:
+        group: a ``torch.distributed`` process group that this process is in.
+        name: what collectives call the axis; it is also found by the group itself.
+
+    Returns:
+        The axis. All ranks of the group must call this, in the same order for several groups: its channels are opened.
+
+    Raises:
+        AxisError: this process isn't a member.
+    """
+    return open_axis(name, group)
+
+
 def close_axis(axis: Axis) -> None:
     """Close what :func:`open_axis` opened."""
     if isinstance(axis.backing, GroupBacking):

@@ -30,12 +30,8 @@ def _no_world_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def user_group() -> Iterator[None]:
+def user_group(_no_world_is_left: None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    shutdown()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -79,8 +75,7 @@ def test_one_process_under_torchrun_has_a_group() -> None:
 def test_teardown_after_an_exception_and_again() -> None:
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), init():
-            assert ltx.psum(torch.ones(2)).tolist() == [1.0, 1.0]
-            1 / 0  # noqa: B018
+            ltx.psum(torch.ones(2)) / (1 // 0)
         assert not dist.is_initialized()
         assert axes_in_scope() == ()
     shutdown()

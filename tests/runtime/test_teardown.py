@@ -13,25 +13,32 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PREAMBLE = """
-import sys, time, torch, ltx
+import glob, sys, time, torch, ltx
 import torch.distributed as dist
 from datetime import timedelta
 from ltx.runtime.init import init, shutdown, world
 def total():
     return float(ltx.psum(torch.tensor(1.0 + world().rank)))
+def gloo_threads():
+    return sum("gloo" in open(name).read() for name in glob.glob("/proc/self/task/*/comm"))
 timeout = timedelta(seconds=30)
 """
 
 # For each: the script, and the exit status and last line of each rank.
 SCRIPTS = {
     "with": (
-        "with init(timeout=timeout) as here:\n    print(here.rank, here.size, total())\nassert not dist.is_initialized()",
-        [(0, "0 2 3.0"), (0, "1 2 3.0")],
+        "with init(timeout=timeout) as here:\n    out = here.rank, here.size, total()\n"
+        "print(*out, dist.is_initialized())",
+        [(0, "0 2 3.0 False"), (0, "1 2 3.0 False")],
     ),
     "plain call, no shutdown": ("init(timeout=timeout)\nprint(total())", [(0, "3.0"), (0, "3.0")]),
     "one world after the other": (
         "for turn in range(3):\n    init(timeout=timeout)\n    out = total()\n    shutdown()\nprint(out)",
         [(0, "3.0"), (0, "3.0")],
+    ),
+    "threads of process groups end with the world": (
+        "init(timeout=timeout)\ntotal()\nduring = gloo_threads()\nshutdown()\nprint(during > 0, gloo_threads())",
+        [(0, "True 0"), (0, "True 0")],
     ),
     "rank 0, which hosts the store, ends at once": (
         "init(timeout=timeout)\nif world().rank == 0: sys.exit(0)\ntime.sleep(0.3)\nprint('later')",
@@ -47,6 +54,19 @@ SCRIPTS = {
         "    print(type(error).__name__, dist.is_initialized())\n"
         "    sys.exit(5)",
         [(5, "PeerLostError False"), (5, "KeyError False")],
+    ),
+    "an exception on one rank with a collective under way that the other never joins": (
+        "from ltx.wire import resolve\n"
+        "init(timeout=timeout)\n"
+        "total()\n"
+        "if world().rank == 0:\n"
+        "    ticket = resolve(None).backing.line.background.issue('sum', torch.ones(3), 'pending')\n"
+        "    raise KeyError('mine')\n"
+        "try:\n"
+        "    total()\n"
+        "except Exception:\n"
+        "    print('told')",
+        [(1, ""), (0, "told")],
     ),
     "an exception that nobody catches": ("init(timeout=timeout)\ntotal()\n1 / 0", [(1, ""), (1, "")]),
 }
@@ -83,7 +103,8 @@ def test_two_ranks(case: str) -> None:
         for process in processes:
             process.kill()
     ends = [
-        (process.returncode, ([""] + out.split("\n"))[-2]) for process, (out, _) in zip(processes, outputs, strict=True)
+        (process.returncode, out.strip().rpartition("\n")[2])
+        for process, (out, _) in zip(processes, outputs, strict=True)
     ]
     assert ends == expected, "\n".join(err for _, err in outputs)
 

@@ -1,0 +1,88 @@
+"""What makes ranks differ: their random keys, and their part of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltx import tree, wire
+from ltx.axis import GroupBacking, VmapBacking
+from ltx.errors import AxisError
+from ltx.typing import Tree
+
+
+def rank_seed(seed: int, axis: Any = None) -> int:
+    """A seed of this rank's own, made from one that all share: for ``torch.Generator.manual_seed`` and the like.
+
+    Args:
+        seed: any Python int, the same on every rank.
+        axis: as in :func:`ltx.psum`. Simulated ranks are one process: there draw with ``ltx.vmap(...,
+            randomness="different")`` instead.
+
+    Returns:
+        An int of 63 bits; different ranks and different seeds give unrelated ones (SplitMix64).
+
+    Example:
+        >>> import ltx
+        >>> ltx.rank_seed(0) == ltx.rank_seed(0), ltx.rank_seed(0) == ltx.rank_seed(1)
+        (True, False)
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    found = wire.resolve(axis)
+    if isinstance(found.backing, VmapBacking):
+        raise AxisError(
+            f"rank_seed: the simulated ranks of axis {found.name!r} share one generator. They draw different numbers "
+            'under ltx.vmap(f, randomness="different"), the default.'
+        )
+    rank = found.backing.rank if isinstance(found.backing, GroupBacking) else 0
+    z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) >> 1
+
+
+def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
+    """This rank's part of a batch that every rank holds.
+
+    Args:
+        value: tree; every tensor with dimensions is split along `dim` into as many equal parts as there are ranks,
+            other leaves are passed on.
+        axis: as in :func:`ltx.psum`.
+        dim: the dimension to split.
+
+    Returns:
+        What each rank sees: part ``axis_index`` of every tensor, a view where the axis isn't simulated.
+
+    Gradient:
+        That of indexing: the cotangent in this rank's part, 0 elsewhere.
+
+    Raises:
+        AxisError: a tensor doesn't divide evenly.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.shard(x), in_dims=None, axis_size=2)(torch.tensor([1, 2, 3, 4]))
+        tensor([[1, 2],
+                [3, 4]])
+    """
+    found = wire.resolve(axis)
+
+    def part(path: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.ndim == 0:
+            return x
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] % found.size:
+            raise AxisError(
+                f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {found.size} equal "
+                "parts, one for each rank of axis "
+                f"{found.name!r}. Drop or pad the remainder, or return ltx.Weighted from the step."
+            )
+        length = x.shape[dim] // found.size
+        if isinstance(found.backing, VmapBacking):
+            return x.unflatten(dim, (found.size, length)).movedim(dim, 0).index_select(0, found.index().reshape(1)).squeeze(0)
+        start = found.backing.rank * length if isinstance(found.backing, GroupBacking) else 0
+        return x.narrow(dim, start, length)
+
+    leaves, spec = tree.flatten(value)
+    return tree.unflatten(spec, [part(path, x) for path, x in zip(tree.leaf_paths(value), leaves, strict=True)])

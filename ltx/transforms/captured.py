@@ -1,0 +1,47 @@
+"""Parameters that a step uses without being given them: their gradients would silently stay local."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from ltx.errors import StepError
+
+# Steps whose graph was looked at once. The graph of a step has thousands of nodes; its captures don't change.
+_looked_at: WeakSet[Any] = WeakSet()
+
+
+def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> None:
+    """Raise if `outputs` depend on leaf tensors that require gradients and aren't among `given`.
+
+    Looks once at each function, and only under plain autograd: under torch.func nothing but arguments is
+    differentiated.
+    """
+    try:
+        if fn in _looked_at:
+            return
+        _looked_at.add(fn)
+    except TypeError:  # can't be weakly referenced or hashed
+        return
+    given = [x for x in given if isinstance(x, torch.Tensor)]
+    known = {id(x) for x in given}
+    seen: set[Any] = {x.grad_fn for x in given}  # what they were made of is the caller's business
+    queue = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+            _looked_at.discard(fn)
+            raise StepError(
+                f"the step uses a parameter of shape {list(variable.shape)} that isn't one of its arguments, so its "
+                "gradient would stay local to this rank without a word. Pass it in: params = "
+                "dict(module.named_parameters()) and torch.func.functional_call(module, params, inputs) inside the "
+                "step. If it is meant to be frozen, call requires_grad_(False) on it."
+            )
+        queue.extend(parent for parent, _ in node.next_functions if parent is not None)

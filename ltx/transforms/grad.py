@@ -1,0 +1,86 @@
+"""grad and grad_and_value: torch.func's, threading the communication state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltx.errors import StepError
+from ltx.transforms.sync_state import Synced, SyncState
+from ltx.typing import Step
+
+
+def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``torch.func.grad_and_value`` with a keyword for the communication state of the step.
+
+    Args:
+        step: a step, data parallel or not, that returns a 0-dim tensor (or ``(0-dim tensor, aux)``).
+        argnums: the arguments to differentiate with respect to.
+        has_aux: the step returns ``(loss, aux)``.
+
+    Returns:
+        A function with the step's arguments and ``sync_state=None``. Without a state it gives ``(grads, value)``, and
+        with one ``((grads, next state), value)``; `value` is ``(value, aux)`` with `has_aux`.
+
+    Raises:
+        StepError: the step returned something else than a 0-dim tensor.
+        SyncStateError: the strategy has state and none was given, or one that was used before.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        >>> ltx.grad_and_value(step)(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
+        (tensor(4.), tensor(8.))
+    """
+
+    def scalar(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        value = output[0] if has_aux and isinstance(output, tuple) and len(output) == 2 else output
+        if has_aux and value is output:
+            raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {_what(output)}.")
+        if not isinstance(value, torch.Tensor) or value.ndim != 0:
+            raise StepError(
+                f"a gradient needs a step that returns a 0-dim tensor, got {_what(value)}. Take its mean or sum; a step "
+                "that returns (loss, aux) wants has_aux=True."
+            )
+        return output
+
+    def transformed(*args: Any, sync_state: SyncState | None = None, **kwargs: Any) -> Any:
+        if sync_state is None:
+            return torch.func.grad_and_value(scalar, argnums, has_aux)(*args, **kwargs)
+        if not isinstance(argnums, int):
+            raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
+        steps = sync_state.checked_step()
+        filled = list(args)
+        filled[argnums] = Synced(args[argnums], sync_state)
+        synced, value = torch.func.grad_and_value(scalar, argnums, has_aux)(*filled, **kwargs)
+        state = synced.sync_state
+        return (synced.params, SyncState(state.leaves, state.uses, torch.zeros_like(state.clock), steps + 1)), value
+
+    return transformed
+
+
+def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``torch.func.grad`` with a keyword for the communication state of the step.
+
+    As :func:`grad_and_value` without the value: gives ``grads``, ``(grads, next state)`` if given a `sync_state`, and
+    that together with aux as a pair with `has_aux`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.grad(ltx.data_parallel(lambda w, x: (w * x).sum()))(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
+        tensor(4.)
+    """
+    both = grad_and_value(step, argnums, has_aux)
+
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        grads, value = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return transformed
+
+
+def _what(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,128 @@
+"""TrainState: everything that training changes, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ltx import tree
+from ltx.errors import DonatedStateError
+from ltx.typing import Tree
+
+#: How a leaf's values relate across ranks.
+Kind = Literal["replicated", "per_rank", "sharded"]
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
+
+    Checkpoints, replica checks and changes of the number of ranks read this.
+    """
+
+    params: Kind = "replicated"
+    buffers: Kind = "per_rank"
+    opt_state: Kind = "replicated"
+    sync_state: Kind = "per_rank"
+
+
+class _Lease:
+    """Whether a state's tensors are still its own."""
+
+    __slots__ = ("donated_at",)
+
+    def __init__(self) -> None:
+        self.donated_at: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """Parameters, buffers, optimizer state and communication state after `step` steps.
+
+    A pytree node (optree's and torch's) whose structure carries `step`, and a Stateful of
+    ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step. A step with ``donate=True`` takes
+    its tensors over: it can't be used again then, and says so.
+
+    Attributes:
+        params: tree of tensors.
+        buffers: tree of tensors that steps pass on without differentiating them, or None.
+        opt_state: the optimizer's.
+        sync_state: the communication state, an :class:`ltx.SyncState`.
+        step: the number of steps done, a Python int.
+        kinds: how each part relates across ranks.
+    """
+
+    params: Tree
+    buffers: Tree
+    opt_state: Tree
+    sync_state: Any
+    step: int = 0
+    kinds: Kinds = field(default_factory=Kinds)
+    _lease: _Lease = field(default_factory=_Lease, repr=False)
+
+    def check_owned(self) -> None:
+        """Raise :class:`ltx.errors.DonatedStateError` if this state's tensors were given away."""
+        if self._lease.donated_at is not None:
+            raise DonatedStateError(
+                f"this TrainState (step {self.step}) was donated to the step that made state {self._lease.donated_at}: "
+                "its tensors were updated in place and hold other values now. Use the state that the step returned, or "
+                "train_step(..., donate=False) to keep old states."
+            )
+
+    def donate(self) -> None:
+        """Give the tensors away: from now on :meth:`check_owned` raises."""
+        self._lease.donated_at = self.step + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
+        self.check_owned()
+        tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
+        return {**tensors, "step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
+
+        The one place where a state changes: the protocol of ``torch.distributed.checkpoint`` asks for it.
+        """
+        self.check_owned()
+        mine = self.state_dict()
+        if missing := sorted(mine.keys() ^ state_dict.keys()):
+            raise ValueError(f"the checkpoint and this state differ in their leaves: {missing[:8]}. Build the state as "
+                             "it was when it was saved.")
+        for path, tensor in mine.items():
+            if path != "step" and isinstance(tensor, torch.Tensor):
+                tensor.copy_(state_dict[path])
+        object.__setattr__(self, "step", int(state_dict["step"]))
+
+
+tree.register_node(
+    TrainState,
+    lambda s: ((s.params, s.buffers, s.opt_state, s.sync_state), (s.step, s.kinds)),
+    lambda children, static: TrainState(*children, *static),
+    names=("params", "buffers", "opt_state", "sync_state"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """What a step reports.
+
+    Attributes:
+        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step); the same on every rank.
+        aux: what the step returned besides, this rank's own; None without `has_aux`.
+        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without clipping.
+    """
+
+    loss: torch.Tensor
+    aux: Any = None
+    grad_norm: torch.Tensor | None = None
+
+
+tree.register_node(
+    Metrics,
+    lambda m: ((m.loss, m.aux, m.grad_norm), None),
+    lambda children, _: Metrics(*children),
+    names=("loss", "aux", "grad_norm"),
+)

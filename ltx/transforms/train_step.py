@@ -1,0 +1,330 @@
+"""train_step: a whole training step as a function from state to state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ltx import collectives, tree, wire
+from ltx.axis import Axis
+from ltx.errors import LtxError, OptimError, StepError, StrategyError, UnsupportedError, WeightError
+from ltx.optim import Optimizer, grad_norm
+from ltx.sync.schedule import WireSchedule
+from ltx.transforms.data_parallel import DataParallel, Run
+from ltx.transforms.sync_state import Synced, SyncState
+from ltx.transforms.train_state import Metrics, TrainState
+from ltx.transforms.weighted import Weighted
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``."""
+
+    step: DataParallel
+    optimizer: Optimizer
+    donate: bool = True
+    guard: Literal["off"] = "off"
+    overlap: Literal["backward", "update"] = "backward"
+    has_aux: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.step, DataParallel):
+            raise StepError(
+                f"train_step takes a step made by ltx.data_parallel, got {type(self.step).__name__}. Wrap it: "
+                "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
+            )
+        if self.step.blocked:
+            raise StepError("train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.")
+        if self.step.returns != "value":
+            raise StepError('train_step differentiates the step itself: wrap the loss, without returns="grads".')
+        if self.step.argnums != 0:
+            raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {self.step.argnums!r}.")
+        if not isinstance(self.optimizer, Optimizer):
+            raise OptimError(
+                f"optimizer must be an ltx.optim.Optimizer, got {self.optimizer!r}. Use "
+                "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
+            )
+        if self.guard != "off":
+            raise StrategyError(f'guard must be "off", got {self.guard!r}.')
+        if self.overlap not in ("backward", "update"):
+            raise StrategyError(f'overlap must be "backward" or "update", got {self.overlap!r}.')
+        if self.overlap == "update" and not self.optimizer.leafwise:
+            raise StrategyError(
+                f'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
+                f'{self.optimizer!r} needs all of them. Use overlap="backward".'
+            )
+
+    def init(self, params: Tree, buffers: Tree = None) -> TrainState:
+        """The state before the first step: copies, with rank 0's values on every rank.
+
+        Args:
+            params: tree of tensors; floating ones are trained.
+            buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss, buffers)``,
+                or ``(loss, buffers, aux)`` with `has_aux`.
+        """
+        tree.check_tensors(params, "params")
+        if buffers is not None:
+            tree.check_tensors(buffers, "buffers")
+        axis = self.step.axis
+        params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
+        buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
+        if wire.resolve(axis).backing is None:  # nothing was sent, so nothing was copied
+            params, buffers = tree.map(torch.clone, params), tree.map(torch.clone, buffers)
+        return TrainState(params, buffers, self.optimizer.init(params), self.step.init(params))
+
+    def __call__(self, state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
+        if not isinstance(state, TrainState):
+            raise StepError(f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}.")
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return self._transformed(state, batch)
+        state.check_owned()
+        axis = wire.resolve(self.step.axis)
+        sync: SyncState = state.sync_state
+        strategy, steps = self.step.strategy, sync.checked_step()
+        seen = strategy.before_forward(state.params, sync.leaves, steps, axis)
+        leaves, spec = tree.flatten(seen)
+        leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
+        trained = [i for i, x in enumerate(leaves) if x.requires_grad]
+        sync_leaves, sync_spec = tree.flatten(sync.leaves)
+        sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
+        given = tree.unflatten(spec, leaves)
+        if sync_leaves:
+            given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
+        with torch.enable_grad():
+            run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True)
+            loss, buffers, aux = self._outputs(run, state.buffers)
+        total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, torch.ones_like(loss))
+        schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
+        if schedule is not None:
+            schedule.send_header(total.detach(), weight)
+        update = _Update(self, state, [leaves[i] for i in trained], trained, sync_leaves)
+        if schedule is not None:
+            update.backward(total, weight)
+            params, opt_state, sync_flat, header = update.land(schedule, isinstance(loss, Weighted))
+        else:
+            header = _header_at_once(total, weight, axis)
+            params, opt_state, sync_flat = update.at_once(total, weight, header, isinstance(loss, Weighted))
+        entries = tree.unflatten(sync_spec, sync_flat)
+        params, entries = strategy.after_update(params, entries, steps, axis)
+        next_sync = SyncState(entries, sync.uses, sync.clock, steps + 1)
+        if self.donate:
+            state.donate()
+        next_state = TrainState(params, buffers, opt_state, next_sync, state.step + 1, state.kinds)
+        mean = (header.total / header.weight).to(total.dtype)
+        return next_state, Metrics(mean, aux, grad_norm(opt_state))
+
+    def _arguments(self, params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
+        return (params, *batch) if buffers is None else (params, buffers, *batch)
+
+    def _outputs(self, run: Run, buffers: Tree) -> tuple[torch.Tensor | Weighted, Tree, Any]:
+        """(loss, next buffers, aux) of what the step returned."""
+        output = run.output
+        wanted = 1 + (buffers is not None) + self.has_aux
+        if wanted == 1:
+            parts: tuple[Any, ...] = (output,)
+        elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == wanted:
+            parts = output
+        else:
+            names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if self.has_aux else [])]
+            raise StepError(f"train_step: the step must return ({', '.join(names)}), got {_what(output)}.")
+        loss = parts[0]
+        if not isinstance(loss, Weighted) and not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()):
+            raise StepError(
+                f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its mean "
+                "or sum; a step that returns (loss, aux) wants has_aux=True."
+            )
+        if buffers is not None:
+            return loss, tree.map(_detach, parts[1]), tree.map(_detach, parts[2]) if self.has_aux else None
+        return loss, None, tree.map(_detach, parts[1]) if self.has_aux else None
+
+    def _transformed(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
+        """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
+        if not torch.compiler.is_compiling():
+            state.check_owned()
+        axis = wire.resolve(self.step.axis) if not torch.compiler.is_compiling() else Axis("data", 1)
+        strategy, sync = self.step.strategy, state.sync_state
+        steps = sync.checked_step()
+        stateful = bool(sync.leaves)
+
+        def mean(given: Any) -> tuple[torch.Tensor, Any]:
+            run = self.step.run(self._arguments(given, state.buffers, batch), {})
+            loss, buffers, aux = self._outputs(run, state.buffers)
+            value = run.value()
+            value = value[0] if isinstance(value, tuple) else value
+            return value, (buffers, aux, isinstance(loss, Weighted))
+
+        seen = strategy.before_forward(state.params, sync.leaves, steps, axis)
+        given = Synced(seen, sync) if stateful else seen
+        grads, (loss, (buffers, aux, weighted)) = torch.func.grad_and_value(mean, has_aux=True)(given)
+        if not weighted:
+            loss = collectives.pmean(loss, self.step.axis)
+        entries = grads.sync_state.leaves if stateful else sync.leaves
+        params, opt_state = self.optimizer.apply(grads.params if stateful else grads, state.opt_state, state.params)
+        params, entries = strategy.after_update(params, entries, steps, axis)
+        next_sync = SyncState(entries, sync.uses, sync.clock, steps + 1)
+        next_state = TrainState(params, buffers, opt_state, next_sync, state.step + 1, state.kinds)
+        return next_state, Metrics(loss, aux, grad_norm(opt_state))
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The second half of an eager step: backward pass, landing, optimizer."""
+
+    train: TrainStep
+    state: TrainState
+    leaves: list[torch.Tensor]  # differentiable leaves of this step's graph
+    trained: list[int]  # their positions among the parameters' leaves
+    sync_leaves: list[torch.Tensor]
+
+    def backward(self, total: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor | None]:
+        """Gradients of `total` with respect to parameters and communication state."""
+        inputs = [*self.leaves, *self.sync_leaves]
+        if not inputs or not total.requires_grad:
+            return [None] * len(inputs)
+        return list(torch.autograd.grad(total, inputs, allow_unused=True))
+
+    def at_once(
+        self, total: torch.Tensor, weight: torch.Tensor, header: wire.Header, weighted: bool
+    ) -> tuple[Tree, Tree, list[torch.Tensor]]:
+        """Without a wire: all gradients are there after the backward pass."""
+        found = self.backward(total, weight)
+        count = len(self.leaves)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
+        if weighted:
+            grads = [g / header.weight.to(g.dtype) for g in grads]
+        states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
+        return *self._apply(grads), [x.detach() for x in states]
+
+    def land(self, schedule: WireSchedule, weighted: bool) -> tuple[Tree, Tree, list[torch.Tensor], wire.Header]:
+        """Land every bucket and the header, then update; or bucket by bucket, with overlap="update"."""
+        by_bucket = self.train.overlap == "update"
+        scale = self._weighted_scale(schedule) if weighted else None
+        grads: dict[int, torch.Tensor] = {}
+        states: dict[int, list[torch.Tensor]] = {}
+        params, opt_state, targets = self._in_place() if by_bucket else (None, None, None)
+        for bucket, landed, next_states in schedule.land_each():
+            if scale is not None:
+                torch._foreach_mul_(landed, scale)
+            given = iter(next_states)
+            states.update((m, [next(given) for _ in schedule.plan.state_names[m]]) for m in bucket.members)
+            if targets is None:
+                grads.update(zip(bucket.members, landed, strict=True))
+            else:
+                self._apply_bucket(bucket.members, landed, targets)
+        header = schedule.finish()
+        assert header is not None
+        flat = self._flat_states(schedule, states)
+        if targets is None:
+            return *self._apply([grads[m] for m in range(len(self.leaves))]), flat, header
+        return params, self.train.optimizer.advance(opt_state), flat, header
+
+    def _weighted_scale(self, schedule: WireSchedule) -> float:
+        assert schedule.header is not None
+        weight = float(schedule.header.wait().weight)
+        if weight == 0:
+            raise WeightError(
+                "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. "
+                "Give at least one rank a sample, or skip the step on all of them."
+            )
+        return schedule.plan.axis.size / weight
+
+    def _apply(self, grads: list[torch.Tensor]) -> tuple[Tree, Tree]:
+        leaves, spec = tree.flatten(self.state.params)
+        everything: list[Any] = [None] * len(leaves)
+        for i, g in zip(self.trained, grads, strict=True):
+            everything[i] = g
+        by_leaf = tree.unflatten(spec, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, everything, strict=True)])
+        return self.train.optimizer.apply(by_leaf, self.state.opt_state, self.state.params, donate=self.train.donate)
+
+    def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
+        """Parameters and optimizer state to be updated in place: the state's own, or copies."""
+        params, opt_state = self.state.params, self.state.opt_state
+        if not self.train.donate:
+            params, opt_state = tree.map(torch.clone, params), tree.map(torch.clone, opt_state)
+        leaves = tree.flatten(params)[0]
+        return params, opt_state, (leaves, self.train.optimizer.leaf_states(opt_state, params), self.state.step)
+
+    def _apply_bucket(
+        self, members: Sequence[int], grads: list[torch.Tensor], targets: tuple[list[torch.Tensor], list[Any], int]
+    ) -> None:
+        params, states, count = targets
+        at = [self.trained[m] for m in members]
+        with torch.no_grad():
+            self.train.optimizer.apply_leaves(grads, [states[i] for i in at], [params[i] for i in at], count)
+
+    def _flat_states(self, schedule: WireSchedule, states: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The next communication state in the order of its leaves."""
+        paths = tree.leaf_paths(self.state.params)
+        entries = {path: dict(entry) for path, entry in self.state.sync_state.leaves.items()}
+        for member, tensors in states.items():
+            names = schedule.plan.state_names[member]
+            if names:
+                entries[paths[self.trained[member]]].update(zip(names, tensors, strict=True))
+        return [x.detach() for x in tree.flatten(entries)[0]]
+
+
+def _header_at_once(total: torch.Tensor, weight: torch.Tensor, axis: Axis) -> wire.Header:
+    if axis.size > 1:
+        total, weight = collectives.psum((total.detach(), weight), axis)
+    if bool(weight == 0):
+        raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
+    return wire.Header(total.detach().double(), weight.double())
+
+
+def _detach(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def train_step(
+    step: DataParallel,
+    optimizer: Optimizer,
+    *,
+    donate: bool = True,
+    guard: Literal["off"] = "off",
+    overlap: Literal["backward", "update"] = "backward",
+    has_aux: bool = False,
+) -> TrainStep:
+    """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
+
+    Args:
+        step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`; accumulated or not.
+        optimizer: from :mod:`ltx.optim`.
+        donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
+            Off under transforms.
+        guard: only "off" so far.
+        overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
+            landed. The step commits whole: if anything fails before that, the state is as it was. "update": the
+            optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
+            the state is torn. For optimizers that update leaf by leaf; refused for others (clipping).
+        has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
+
+    Returns:
+        A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
+        ``(state, *batch) -> (state, Metrics)``. Every rank calls it with its own batch.
+
+    Raises:
+        DonatedStateError: the state was donated to an earlier step.
+        RankMismatchError: ranks differ in their parameters, or have issued different collectives; before the update.
+        WeightError: all weights of a Weighted step are 0; before the update.
+        StepError, StrategyError, OptimError: the pieces don't fit, at once.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda p, x: ((p["w"] * x) ** 2).mean())
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        >>> state = train.init({"w": torch.tensor(1.0)})
+        >>> state, metrics = train(state, torch.tensor([1.0, 2.0]))
+        >>> metrics.loss, state.params["w"]
+        (tensor(2.5000), tensor(0.5000))
+    """
+    return TrainStep(step, optimizer, donate, guard, overlap, has_aux)
