@@ -36,7 +36,7 @@ format: $(VENV)/.test
 
 # Every notebook is executed from a clean kernel and fails on the first cell that raises.
 notebooks: $(VENV)/.test
-	@for notebook in notebooks/*.ipynb; do \
+	@for notebook in $(wildcard notebooks/*.ipynb); do \
 		echo "executing $$notebook" && \
 		$(BIN)/jupyter-execute --timeout=300 "$$notebook" || exit 1; \
 	done

@@ -57,9 +57,16 @@ class Axis:
             case GroupBacking(rank=rank):
                 return torch.tensor(rank)
             case VmapBacking(level=level):
-                return _functorch._add_batch_dim(torch.arange(self.size), 0, level)
+                return _functorch._add_batch_dim(_outside_all_levels(torch.arange(self.size)), 0, level)
             case None:
                 return torch.tensor(0)
+
+
+def _outside_all_levels(tensor: torch.Tensor) -> torch.Tensor:
+    """What factories make under transforms is wrapped for the innermost level, which may lie inside the axis' own."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 _world_axes: tuple[Axis, ...] = ()
@@ -199,9 +206,7 @@ def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
 
 def _prefix_dims(prefix: Any, arg: Tree) -> list[int | None]:
     dims: list[int | None] = []
-    optree.tree_map_(
-        lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, arg, none_is_leaf=True
-    )
+    optree.tree_map_(lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, arg, none_is_leaf=True)
     return dims
 
 

@@ -7,7 +7,7 @@ torch's pytree, so ltx's own nodes are registered with both (:func:`register_nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -18,11 +18,12 @@ from ltx.errors import TreeError
 from ltx.typing import Tree
 
 T = TypeVar("T")
-_EVERYWHERE = getattr(optree.registry, "__GLOBAL_NAMESPACE")  # noqa: B009 - the plain name is mangled in classes
+_EVERYWHERE = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
-flatten = optree.tree_flatten
-unflatten = optree.tree_unflatten
-map = optree.tree_map
+# The very functions of optree, which Dynamo knows by identity; only their types are looser.
+flatten: Callable[[Tree], tuple[list[Any], Any]] = optree.tree_flatten
+unflatten: Callable[[Any, Iterable[Any]], Tree] = optree.tree_unflatten
+map: Callable[..., Tree] = optree.tree_map
 
 
 def leaf_paths(tree: Tree) -> list[str]:
@@ -76,9 +77,7 @@ def check_tensors(tree: Tree, what: str) -> None:
     leaves = optree.tree_leaves(tree)
     if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return
-    path, leaf = next(
-        (p, x) for p, x in zip(leaf_paths(tree), leaves, strict=True) if not isinstance(x, torch.Tensor)
-    )
+    path, leaf = next((p, x) for p, x in zip(leaf_paths(tree), leaves, strict=True) if not isinstance(x, torch.Tensor))
     hint = ""
     if isinstance(leaf, torch.nn.Module):
         hint = " Pass dict(module.named_parameters()) and call it with torch.func.functional_call."

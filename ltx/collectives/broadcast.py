@@ -1,7 +1,7 @@
 """broadcast and its transpose, the sum that only one rank keeps.
 
-    broadcast:  y_r = x_src                            transpose:  x̄_src = sum_s ȳ_s, 0 elsewhere
-    psum_to:    y_dst = sum_s x_s, 0 elsewhere         transpose:  x̄_r = ȳ_dst   (broadcast)
+broadcast:  y_r = x_src                            transpose:  x̄_src = sum_s ȳ_s, 0 elsewhere
+psum_to:    y_dst = sum_s x_s, 0 elsewhere         transpose:  x̄_r = ȳ_dst   (broadcast)
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ def all_gather(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = Fal
         >>> gathered[0], gathered[1]
         (tensor([1., 2.]), tensor([1., 2.]))
     """
-    gathered = collective("all_gather", value, axis, lambda x, n: _static("all_gather", x, dim, tiled, new_dim=not tiled))
+    gathered = collective(
+        "all_gather", value, axis, lambda x, n: _static("all_gather", x, dim, tiled, new_dim=not tiled)
+    )
     return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
 
 

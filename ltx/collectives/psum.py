@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ltx import tree, wire
-from ltx.collectives.linear import Rule, add_rule, collective, traced_size
-from ltx.collectives.linear import prepare_trace
+from ltx.collectives.linear import Rule, add_rule, collective, prepare_trace, traced_size
 from ltx.typing import Tree
 
 add_rule(

@@ -80,7 +80,12 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
             )
         length = x.shape[dim] // found.size
         if isinstance(found.backing, VmapBacking):
-            return x.unflatten(dim, (found.size, length)).movedim(dim, 0).index_select(0, found.index().reshape(1)).squeeze(0)
+            return (
+                x.unflatten(dim, (found.size, length))
+                .movedim(dim, 0)
+                .index_select(0, found.index().reshape(1))
+                .squeeze(0)
+            )
         start = found.backing.rank * length if isinstance(found.backing, GroupBacking) else 0
         return x.narrow(dim, start, length)
 

@@ -43,7 +43,7 @@ CONFIGURATIONS = {
 class Options:
     """The demo's options, as on the command line."""
 
-    steps: int = 700
+    steps: int = 500
     batch_size: int = 8
     strategy: str | None = None
     out: Path = Path("ltx-demo")

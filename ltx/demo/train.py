@@ -75,8 +75,8 @@ class Meter:
 
     @property
     def hidden(self) -> float | None:
-        """The part of the communication that went on while this rank computed; None if there was none."""
-        return max(0.0, 1.0 - self.waited_s / self.comm_s) if self.comm_s else None
+        """The part of the communication that went on while this rank computed; None if nothing was sent."""
+        return max(0.0, 1.0 - self.waited_s / self.comm_s) if self.bytes_sent and self.comm_s else None
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,10 @@ class Lesson:
         name, steps = configuration.name, configuration.steps(self.options.steps)
         batch_size = self.options.batch_size * configuration.micro_batches * ltx.axis_size()
 
-        step: Callable[..., Any] = ltx.data_parallel(self.loss, ltx.DDPStrategy(comm_hook=configuration.comm_hook))
+        loss_fn: Callable[..., Any] = self.loss
         if configuration.micro_batches > 1:
-            step = ltx.accumulate(step, steps=configuration.micro_batches)
+            loss_fn = ltx.accumulate(loss_fn, steps=configuration.micro_batches)
+        step = ltx.data_parallel(loss_fn, ltx.DDPStrategy(comm_hook=configuration.comm_hook))
         adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=schedule(steps), betas=(0.9, 0.98), weight_decay=0.1)
         train = ltx.train_step(step, ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adamw))
         state = train.init(dict(self.model.named_parameters()))

@@ -1,6 +1,6 @@
 """AllReduce: the exact mean. Each rank's share is its gradient divided by n; the mean is the sum of the shares.
 
-    ḡ = sum_r g_r / n
+ḡ = sum_r g_r / n
 """
 
 from __future__ import annotations

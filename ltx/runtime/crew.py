@@ -21,12 +21,12 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-import ltx.errors
 from ltx.errors import WorkerError
 from ltx.runtime.messages import STOP, Failure, Meeting, Ready, Setup
 from ltx.runtime.world import POOL_VARIABLE
 
-LTX_HOME = Path(ltx.errors.__file__).resolve().parent
+# The folder that ltx is imported from.
+_IMPORT_HOME = str(Path(__file__).resolve().parents[2])
 _STOP_GRACE_S = 3.0
 
 
@@ -101,7 +101,8 @@ class Crew:
 
     def kill(self) -> None:
         """End the workers at once, whatever they are doing."""
-        if self._end.detach() is not None:
+        if self.is_ours:
+            self._end.detach()
             _end(os.getpid(), self._processes, self._connections, 0.0)
 
     def _spawn(self, rank: int, threads: int) -> None:
@@ -190,6 +191,6 @@ def _worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # NCCL takes one device for each rank: all on the CPU then
-    if str(LTX_HOME.parent) not in sysconfig.get_paths().values():  # a checkout, not an installed package
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(LTX_HOME.parent), os.environ.get("PYTHONPATH")]))
+    if _IMPORT_HOME not in sysconfig.get_paths().values():  # a checkout, not an installed package
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_IMPORT_HOME, os.environ.get("PYTHONPATH")]))
     return environment

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ltx import wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import WorldError
 from ltx.runtime.world import Placement, World, world_of
@@ -152,6 +153,18 @@ def _destroy_subgroup(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
+def close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
+    """Note the channels of every open axis in `held`, and close those axes that aren't among `axes`.
+
+    Collectives that are given a process group or a DeviceMesh open an axis for it.
+    """
+    everything = wire.open_axes()
+    held.extend(channels_of(everything))
+    for axis in everything:
+        if all(axis is not other for other in axes):
+            _close(axis, dist.group.WORLD if dist.is_initialized() else None)
+
+
 def channels_of(axes: tuple[Axis, ...]) -> list[Any]:
     """The channels of `axes`, each with a process group of its own."""
     lines = [axis.backing.line for axis in axes if isinstance(axis.backing, GroupBacking)]
@@ -171,9 +184,11 @@ def let_go(channels: list[Any]) -> None:
     connections, which the peers see at once.
     """
     groups = []
-    for channel in channels:
+    while channels:
+        channel = channels.pop()
         groups.append(channel.group)
         channel.group = None
+    channel = None
     if not groups:
         return
 

@@ -11,7 +11,7 @@ import atexit
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +23,8 @@ from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import WorldError
 from ltx.runtime.groups import (
     adopted_world,
-    channels_of,
     check_mesh,
+    close_others,
     let_go,
     make_group,
     open_axes,
@@ -44,6 +44,7 @@ class _Session:
     settings: dict[str, Any]
     teardown: ExitStack
     holds: int = 1
+    pid: int = field(default_factory=os.getpid)
 
 
 @dataclass
@@ -113,7 +114,7 @@ def shutdown() -> None:
     afterwards.
     """
     session, _process.session = _process.session, None
-    if session is not None:
+    if session is not None and session.pid == os.getpid():  # a fork has none of the groups' threads
         session.teardown.close()
 
 
@@ -204,7 +205,7 @@ def _start(asked: Mapping[str, Any]) -> _Session:
             axes = tuple(Axis(name, size) for name, size in mesh)
         undo.callback(set_world_axes, ())
         set_world_axes(axes)
-        undo.callback(lambda: held.extend(channels_of(axes)))
+        undo.callback(close_others, axes, held)
         if meeting is not None:
             settle(meeting, world)
         settings = {"backend": world.backend, "timeout": timeout, "mesh": mesh}

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -38,11 +39,12 @@ def main(fd: int) -> None:
     threading.Thread(target=_read, args=(connection, frames), name="ltx-worker-reader", daemon=True).start()
     while (frame := frames.get()) != STOP:
         reply = _answer(frame)
-        try:
+        with suppress(OSError, ValueError):  # broken or closed: no reason to lose the answer
             sys.stdout.flush()
             sys.stderr.flush()
+        try:
             connection.send_bytes(reply)
-        except OSError:  # the driver is gone, and its terminal may be too
+        except OSError:  # the driver is gone
             os._exit(1)
 
 

@@ -80,7 +80,11 @@ class World:
     ) -> None:
         from ltx.runtime import init
 
-        init.release(self)
+        try:
+            init.release(self)
+        except Exception:
+            if error is None:  # else what ended the block is the news, and peers lost along the way are not
+                raise
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def world_from_env(environ: Mapping[str, str], *, backend: str | None = None, cu
         >>> world_from_env({"RANK": "x", "WORLD_SIZE": "2"})
         Traceback (most recent call last):
         ltx.errors.WorldError: environment variable RANK='x' (launcher torchrun): expected an integer from 0 to 1, \
-which is below WORLD_SIZE=2. Launchers set it; unset it and the launcher's other variables to run as a world of one.
+below WORLD_SIZE=2. Launchers set it; unset it and the launcher's other variables to run as a world of one.
     """
     return world_of(placement_from_env(environ), backend=backend, cuda_devices=cuda_devices)
 

@@ -2,3 +2,6 @@
 
 from ltx.strategies.base import Strategy as Strategy
 from ltx.strategies.ddp import DDPStrategy as DDPStrategy
+
+#: What transformations use when they are given none. Made once: Dynamo can't make one while it traces.
+DEFAULT = DDPStrategy()

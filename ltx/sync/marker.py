@@ -25,7 +25,7 @@ import torch
 from torch._C import _functorch
 
 from ltx.axis import Axis, VmapBacking
-from ltx.collectives.linear import apply
+from ltx.collectives.linear import Function, apply
 from ltx.sync.schedule import Dims, Plan, Schedule
 
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
@@ -48,7 +48,7 @@ def raise_priority(output: torch.Tensor, priority: int) -> None:
 
 
 def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    return tuple(None if t is None else t.view_as(t) for t in tensors)
+    return tuple([None if t is None else t.view_as(t) for t in tensors])
 
 
 def _index(axis: Axis) -> torch.Tensor | None:
@@ -56,11 +56,11 @@ def _index(axis: Axis) -> torch.Tensor | None:
     return axis.index() if isinstance(axis.backing, VmapBacking) else None
 
 
-class Fence(torch.autograd.Function):
+class Fence(Function):
     """``Fence.apply(schedule, dims, index, *tensors)``: identity; its backward lands every bucket."""
 
     @staticmethod
-    def forward(schedule: Schedule, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(schedule: Schedule, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         return _views(tensors)
 
     @staticmethod
@@ -69,18 +69,18 @@ class Fence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:
         if _plain():
             return (None, None, None, *ctx.schedule.land(in_flight))
         index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
         return (None, None, None, *Land.apply(ctx.schedule, ctx.dims, index, *in_flight))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         return _views(tangents[3:])
 
     @staticmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         info: Any, in_dims: tuple[Any, ...], schedule: Schedule, dims: Dims, index: Any, *tensors: torch.Tensor
     ) -> tuple[Any, Any]:
         here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[3:])
@@ -88,14 +88,14 @@ class Fence(torch.autograd.Function):
         return outs, (0,) * len(outs)
 
 
-class Mark(torch.autograd.Function):
+class Mark(Function):
     """``Mark.apply(schedule, bucket, dims, index, *parameters, *states) -> (*parameters, token)``: starts the bucket.
 
     Identity on the parameters. The cotangent of a state is its next value.
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         schedule: Schedule, bucket: int, dims: Dims, index: Any, *tensors: torch.Tensor
     ) -> tuple[Any, ...]:
         params = tensors[: len(schedule.plan.buckets[bucket].members)]
@@ -109,7 +109,7 @@ class Mark(torch.autograd.Function):
         ctx.save_for_forward(*states, output[-1])
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         *grads, link = cotangents
         tensors = [*grads, *ctx.saved_tensors]
         if _plain():
@@ -120,14 +120,19 @@ class Mark(torch.autograd.Function):
         return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, link, index, *tensors))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         # A token's tangent, though zero, keeps this rank in step with its peers in forward over reverse mode.
         count = len(ctx.schedule.plan.buckets[ctx.bucket].members)
         return (*_views(tangents[4 : 4 + count]), torch.zeros_like(ctx.saved_tensors[-1]))
 
     @staticmethod
-    def vmap(  # type: ignore[override]
-        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, bucket: int, dims: Dims, index: Any,
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        schedule: Schedule,
+        bucket: int,
+        dims: Dims,
+        index: Any,
         *tensors: torch.Tensor,
     ) -> tuple[Any, Any]:
         here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[4:])
@@ -135,14 +140,14 @@ class Mark(torch.autograd.Function):
         return outs, (0,) * len(outs)
 
 
-class Tie(torch.autograd.Function):
+class Tie(Function):
     """``Tie.apply(schedule, tokens, kept, *tokens, *kept, *successors, *outputs) -> outputs``: leads to every marker.
 
     Identity on the outputs. The cotangent of each kept tensor is its successor.
     """
 
     @staticmethod
-    def forward(schedule: Schedule, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(schedule: Schedule, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
         return _views(tensors[tokens + 2 * kept :])
 
     @staticmethod
@@ -151,7 +156,7 @@ class Tie(torch.autograd.Function):
         ctx.save_for_backward(*tensors[: ctx.tokens], *tensors[ctx.tokens + ctx.kept : ctx.tokens + 2 * ctx.kept])
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         ctx.schedule.begin()
         # Zero in value, but batched and differentiable wherever the cotangents and parameters are, so that the markers
         # take part at every level of every transform.
@@ -161,11 +166,11 @@ class Tie(torch.autograd.Function):
         return (None, None, None, *links, *successors, *(None,) * ctx.kept, *cotangents)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         return _views(tangents[3 + ctx.tokens + 2 * ctx.kept :])
 
     @staticmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         info: Any, in_dims: tuple[Any, ...], schedule: Schedule, tokens: int, kept: int, *tensors: torch.Tensor
     ) -> tuple[Any, Any]:
         # A kept tensor and its successor must be batched alike, or the cotangent wouldn't fit.
@@ -175,19 +180,23 @@ class Tie(torch.autograd.Function):
         for k in range(kept):
             if (dims[ends[0] + k] is None) != (dims[ends[1] + k] is None):
                 _, (lists[1][k], lists[2][k]) = _peel(
-                    schedule.plan.axis, info.batch_size, (lists[1][k], lists[2][k]), (dims[ends[0] + k], dims[ends[1] + k])
+                    schedule.plan.axis,
+                    info.batch_size,
+                    (lists[1][k], lists[2][k]),
+                    (dims[ends[0] + k], dims[ends[1] + k]),
                 )
         return Tie.apply(schedule, tokens, kept, *(t for ts in lists for t in ts)), in_dims[3 + ends[2] :]
 
 
-class Launch(torch.autograd.Function):
+class Launch(Function):
     """``Launch.apply(schedule, bucket, dims, link, index, *gradients, *states)``: start a bucket's reduction."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         schedule: Schedule, bucket: int, dims: Dims, link: torch.Tensor, index: Any, *tensors: torch.Tensor
     ) -> tuple[Any, ...]:
-        return schedule.start(bucket, dims, tensors)
+        started = schedule.start(bucket, dims, tensors)
+        return started if schedule.threaded else _views(started)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -197,17 +206,23 @@ class Launch(torch.autograd.Function):
         ctx.states = len(output) - ctx.count
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         return (None, None, None, None, None, *cotangents[: ctx.count], *(None,) * ctx.states)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         given = tangents[5 : 5 + ctx.count]
         return (*(z() if t is None else t for t, z in zip(given, ctx.zeros, strict=True)), *(None,) * ctx.states)
 
     @staticmethod
-    def vmap(  # type: ignore[override]
-        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, bucket: int, dims: Dims, link: torch.Tensor, index: Any,
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        schedule: Schedule,
+        bucket: int,
+        dims: Dims,
+        link: torch.Tensor,
+        index: Any,
         *tensors: torch.Tensor,
     ) -> tuple[Any, Any]:
         here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[5:])
@@ -216,11 +231,11 @@ class Launch(torch.autograd.Function):
         return outs, (0,) * len(outs)
 
 
-class Land(torch.autograd.Function):
+class Land(Function):
     """``Land.apply(schedule, dims, index, *in_flight)``: all reduced gradients and next states."""
 
     @staticmethod
-    def forward(schedule: Schedule, dims: Dims, index: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(schedule: Schedule, dims: Dims, index: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:
         return schedule.land(in_flight)
 
     @staticmethod
@@ -231,16 +246,16 @@ class Land(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t, state in zip(output, ctx.plan.is_state, strict=True) if state))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         return (None, None, None, *_exact_mean(ctx.plan, ctx.dims, cotangents))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         filled = [z() if t is None else t for t, z in zip(tangents[3:], ctx.zeros, strict=True)]
         return tuple(_exact_mean(ctx.plan, ctx.dims, filled))
 
     @staticmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         info: Any, in_dims: tuple[Any, ...], schedule: Schedule, dims: Dims, index: Any, *in_flight: torch.Tensor
     ) -> tuple[Any, Any]:
         here, stacked = _peel(schedule.plan.axis, info.batch_size, in_flight, in_dims[3:])
@@ -260,7 +275,8 @@ def _peel(
     level = (_functorch.maybe_current_level() or 0) + 1
     here = isinstance(axis.backing, VmapBacking) and axis.backing.level == level
     stacked = [
-        t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)
+        t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(tensors, dims, strict=True)
     ]
     return here, stacked
 
@@ -288,7 +304,8 @@ def mark(
     plan: Plan = schedule.plan
     # The fence's inputs lie in the order in which `land` gives its results.
     per_bucket = [
-        [*(params[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])] for bucket in plan.buckets
+        [*(params[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
+        for bucket in plan.buckets
     ]
     index = _index(plan.axis)
     fenced = iter(Fence.apply(schedule, (), index, *(t for tensors in per_bucket for t in tensors)))

@@ -92,13 +92,15 @@ def pack(
     """A new flat buffer of shape ``(*batch, numel)`` with the gradients times `scale`, in one pass over them."""
     flat = torch.empty((*batch, bucket.numel), dtype=wire_dtype, device=bucket.device)
     for grad, part in zip(grads, flat.split(bucket.sizes, dim=-1), strict=True):
-        torch.mul(grad, scale, out=part.view(grad.shape))
+        view = part.view(grad.shape)
+        if grad.is_contiguous() or wire_dtype != grad.dtype:
+            torch.mul(grad, scale, out=view)
+        else:  # a linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and mul hasn't
+            view.copy_(grad).mul_(scale)
     return flat
 
 
-def pack_pure(
-    grads: Sequence[torch.Tensor], bucket: Bucket, wire_dtype: torch.dtype, scale: float
-) -> torch.Tensor:
+def pack_pure(grads: Sequence[torch.Tensor], bucket: Bucket, wire_dtype: torch.dtype, scale: float) -> torch.Tensor:
     """:func:`pack` without writing into anything, for vmap and for compiled graphs."""
     return torch.cat([(grad * scale).to(wire_dtype).reshape(-1) for grad in grads])
 

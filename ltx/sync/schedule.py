@@ -148,7 +148,7 @@ class WireSchedule:
         """Issue the header ahead of the buckets."""
         channel = self.line.bucket_channel(0)
         if self.plan.agreement is not None:
-            channel.advance(self.plan.agreement.signature, self.plan.agreement.fingerprint)
+            channel.advance(self.plan.agreement)
         digest = self.line.user.digest ^ (channel.digest << 1)
         self.header = wire.send_header(channel, total.to(self.line.device), weight.to(self.line.device), digest)
         return self.header
@@ -184,7 +184,7 @@ class WireSchedule:
             self._flights.append(flight)
             self._advance(place, flight, None)
         self._poll()
-        return tuple(t.view_as(t) for t in tensors)
+        return tuple(tensors)
 
     def _advance(self, place: int, flight: _Flight, result: torch.Tensor | None) -> None:
         """Run a reduction up to its next collective, and issue that."""
@@ -271,7 +271,9 @@ class GraphSchedule:
         scale = 1.0 / self.plan.axis.size
         flat = pack_pure(grads, bucket, hook.wire_dtype(bucket.dtype), scale)
         if dims:
-            widened = replace(bucket, leaves=tuple(replace(leaf, shape=g.shape) for leaf, g in zip(bucket.leaves, grads, strict=True)))
+            widened = replace(
+                bucket, leaves=tuple(replace(leaf, shape=g.shape) for leaf, g in zip(bucket.leaves, grads, strict=True))
+            )
         else:
             widened = bucket
         reduction = hook.reduce(self.plan.share(bucket, flat, states))

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _functorch
 
 from ltx import tree
+from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.sync.marker import ACCUMULATE_PRIORITY, raise_priority
-from ltx.transforms.captured import refuse_captured
+from ltx.transforms.captured import captured
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.synchronise import tracked
 from ltx.transforms.weighted import Weighted
@@ -103,7 +103,9 @@ class _Call:
         return total
 
     def _one(self, output: Any) -> _Part:
-        first, rest = (output, ()) if isinstance(output, Weighted) or not isinstance(output, tuple) else (output[0], output[1:])
+        first, rest = (
+            (output, ()) if isinstance(output, Weighted) or not isinstance(output, tuple) else (output[0], output[1:])
+        )
         carry = None
         if self.step.carry is not None:
             if not rest:
@@ -194,14 +196,19 @@ class _Sums:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in at]
             value = total(*leaves)
-        _refuse_escaped(value)
-        refuse_captured(self.call.step.fn, [value], leaves)
+        variable = captured([value], [*leaves, *tree.flatten((self.call.leaves, self.call.kwargs))[0]])
+        if variable is not None:
+            raise UnsupportedError(
+                f"accumulate: the step uses a differentiable tensor of shape {list(variable.shape)} that isn't one of "
+                "its arguments (a parameter it closes over, or a value of a surrounding transform), which would have no "
+                "gradient here. Pass it as an argument (a 0-dim tensor goes to every micro-batch whole)."
+            )
         grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
         filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
         return filled, _detached(parts[-1])
 
 
-class MicroBatches(torch.autograd.Function):
+class MicroBatches(Function):
     """``MicroBatches.apply(sums, *tensors)``: the outputs of `sums`, with their derivatives.
 
     The cotangent of each wanted tensor is ct(total) * G, for G the gradients that the forward pass has made. G's own
@@ -209,7 +216,7 @@ class MicroBatches(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(sums: _Sums, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(sums: _Sums, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return sums(tensors)
 
     @staticmethod
@@ -223,7 +230,7 @@ class MicroBatches(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, total: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, total: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
         sums: _Sums = ctx.sums
         tensors, grads = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
         found: list[torch.Tensor | None] = [None if total is None else total * g for g in grads]
@@ -235,7 +242,7 @@ class MicroBatches(torch.autograd.Function):
         return (None, *(by_position.get(i) for i in range(ctx.inputs)))
 
     @staticmethod
-    def jvp(ctx: Any, _sums: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def jvp(ctx: Any, _sums: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         sums: _Sums = ctx.sums
         tensors = list(ctx.saved_tensors[: ctx.inputs])
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
@@ -251,7 +258,7 @@ class MicroBatches(torch.autograd.Function):
         return (*found[:count], *(None for _ in values[count:]))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], sums: _Sums, *tensors: torch.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[Any, ...], sums: _Sums, *tensors: torch.Tensor) -> tuple[Any, Any]:
         # The differentiable path: levels below this one see plain operations.
         outs = torch.vmap(lambda *mine: sums(mine), in_dims=in_dims[1:], randomness=info.randomness)(*tensors)
         return outs, (0,) * len(outs)
@@ -280,14 +287,6 @@ def _detached(part: Any) -> Any:
 
 def _stack(values: Sequence[Tree]) -> Tree:
     return tree.map(lambda *xs: torch.stack(xs) if isinstance(xs[0], torch.Tensor) else list(xs), *values)
-
-
-def _refuse_escaped(value: torch.Tensor) -> None:
-    if _functorch.is_functorch_wrapped_tensor(value):
-        raise UnsupportedError(
-            "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its arguments, "
-            "which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every micro-batch)."
-        )
 
 
 def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Step:

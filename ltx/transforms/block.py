@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ltx.errors import StepError
 from ltx.transforms.data_parallel import DataParallel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -14,18 +15,8 @@ from ltx.errors import StepError
 _looked_at: WeakSet[Any] = WeakSet()
 
 
-def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> None:
-    """Raise if `outputs` depend on leaf tensors that require gradients and aren't among `given`.
-
-    Looks once at each function, and only under plain autograd: under torch.func nothing but arguments is
-    differentiated.
-    """
-    try:
-        if fn in _looked_at:
-            return
-        _looked_at.add(fn)
-    except TypeError:  # can't be weakly referenced or hashed
-        return
+def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
+    """A leaf that requires gradients, that `outputs` depend on, and that isn't among `given`; None if there is none."""
     given = [x for x in given if isinstance(x, torch.Tensor)]
     known = {id(x) for x in given}
     seen: set[Any] = {x.grad_fn for x in given}  # what they were made of is the caller's business
@@ -37,11 +28,29 @@ def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> No
         seen.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor) and id(variable) not in known:
-            _looked_at.discard(fn)
-            raise StepError(
-                f"the step uses a parameter of shape {list(variable.shape)} that isn't one of its arguments, so its "
-                "gradient would stay local to this rank without a word. Pass it in: params = "
-                "dict(module.named_parameters()) and torch.func.functional_call(module, params, inputs) inside the "
-                "step. If it is meant to be frozen, call requires_grad_(False) on it."
-            )
-        queue.extend(parent for parent, _ in node.next_functions if parent is not None)
+            return variable
+        queue.extend([parent for parent, _ in node.next_functions if parent is not None])
+    return None
+
+
+def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> None:
+    """Raise if `outputs` depend on parameters that aren't among `given`.
+
+    Looks once at each function, and only under plain autograd: under torch.func nothing but arguments is
+    differentiated.
+    """
+    try:
+        if fn in _looked_at:
+            return
+    except TypeError:  # can't be hashed
+        return
+    variable = captured(outputs, given)
+    if variable is not None:
+        raise StepError(
+            f"the step uses a parameter of shape {list(variable.shape)} that isn't one of its arguments, so its "
+            "gradient would stay local to this rank without a word. Pass it in: params = "
+            "dict(module.named_parameters()) and torch.func.functional_call(module, params, inputs) inside the step. If "
+            "it is meant to be frozen, call requires_grad_(False) on it."
+        )
+    with suppress(TypeError):  # can't be weakly referenced
+        _looked_at.add(fn)

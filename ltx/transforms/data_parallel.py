@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import torch
 
 from ltx import collectives, tree, wire
-from ltx.axis import Axis
+from ltx.axis import Axis, GroupBacking
 from ltx.errors import StepError, StrategyError, SyncStateError, UnsupportedError, WeightError
-from ltx.strategies import DDPStrategy, Strategy
+from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
 from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Schedule
-from ltx.transforms import synchronise
+from ltx.transforms import below, synchronise
 from ltx.transforms.captured import refuse_captured
 from ltx.transforms.sync_state import Synced, SyncState, _values
 from ltx.transforms.weighted import Weighted
@@ -39,7 +40,7 @@ class DataParallel:
     """
 
     fn: Step
-    strategy: Strategy = field(default_factory=DDPStrategy)
+    strategy: Strategy = DEFAULT
     argnums: int | tuple[int, ...] = 0
     axis: Any = None
     outputs: Literal["local", "mean"] = "local"
@@ -55,20 +56,31 @@ class DataParallel:
                 "strategy=...) for another strategy."
             )
         if not isinstance(self.strategy, Strategy):
-            raise StrategyError(
-                f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {self.strategy!r}."
-            )
+            raise StrategyError(f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {self.strategy!r}.")
         if self.outputs not in ("local", "mean"):
             raise StrategyError(f'outputs must be "local" or "mean", got {self.outputs!r}.')
         if self.returns not in ("value", "grads"):
             raise StrategyError(f'returns must be "value" or "grads", got {self.returns!r}.')
-        functools.update_wrapper(_Attributes(self), self.fn, updated=())
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            if hasattr(self.fn, name):
+                object.__setattr__(self, name, getattr(self.fn, name))
+        object.__setattr__(self, "__wrapped__", self.fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
             return self._reduce_returned(self.fn(*args, **kwargs))
-        run = self.run(args, kwargs)
-        return run.value()
+        if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling() and self._runs_below(args, kwargs):
+            with suppress(below.CapturedError):
+                return below.call_below(self, args, kwargs)
+        return self.run(args, kwargs).value()
+
+    def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not isinstance(wire.resolve(self.axis).backing, GroupBacking):
+            return False
+        params, state = self._params_of(args)
+        mine = {id(x) for x in tree.flatten((params, state))[0]}
+        others = [x for x in tree.flatten((args, kwargs))[0] if id(x) not in mine]
+        return below.applies(tree.flatten((params, state))[0], others)
 
     def init(self, params: Tree) -> SyncState:
         """The communication state before the first step, for strategies that have one; without leaves for others."""
@@ -118,12 +130,16 @@ class DataParallel:
         if not torch._C._are_functorch_transforms_active():
             refuse_captured(self.fn, tree.flatten(output)[0], [*marked, *tree.flatten((args, kwargs))[0]])
         kept = self._kept(sync_state, {paths()[i] for i in wanted} if sync_state is not None else set())
-        return Run.tied(
-            self, output, params, axis, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule
-        )
+        return Run.tied(self, output, params, axis, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
     def _run_local(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], params: Tree, state: SyncState | None, axis: Axis, wanted: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        params: Tree,
+        state: SyncState | None,
+        axis: Axis,
+        wanted: bool,
     ) -> Run:
         output = self.fn(*self._replaced(args, params), **kwargs)
         if state is None or not wanted:
@@ -134,7 +150,13 @@ class DataParallel:
         return Run.tied(self, output, params, axis, lambda outs: marker.tie(nothing, [], outs, unchanged), None)
 
     def _run_in_graph(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], params: Tree, leaves: list[Any], spec: Any, state: SyncState | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        params: Tree,
+        leaves: list[Any],
+        spec: Any,
+        state: SyncState | None,
     ) -> Run:
         step = state.step if state is not None else 0
         key = "" if self.blocked else synchronise.prepare_trace(self.strategy, self.axis, step)
@@ -157,7 +179,12 @@ class DataParallel:
             filled[i] = leaf
         output = self.fn(*self._replaced(args, tree.unflatten(spec, filled)), **kwargs)
         return Run.tied(
-            self, output, params, None, lambda tied: list(synchronise.tie_in_graph(key, len(tokens), 0, *tokens, *tied)), None
+            self,
+            output,
+            params,
+            None,
+            lambda tied: list(synchronise.tie_in_graph(key, len(tokens), 0, *tokens, *tied)),
+            None,
         )
 
     def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
@@ -235,16 +262,6 @@ class DataParallel:
         return sync_gradients(output, self.strategy, axis=self.axis)[0]
 
 
-class _Attributes:
-    """Lets functools.update_wrapper write to a frozen dataclass."""
-
-    def __init__(self, target: DataParallel):
-        object.__setattr__(self, "_target", target)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(object.__getattribute__(self, "_target"), name, value)
-
-
 @dataclass(frozen=True)
 class Run:
     """One call of a step, before its value is made: the output on this rank, tied to the markers.
@@ -297,9 +314,9 @@ class Run:
             return mean if isinstance(output, Weighted) else (mean, *output[1:])
         if self.step.outputs == "mean" and not self.step.blocked:
             return tree.map(
-                lambda x: collectives.pmean(x, self.step.axis)
-                if isinstance(x, torch.Tensor) and x.is_floating_point()
-                else x,
+                lambda x: (
+                    collectives.pmean(x, self.step.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                ),
                 output,
             )
         return output
@@ -309,10 +326,10 @@ class Run:
         if not self.step.blocked:
             total, weight = collectives.psum((total, weight), self.step.axis)
         if not torch.compiler.is_compiling() and bool((_values(weight) == 0).any()):
-            where = "on this rank" if self.step.blocked else "of all ranks add up to 0, so there"
+            whose = "this rank's weight is 0" if self.step.blocked else "the weights of all ranks add up to 0"
             raise WeightError(
-                f"Weighted: the weights {where} {'is' if self.step.blocked else 'is'} no mean. Give at least one rank "
-                "a sample, or skip the step on all of them."
+                f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
+                "them."
             )
         return total / weight
 
@@ -416,6 +433,6 @@ def data_parallel(
     """
 
     def wrap(fn: Step) -> DataParallel:
-        return DataParallel(fn, strategy if strategy is not None else DDPStrategy(), argnums, axis, outputs, returns)
+        return DataParallel(fn, strategy if strategy is not None else DEFAULT, argnums, axis, outputs, returns)
 
     return wrap if step_fn is None else wrap(step_fn)

@@ -8,7 +8,7 @@ import torch
 
 from ltx import tree, wire
 from ltx.errors import SyncStateError
-from ltx.strategies import DDPStrategy, Strategy
+from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
 from ltx.transforms import synchronise
 from ltx.transforms.sync_state import SyncState
@@ -45,7 +45,7 @@ def sync_gradients(
         >>> ltx.vmap(step, in_dims=(None, 0))(torch.tensor(1.0), torch.tensor([1.0, 5.0]))
         tensor([1.5000, 1.5000])
     """
-    strategy = strategy if strategy is not None else DDPStrategy()
+    strategy = strategy if strategy is not None else DEFAULT
     leaves, spec = tree.flatten(grads)
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -56,9 +56,13 @@ def sync_gradients(
     mine = [leaves[i] for i in wanted]
     if compiling:
         key = synchronise.prepare_trace(strategy, axis, 0)
-        reduced = list(synchronise.reduce_in_graph(key, arrival, tuple(() for _ in mine), 0, *mine)) if key and mine else mine
+        reduced = (
+            list(synchronise.reduce_in_graph(key, arrival, tuple(() for _ in mine), 0, *mine)) if key and mine else mine
+        )
     else:
-        reduced, sync_state = _reduce(strategy, axis, mine, arrival, [tree.leaf_paths(grads)[i] for i in wanted], sync_state)
+        reduced, sync_state = _reduce(
+            strategy, axis, mine, arrival, [tree.leaf_paths(grads)[i] for i in wanted], sync_state
+        )
     filled = list(leaves)
     for i, leaf in zip(wanted, reduced, strict=True):
         filled[i] = leaf

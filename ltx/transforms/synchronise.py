@@ -60,7 +60,7 @@ def make_plan(
         line: wire.Line = axis.backing.line
         agreement = line.meet(
             line.bucket_channel(0),
-            (operation, strategy, hook, leaves, order, names),
+            (operation, strategy, hook, leaves, names),  # not the order: it may differ
             lambda: wire.Signature.of(
                 operation, paths(), list(tensors), f"{hook!r} with {names_text(names)}buckets of {sizes} bytes"
             ),
@@ -138,7 +138,7 @@ def mark_in_graph(
 
 def tie_in_graph(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
-    strategy, hook, axis = _traced[key]
+    _, hook, axis = _traced[key]
     schedule = make_schedule(Plan(axis, hook, (), ()), compiled=True)
     pairs = list(zip(tensors[tokens : tokens + kept], tensors[tokens + kept : tokens + 2 * kept], strict=True))
     return tuple(marker.tie(schedule, tensors[:tokens], tensors[tokens + 2 * kept :], pairs))

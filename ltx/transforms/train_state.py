@@ -89,8 +89,10 @@ class TrainState:
         self.check_owned()
         mine = self.state_dict()
         if missing := sorted(mine.keys() ^ state_dict.keys()):
-            raise ValueError(f"the checkpoint and this state differ in their leaves: {missing[:8]}. Build the state as "
-                             "it was when it was saved.")
+            raise ValueError(
+                f"the checkpoint and this state differ in their leaves: {missing[:8]}. Build the state as "
+                "it was when it was saved."
+            )
         for path, tensor in mine.items():
             if path != "step" and isinstance(tensor, torch.Tensor):
                 tensor.copy_(state_dict[path])

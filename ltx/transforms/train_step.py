@@ -10,7 +10,7 @@ import torch
 
 from ltx import collectives, tree, wire
 from ltx.axis import Axis
-from ltx.errors import LtxError, OptimError, StepError, StrategyError, UnsupportedError, WeightError
+from ltx.errors import OptimError, StepError, StrategyError, WeightError
 from ltx.optim import Optimizer, grad_norm
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel, Run
@@ -38,11 +38,15 @@ class TrainStep:
                 "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
             )
         if self.step.blocked:
-            raise StepError("train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.")
+            raise StepError(
+                "train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge."
+            )
         if self.step.returns != "value":
             raise StepError('train_step differentiates the step itself: wrap the loss, without returns="grads".')
         if self.step.argnums != 0:
-            raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {self.step.argnums!r}.")
+            raise StepError(
+                f"train_step passes the parameters first: the step needs argnums=0, got {self.step.argnums!r}."
+            )
         if not isinstance(self.optimizer, Optimizer):
             raise OptimError(
                 f"optimizer must be an ltx.optim.Optimizer, got {self.optimizer!r}. Use "
@@ -78,7 +82,9 @@ class TrainStep:
 
     def __call__(self, state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
-            raise StepError(f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}.")
+            raise StepError(
+                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
+            )
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self._transformed(state, batch)
         state.check_owned()
@@ -132,7 +138,9 @@ class TrainStep:
             names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if self.has_aux else [])]
             raise StepError(f"train_step: the step must return ({', '.join(names)}), got {_what(output)}.")
         loss = parts[0]
-        if not isinstance(loss, Weighted) and not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()):
+        if not isinstance(loss, Weighted) and not (
+            isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
+        ):
             raise StepError(
                 f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its mean "
                 "or sum; a step that returns (loss, aux) wants has_aux=True."
@@ -149,17 +157,24 @@ class TrainStep:
         strategy, sync = self.step.strategy, state.sync_state
         steps = sync.checked_step()
         stateful = bool(sync.leaves)
+        others: list[Any] = []
 
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
             run = self.step.run(self._arguments(given, state.buffers, batch), {})
             loss, buffers, aux = self._outputs(run, state.buffers)
             value = run.value()
             value = value[0] if isinstance(value, tuple) else value
-            return value, (buffers, aux, isinstance(loss, Weighted))
+            # torch.func takes tensors alone as aux.
+            rest, structure = tree.flatten((buffers, aux))
+            others[:] = [structure, isinstance(loss, Weighted), [None if isinstance(x, torch.Tensor) else x for x in rest]]
+            return value, [x for x in rest if isinstance(x, torch.Tensor)]
 
         seen = strategy.before_forward(state.params, sync.leaves, steps, axis)
         given = Synced(seen, sync) if stateful else seen
-        grads, (loss, (buffers, aux, weighted)) = torch.func.grad_and_value(mean, has_aux=True)(given)
+        grads, (loss, tensors) = torch.func.grad_and_value(mean, has_aux=True)(given)
+        structure, weighted, rest = others
+        aux_tensors = iter(tensors)
+        buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
         if not weighted:
             loss = collectives.pmean(loss, self.step.axis)
         entries = grads.sync_state.leaves if stateful else sync.leaves
@@ -193,7 +208,7 @@ class _Update:
         """Without a wire: all gradients are there after the backward pass."""
         found = self.backward(total, weight)
         count = len(self.leaves)
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
+        grads = [torch.zeros_like(x) if g is None else _as_laid_out(g, x) for x, g in zip(self.leaves, found, strict=False)]
         if weighted:
             grads = [g / header.weight.to(g.dtype) for g in grads]
         states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
@@ -237,7 +252,9 @@ class _Update:
         everything: list[Any] = [None] * len(leaves)
         for i, g in zip(self.trained, grads, strict=True):
             everything[i] = g
-        by_leaf = tree.unflatten(spec, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, everything, strict=True)])
+        by_leaf = tree.unflatten(
+            spec, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, everything, strict=True)]
+        )
         return self.train.optimizer.apply(by_leaf, self.state.opt_state, self.state.params, donate=self.train.donate)
 
     def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
@@ -273,6 +290,11 @@ def _header_at_once(total: torch.Tensor, weight: torch.Tensor, axis: Axis) -> wi
     if bool(weight == 0):
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
     return wire.Header(total.detach().double(), weight.double())
+
+
+def _as_laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """`grad` with the strides of its parameter, as ``loss.backward()`` leaves it: optimizers' kernels want them equal."""
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
 def _detach(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """Weighted: a sum and its weight, so that means over unequal batches are exact.
 
-    value = sum_r total_r / sum_r weight_r
+value = sum_r total_r / sum_r weight_r
 """
 
 from __future__ import annotations

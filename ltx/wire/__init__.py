@@ -8,10 +8,11 @@ from ltx.wire.header import send_header as send_header
 from ltx.wire.ledger import Event as Event
 from ltx.wire.ledger import Trace as Trace
 from ltx.wire.ledger import record as record
-from ltx.wire.line import Agreement as Agreement
 from ltx.wire.line import Line as Line
 from ltx.wire.line import axis_from_group as axis_from_group
 from ltx.wire.line import close_axis as close_axis
+from ltx.wire.line import open_axes as open_axes
 from ltx.wire.line import open_axis as open_axis
 from ltx.wire.line import resolve as resolve
+from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature

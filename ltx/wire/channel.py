@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ltx.errors import CollectiveTimeoutError, PeerLostError
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS
-from ltx.wire.signature import Signature
+from ltx.wire.shared import Lane, Passage, wait_for
+from ltx.wire.signature import Agreement
 
 # A wait returns to Python this often, so that a signal or an abort is seen at once.
 _TICK = timedelta(seconds=0.1)
@@ -31,10 +32,10 @@ class Ticket:
     __slots__ = ("_channel", "_event", "_label", "_value", "_work")
 
     def __init__(
-        self, channel: Channel, work: dist.Work | None, value: torch.Tensor, label: str, event: ledger.Event | None
+        self, channel: Channel, work: dist.Work | Passage, value: torch.Tensor, label: str, event: ledger.Event | None
     ):
         self._channel = channel
-        self._work = work
+        self._work: dist.Work | Passage | None = work
         self._value = value
         self._label = label
         self._event = event
@@ -42,6 +43,10 @@ class Ticket:
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
+        if isinstance(self._work, Passage):
+            assert self._channel.lane is not None
+            self._channel.lane.stride()
+            return self._work.left == 0
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
@@ -55,7 +60,9 @@ class Ticket:
         if work is None:
             return self._value
         began = time.perf_counter()
-        if self._value.is_cuda and self._channel.group.name() == "nccl":
+        if isinstance(work, Passage):
+            self._pass(work, began)
+        elif self._value.is_cuda and self._channel.group.name() == "nccl":
             work.wait()  # orders the current stream behind the collective; the host goes on
         else:
             self._block(work, began)
@@ -77,20 +84,44 @@ class Ticket:
                         f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for "
                         f"its peers, one of which is gone: {error}"
                     ) from error
-            channel.while_waiting()
-            if time.perf_counter() - began > channel.timeout_s:
-                raise CollectiveTimeoutError(
-                    f"rank {channel.rank}: {self._label} (issue {channel.issued}) on axis {channel.axis_name!r}, "
-                    f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: a peer hasn't issued "
-                    "it. Every rank must call the same collectives in the same order."
+            self._look_around(began)
+
+    def _pass(self, passage: Passage, began: float) -> None:
+        channel = self._channel
+        assert channel.lane is not None
+        while not wait_for(passage, channel.lane, _TICK.total_seconds()):
+            if lost := channel.lane.lost_peers():
+                raise PeerLostError(
+                    f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
+                    f"peers: the process of rank {', '.join(map(str, lost))} is gone."
                 )
+            self._look_around(began)
+        if self._event is not None:
+            self._event.landed_s = passage.landed_s
+
+    def _look_around(self, began: float) -> None:
+        """What a rank that has waited for a while does: see whether its peers wait for something else."""
+        channel = self._channel
+        channel.while_waiting()
+        if time.perf_counter() - began > channel.timeout_s:
+            raise CollectiveTimeoutError(
+                f"rank {channel.rank}: {self._label} (issue {channel.issued}) on axis {channel.axis_name!r}, "
+                f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: a peer hasn't issued "
+                "it. Every rank must call the same collectives in the same order."
+            )
 
 
 class Channel:
     """One ordered stream of issues between the ranks of an axis."""
 
     def __init__(
-        self, name: str, axis_name: str, group: dist.ProcessGroup, timeout_s: float, while_waiting: Callable[[], None]
+        self,
+        name: str,
+        axis_name: str,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        while_waiting: Callable[[], None],
+        lane: Lane | None = None,
     ):
         self.name = name
         self.axis_name = axis_name
@@ -99,17 +130,18 @@ class Channel:
         self.size = group.size()
         self.timeout_s = timeout_s
         self.while_waiting = while_waiting
+        self.lane = lane  # the short way for sums, where all ranks share a machine
         self.issued = 0
         self.compared = 0
         self.digest = 0
         # What was issued lately, for a peer that stands at another signature (see Line).
-        self.recent: deque[tuple[int, Signature]] = deque(maxlen=256)
+        self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
 
-    def advance(self, signature: Signature, fingerprint: int) -> None:
-        """Count an issue of `signature` into the running digest. Once for a call, however many buffers it moves."""
-        self.recent.append((self.issued, signature))
+    def advance(self, agreement: Agreement) -> None:
+        """Count a call into the running digest. Once for a call, however many buffers it moves."""
+        self.recent.append((self.issued, agreement))
         self.issued += 1
-        self.digest = (self.digest * 1_000_003 + fingerprint) % _DIGEST_PRIME
+        self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
 
     def issue(self, operation: str, buffer: torch.Tensor, label: str, argument: int = 0) -> Ticket:
         """Start `operation` on a contiguous `buffer` that now belongs to the wire."""
@@ -117,6 +149,8 @@ class Channel:
         event = ledger.note(
             self.name, operation, label, entry.wire_bytes(buffer.numel() * buffer.element_size(), self.size)
         )
+        if self.lane is not None and operation == "sum" and buffer.device.type == "cpu":
+            return Ticket(self, self.lane.add(buffer), buffer, label, event)
         try:
             work, value = entry.start(self.group, buffer, argument)
         except RuntimeError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,20 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import AxisError, CollectiveTimeoutError
+from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError
 from ltx.wire.channel import Channel
-from ltx.wire.signature import Signature, explain_mismatch
+from ltx.wire.shared import open_lane
+from ltx.wire.signature import Agreement, Signature, explain_mismatch
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
-@dataclass(frozen=True, eq=False)
-class Agreement:
-    """What ranks have found to be equal, its fingerprint, and rank 0's offer."""
-
-    signature: Signature
-    fingerprint: int
-    offer: Any
+_openings: dict[str, int] = {}
 
 
 class Line:
@@ -48,7 +42,9 @@ class Line:
         self._global_ranks = dist.get_process_group_ranks(group)
         self._timeout = timeout
         # PrefixStore over the store that the process group itself met through; the group's name keeps lines apart.
-        self._store = dist.PrefixStore(f"ltx/{group.group_name}/{name}/", c10d._get_default_store())
+        # A group that is opened again after a shutdown must not find what was compared before.
+        opening = _openings[f"{group.group_name}/{name}"] = _openings.get(f"{group.group_name}/{name}", 0) + 1
+        self._store = dist.PrefixStore(f"ltx/{group.group_name}/{name}/{opening}/", c10d._get_default_store())
         self._known: dict[Any, Agreement] = {}
         self._answered: set[str] = set()
         self._phases: list[Channel] = []
@@ -56,7 +52,7 @@ class Line:
         self.background = self._open_channel("background")
         self.bucket_channel(0)
 
-    def _open_channel(self, name: str) -> Channel:
+    def _open_channel(self, name: str, lanes: bool = False) -> Channel:
         # Local synchronisation: only the ranks of this line take part, and the group's name is drawn from them.
         group = dist.new_group(
             self._global_ranks,
@@ -65,12 +61,15 @@ class Line:
             use_local_synchronization=True,
             group_desc=f"ltx:{self.name}:{name}",
         )
-        return Channel(name, self.name, group, self.timeout_s, self._answer)
+        lane = None
+        if lanes and dist.get_backend(self.group) == "gloo":
+            lane = open_lane(self.rank, self.size, dist.PrefixStore(f"{name}/", self._store))
+        return Channel(name, self.name, group, self.timeout_s, self._answer, lane)
 
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket; later ones are opened on first use."""
         while len(self._phases) <= phase:
-            self._phases.append(self._open_channel(f"buckets {len(self._phases)}"))
+            self._phases.append(self._open_channel(f"buckets {len(self._phases)}", lanes=True))
         return self._phases[phase]
 
     @property
@@ -87,6 +86,8 @@ class Line:
     def close(self) -> None:
         """Give the channels' process groups back."""
         for channel in self.channels:
+            if channel.lane is not None:
+                channel.lane.close()
             dist.destroy_process_group(channel.group)
 
     def meet(self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Any = None) -> Agreement:
@@ -110,8 +111,7 @@ class Line:
 
     def issue_agreed(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
         """:meth:`meet`, and count the issue that follows into the channel's digest."""
-        agreed = self.meet(channel, key, describe)
-        channel.advance(agreed.signature, agreed.fingerprint)
+        channel.advance(self.meet(channel, key, describe))
 
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         place = f"{channel.name}/{channel.compared}/{channel.issued}"
@@ -121,11 +121,11 @@ class Line:
         deadline = time.monotonic() + self.timeout_s
         pause = 0.0005
         missing = [f"{place}/{rank}" for rank in range(self.size)]
-        while not self._store.check(missing):
+        while not self._posted(missing):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             if time.monotonic() > deadline:
-                absent = [rank for rank in range(self.size) if not self._store.check([f"{place}/{rank}"])]
+                absent = [rank for rank in range(self.size) if not self._posted([f"{place}/{rank}"])]
                 raise CollectiveTimeoutError(
                     f"rank {self.rank}: {signature.operation} on axis {self.name!r}: ranks {absent} didn't come to "
                     f"compare it within {self.timeout_s:g} s. Every rank must call the same collectives."
@@ -136,10 +136,19 @@ class Line:
             raise explain_mismatch(self.name, signatures)
         return texts[0][1]
 
+    def _posted(self, keys: list[str]) -> bool:
+        """Whether all `keys` are in the store."""
+        try:
+            return bool(self._store.check(keys))
+        except dist.DistError as error:
+            raise PeerLostError(
+                f"rank {self.rank}: the store of axis {self.name!r} is gone, and with it the rank that held it: {error}"
+            ) from error
+
     def _answer(self) -> None:
         """Called while this rank waits: does a peer stand at an issue that this rank made with another signature?"""
         for rank in range(self.size):
-            if rank == self.rank or not self._store.check([f"latest/{rank}"]):
+            if rank == self.rank or not self._posted([f"latest/{rank}"]):
                 continue
             place = self._store.get(f"latest/{rank}").decode()
             if place in self._answered:
@@ -150,17 +159,18 @@ class Line:
                 continue
             self._answered.add(place)
             mine = dict(channel.recent).get(int(position))
-            if mine is None or self._store.check([f"{place}/{self.rank}"]):
+            if mine is None or self._posted([f"{place}/{self.rank}"]):
                 continue  # answered when it was new here too
-            self._store.set(f"{place}/{self.rank}", json.dumps([mine.to_json(), None]))
+            self._store.set(f"{place}/{self.rank}", json.dumps([mine.signature.to_json(), mine.offer]))
             self._compare_posted(place)
 
     def _compare_posted(self, place: str) -> None:
         signatures = {}
         for rank in range(self.size):
-            if self._store.check([f"{place}/{rank}"]):
+            if self._posted([f"{place}/{rank}"]):
                 signatures[rank] = Signature.from_json(json.loads(self._store.get(f"{place}/{rank}"))[0])
-        raise explain_mismatch(self.name, signatures)
+        if len(set(signatures.values())) > 1:
+            raise explain_mismatch(self.name, signatures)
 
 
 _lines: dict[dist.ProcessGroup, Axis] = {}
@@ -201,6 +211,11 @@ def close_axis(axis: Axis) -> None:
         line: Line = axis.backing.line
         _lines.pop(line.group, None)
         line.close()
+
+
+def open_axes() -> tuple[Axis, ...]:
+    """Every axis that is open, those included that were opened by passing a group to a collective."""
+    return tuple(_lines.values())
 
 
 def resolve(axis: Any) -> Axis:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,6 +52,15 @@ class Signature:
         """Inverse of :meth:`to_json`."""
         operation, leaves, static = json.loads(text)
         return Signature(operation, tuple((path, what) for path, what in leaves), static)
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What ranks have found to be equal, its fingerprint, and rank 0's offer."""
+
+    signature: Signature
+    fingerprint: int
+    offer: Any
 
 
 def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMismatchError:

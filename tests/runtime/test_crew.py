@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ltx.errors import WorkerError
-from ltx.runtime import crew
 from ltx.runtime.crew import Crew
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +148,7 @@ def test_a_fork_of_the_driver_leaves_the_workers_alone() -> None:
         child = os.fork()
         if child == 0:
             seen_as_ours = workers.is_ours
+            workers.kill()
             workers.stop()
             os._exit(int(seen_as_ours))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -169,6 +169,6 @@ def test_a_worker_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_that_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WorkerError, match=r"the worker of rank 0 of 1 exited with status 1 while it started"):
         Crew(1, threads=1, start_timeout_s=50.0)

@@ -137,7 +137,7 @@ def test_results_that_do_not_pickle(ranks: Ranks) -> None:
 
 def test_wrong_arguments(ranks: Ranks) -> None:
     with pytest.raises(CallFailedError, match=r"raised TypeError: .*takes 0 positional arguments but 1 was given"):
-        ranks(2).run(lambda: None, 1, keep_on_error=True)  # type: ignore[call-arg]
+        ranks(2).run(lambda: None, 1, keep_on_error=True)
 
 
 def test_sys_exit_ends_the_call_and_not_the_worker(ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def _no_world_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def user_group(_no_world_is_left: None) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_inner_with_leaves_the_outer_world_up() -> None:
         ),
     ],
 )
-def test_second_call_with_other_arguments_says_which(old: dict, new: dict, text: str) -> None:
+def test_second_call_with_other_arguments_says_which(old: dict[str, Any], new: dict[str, Any], text: str) -> None:
     init(**old)
     with pytest.raises(WorldError, match=r"rank 0: ltx\.init was called before with " + text):
         init(**new)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ def test_it_is_a_sequence() -> None:
 
 
 def test_stack(seed: int) -> None:
-    values = [{"w": torch.randn(2, 3), "loss": 0.5 + rank, "n": [rank]} for rank in range(4)]
+    values: list[dict[str, Any]] = [{"w": torch.randn(2, 3), "loss": 0.5 + rank, "n": [rank]} for rank in range(4)]
     stacked = PerRank(values).stack()
     assert stacked["w"].shape == (4, 2, 3)
     assert torch.equal(stacked["w"][2], values[2]["w"])
@@ -48,12 +50,12 @@ def test_stack(seed: int) -> None:
         ([torch.ones(2), torch.ones(2).int()], r"rank 1 has int32\[2\]"),
     ],
 )
-def test_what_cannot_be_stacked(values: list, text: str) -> None:
+def test_what_cannot_be_stacked(values: list[Any], text: str) -> None:
     with pytest.raises(TreeError, match=text):
         PerRank(values).stack()
 
 
-SAME = {
+SAME: dict[str, Callable[[], Any]] = {
     "tensor": lambda: torch.arange(6.0).reshape(2, 3),
     "0-dim": lambda: torch.tensor(1.5),
     "empty": lambda: torch.ones(0, 3),

@@ -163,7 +163,9 @@ def test_worlds_one_after_the_other(ranks: Ranks) -> None:
 def test_a_group_of_the_user_is_adopted(ranks: Ranks, tmp_path: object) -> None:
     def adopt() -> tuple[str, float, bool]:
         shutdown()
-        store = dist.FileStore(f"{tmp_path}/store", 2)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            f"{tmp_path}/store", 2
+        )
         dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
         try:
             with init() as here:

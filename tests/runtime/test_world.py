@@ -28,7 +28,7 @@ def _without(*names: str) -> dict[str, str]:
 
 
 CPU = torch.device("cpu")
-WORLDS = {
+WORLDS: dict[str, tuple[dict[str, str], World]] = {
     "nothing set": ({}, World(0, 1, 0, 0, 1, CPU, "gloo", "none")),
     "unrelated variables": (
         {"MASTER_ADDR": "a", "LOCAL_RANK": "3", "HOME": "/"},
@@ -59,7 +59,7 @@ def test_environments(case: str) -> None:
     assert world_from_env(environ, cuda_devices=0) == expected
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "rank no integer": (
         {"RANK": "foo"},
         r"RANK='foo' \(launcher torchrun\): expected an integer from 0 to 7, below WORLD_SIZE=8",
@@ -86,7 +86,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_malformed_environments_are_named(case: str) -> None:
     changes, text = REFUSED[case]
-    environ = {name: value for name, value in (TORCHRUN | changes).items() if value is not None}
+    environ = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
     with pytest.raises(WorldError, match=text) as caught:
         world_from_env(environ, cuda_devices=0)
     assert isinstance(caught.value, LtxError)

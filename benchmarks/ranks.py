@@ -1,0 +1,72 @@
+"""Starting a benchmark's ranks on a link, and timing what they do in turns."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.links import Link
+
+Variant = Callable[[], object]
+
+
+def run_ranks(module: str, arguments: list[str], link: Link, ranks: int, timeout_s: float = 3000) -> str:
+    """Run ``python -m module --worker arguments`` as each rank; gives what rank 0 printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environ = {
+            **os.environ,
+            **link.environ,
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": link.address,
+            "MASTER_PORT": str(port),
+        }
+        command = [*link.prefixes[rank], sys.executable, "-m", module, "--worker", *arguments]
+        processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE if rank == 0 else None, text=True))
+    try:
+        printed, _ = processes[0].communicate(timeout=timeout_s)
+        for rank, process in enumerate(processes):
+            if process.wait(timeout=60):
+                raise RuntimeError(f"rank {rank} of {module} failed with exit code {process.returncode}")
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    return printed
+
+
+def interleaved(variants: Mapping[str, Variant], iterations: int, warmup: int = 5) -> dict[str, list[float]]:
+    """Seconds of each variant at each iteration, taken in turns; each the slowest rank's."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for iteration in range(warmup + iterations):
+        for name, variant in variants.items():
+            if dist.is_initialized():
+                dist.barrier()
+            began = time.perf_counter()
+            variant()
+            taken = torch.tensor(time.perf_counter() - began)
+            if dist.is_initialized():
+                dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if iteration >= warmup:
+                times[name].append(taken.item())
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
+    """The median over iterations of `name`'s time by `base`'s in the same iteration."""
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))

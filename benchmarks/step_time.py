@@ -1,0 +1,192 @@
+"""Time of a training step: ltx, torch DDP and the local step, iteration by iteration in one run.
+
+    python -m benchmarks.step_time [--link loopback|1gbit|100mbit] [--iterations 60] [--compiled] [--memory] [--alone]
+
+Each variant does forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank. A figure is the
+median over iterations of the ratio of two variants' times in the same iteration, the slowest rank's each. `--memory`
+runs each variant in processes of its own and compares their peak resident memory above that of the imports. `--alone`
+compares a world of one with the bare torch loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import resource
+import statistics
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+import ltx
+from benchmarks import links
+from benchmarks.models import Transformer, batch, cross_entropy
+from benchmarks.ranks import Variant, interleaved, ratio, run_ranks
+
+# (variant, what it is compared with, the goal)
+GOALS = [
+    ("ltx", "ddp", 1.0),
+    ("ltx update", "ddp", 0.97),
+    ("ltx func.grad", "ddp gradients", 1.0),
+    ("ltx compiled", "ddp compiled", 0.95),
+    ("ltx alone", "torch loop", 1.01),
+]
+
+
+class Setting:
+    """The model, the batch and the optimizer of all variants on this rank."""
+
+    def __init__(self, rank: int):
+        torch.manual_seed(0)
+        self.model = Transformer()
+        self.params = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.inputs, self.targets = batch(rank)
+        self.optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
+
+    def loss(self, params: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The user's step."""
+        return cross_entropy(functional_call(self.model, params, (inputs,)), targets)
+
+    def torch_step(self, model: nn.Module) -> Variant:
+        """The plain loop over a module, wrapped in DDP or not."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            cross_entropy(model(self.inputs), self.targets).backward()
+            optimizer.step()
+
+        return step
+
+    def torch_gradients(self, model: nn.Module) -> Variant:
+        """Forward and backward over a module."""
+
+        def step() -> None:
+            model.zero_grad()
+            cross_entropy(model(self.inputs), self.targets).backward()
+
+        return step
+
+    def ddp(self) -> nn.Module:
+        """torch's DistributedDataParallel, as its users run it."""
+        return nn.parallel.DistributedDataParallel(copy.deepcopy(self.model), gradient_as_bucket_view=True)
+
+    def ltx_step(self, **options: object) -> Variant:
+        """A train step of ltx."""
+        train = ltx.train_step(ltx.data_parallel(self.loss), self.optimizer, **options)
+        state = [train.init(self.params)]
+
+        def step() -> None:
+            state[0], _ = train(state[0], self.inputs, self.targets)
+
+        return step
+
+    def ltx_gradients(self) -> Variant:
+        """Gradients alone, through torch.func."""
+        gradient = torch.func.grad(ltx.data_parallel(self.loss))
+        return lambda: gradient(self.params, self.inputs, self.targets)
+
+    def ltx_compiled(self) -> Variant:
+        """Loss and gradients as one compiled graph, collectives inside; then the optimizer."""
+        both = torch.compile(torch.func.grad_and_value(ltx.data_parallel(self.loss)), fullgraph=True)
+        held = [{k: v.clone() for k, v in self.params.items()}]
+        state = [self.optimizer.init(held[0])]
+
+        def step() -> None:
+            grads, _ = both(held[0], self.inputs, self.targets)
+            held[0], state[0] = self.optimizer.apply(grads, state[0], held[0], donate=True)
+
+        return step
+
+
+def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
+    """The variants called `names`, made in the same order on every rank."""
+    makers = {
+        "local": lambda: setting.torch_step(copy.deepcopy(setting.model)),
+        "torch loop": lambda: setting.torch_step(copy.deepcopy(setting.model)),
+        "ddp": lambda: setting.torch_step(setting.ddp()),
+        "ddp gradients": lambda: setting.torch_gradients(setting.ddp()),
+        "ddp compiled": lambda: setting.torch_step(torch.compile(setting.ddp())),
+        "local compiled": lambda: setting.torch_step(torch.compile(copy.deepcopy(setting.model))),
+        "ltx": setting.ltx_step,
+        "ltx alone": setting.ltx_step,
+        "ltx update": lambda: setting.ltx_step(overlap="update"),
+        "ltx func.grad": setting.ltx_gradients,
+        "ltx compiled": setting.ltx_compiled,
+    }
+    return {name: makers[name]() for name in names}
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    with ltx.init() as world:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        made = variants(Setting(world.rank), arguments.variants)
+        times = interleaved(made, arguments.iterations, warmup=arguments.warmup)
+        peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+        if dist.is_initialized():
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        if world.is_global_zero:
+            print(json.dumps({"times": times, "peak_mib": peak.item() / 1024}))
+
+
+def measure(names: list[str], link: str, ranks: int, iterations: int, warmup: int = 5) -> dict[str, object]:
+    """Run `names` interleaved on `link`."""
+    arguments = ["--variants", *names, "--iterations", str(iterations), "--warmup", str(warmup)]
+    with links.link(link, ranks) as made:
+        printed = run_ranks("benchmarks.step_time", arguments, made, ranks)
+    found: dict[str, object] = json.loads(printed.strip().splitlines()[-1])
+    return found
+
+
+def table(times: dict[str, list[float]], base: str, link: str) -> list[str]:
+    """Markdown: median time, ratio to the base, and to the goal's base with the goal."""
+    lines = [f"| {link} | ms | ratio to {base} | goal |", "|---|---|---|---|"]
+    for name, seconds in times.items():
+        goal = next((g for g in GOALS if g[0] == name and g[1] in times), None)
+        against = "" if goal is None else f"{ratio(times, name, goal[1]):.3f} of {goal[1]}, at most {goal[2]}"
+        median = 1e3 * statistics.median(seconds)
+        lines.append(f"| {name} | {median:.1f} | {ratio(times, name, base):.3f} | {against} |")
+    return lines
+
+
+def main() -> None:
+    """Parse, run, print Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--link", choices=["loopback", *links.RATES], default="loopback")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--compiled", action="store_true", help="compiled steps")
+    parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
+    parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
+    parser.add_argument("--variants", nargs="+", help="only these")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments)
+        return
+    if arguments.memory:
+        peaks = {name: measure([name], "loopback", 2, 20)["peak_mib"] for name in ("local", "ddp", "ltx", "ltx update")}
+        print("| peak memory | MiB | ratio to ddp |\n|---|---|---|")
+        for name, peak in peaks.items():
+            print(f"| {name} | {peak:.1f} | {peak / peaks['ddp']:.3f} |")
+        return
+    if arguments.alone:
+        names, ranks, base = ["torch loop", "ltx alone"], 1, "torch loop"
+    elif arguments.compiled:
+        names, ranks, base = ["local compiled", "ddp", "ddp compiled", "ltx compiled"], arguments.ranks, "ddp"
+    else:
+        names, ranks, base = ["local", "ddp", "ltx", "ltx update", "ddp gradients", "ltx func.grad"], arguments.ranks, "ddp"
+    names = arguments.variants or names
+    times = measure(names, arguments.link, ranks, arguments.iterations, arguments.warmup)["times"]
+    print("\n".join(table(times, base if base in times else names[0], arguments.link)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

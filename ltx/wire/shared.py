@@ -1,0 +1,242 @@
+"""A lane: sums between processes of one machine through shared memory, instead of through its loopback device.
+
+Sockets copy each byte through the kernel twice and keep a thread busy; shared memory is a copy. A sum of n ranks'
+buffers goes in pieces, each in three strides:
+
+    1. every rank copies its piece into its own arena             -> filled
+    2. rank r sums part r of the piece over all arenas, in rank
+       order, into its own arena                                  -> summed
+    3. every rank copies all parts out of the arenas              -> emptied
+
+Each rank owns three counters that only it writes, of the pieces it has filled, summed and emptied; it takes a stride
+when its peers' counters say that it may. Strides are taken by whoever issues or waits, so there is no thread and no
+lock. Nothing ever blocks but a wait, which looks every 0.1 s whether its peers live: each holds a lock on a file of its
+own, which the kernel lets go when the process dies.
+
+The memory has no name in any file system, so that nothing is left behind, whatever happens. Counters are aligned words;
+that others see them in the order of the writes before them is what x86-64 promises, so other processors take the
+sockets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import platform
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PIECE_BYTES = 1 << 20
+PIECES = 8
+_COUNTERS_BYTES = 4096
+_WORD = 8
+_LINE_WORDS = 64 // _WORD  # one cache line a counter
+_FILLED, _SUMMED, _EMPTIED = (i * _LINE_WORDS for i in range(3))
+_SETTING = "LTX_SHARED_MEMORY"
+
+
+@dataclass(eq=False)
+class Passage:
+    """A buffer on its way through a lane, piece by piece. It holds the sum once `left` is 0."""
+
+    pieces: int
+    left: int
+    landed_s: float = 0.0
+
+
+class Lane:
+    """This rank's end of the shared memory between the ranks of a channel."""
+
+    def __init__(self, rank: int, arenas: list[mmap.mmap], locks: list[int], files: list[int]):
+        self.rank = rank
+        self.size = len(arenas)
+        self._maps = arenas
+        self._locks = locks  # each rank's lock file, by descriptors of this process
+        self._files = files
+        self._counters = [memoryview(arena).cast("q") for arena in arenas]
+        self._bytes = [torch.frombuffer(arena, dtype=torch.uint8, offset=_COUNTERS_BYTES) for arena in arenas]
+        # (piece of a buffer, its passage), waiting for each stride in order.
+        self._to_fill: deque[tuple[torch.Tensor, Passage]] = deque()
+        self._to_sum: deque[tuple[torch.Tensor, Passage]] = deque()
+        self._to_empty: deque[tuple[torch.Tensor, Passage]] = deque()
+        self._done = [0, 0, 0]
+
+    def add(self, buffer: torch.Tensor) -> Passage:
+        """Begin to sum a contiguous `buffer` in place over the ranks. Never blocks."""
+        flat = buffer.view(-1)
+        pieces = flat.split(max(PIECE_BYTES // flat.element_size(), 1))
+        passage = Passage(len(pieces), len(pieces))
+        self._to_fill.extend((piece, passage) for piece in pieces)
+        self.stride()
+        return passage
+
+    def stride(self) -> bool:
+        """Take every stride that may be taken; whether there was one."""
+        moved = False
+        while self._empty() or self._sum() or self._fill():
+            moved = True
+        return moved
+
+    def _least(self, counter: int) -> int:
+        return min(words[counter] for words in self._counters)
+
+    def _tell(self, which: int, counter: int) -> None:
+        self._done[which] += 1
+        self._counters[self.rank][counter] = self._done[which]
+
+    def _slot(self, rank: int, place: int, piece: torch.Tensor) -> torch.Tensor:
+        start = (place % PIECES) * PIECE_BYTES
+        nbytes = piece.numel() * piece.element_size()
+        return self._bytes[rank][start : start + nbytes].view(piece.dtype)
+
+    def _fill(self) -> bool:
+        place = self._done[0]
+        # A slot is free once every rank has emptied the piece that lay in it.
+        if not self._to_fill or place >= self._least(_EMPTIED) + PIECES:
+            return False
+        piece, passage = self._to_fill.popleft()
+        self._slot(self.rank, place, piece).copy_(piece)
+        self._tell(0, _FILLED)
+        self._to_sum.append((piece, passage))
+        return True
+
+    def _sum(self) -> bool:
+        place = self._done[1]
+        if not self._to_sum or self._least(_FILLED) <= place:
+            return False
+        piece, passage = self._to_sum.popleft()
+        parts = [self._part(self._slot(rank, place, piece), self.rank) for rank in range(self.size)]
+        if parts[0].numel():
+            if self.size == 2:
+                torch.add(parts[0], parts[1], out=parts[self.rank])
+            else:
+                total = parts[0] + parts[1]
+                for part in parts[2:]:
+                    total += part
+                parts[self.rank].copy_(total)
+        self._tell(1, _SUMMED)
+        self._to_empty.append((piece, passage))
+        return True
+
+    def _empty(self) -> bool:
+        place = self._done[2]
+        if not self._to_empty or self._least(_SUMMED) <= place:
+            return False
+        piece, passage = self._to_empty.popleft()
+        for rank in range(self.size):
+            self._part(piece, rank).copy_(self._part(self._slot(rank, place, piece), rank))
+        self._tell(2, _EMPTIED)
+        passage.left -= 1
+        if passage.left == 0:
+            passage.landed_s = time.perf_counter()
+        return True
+
+    def _part(self, piece: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of a piece that `rank` sums."""
+        length = piece.numel()
+        return piece[length * rank // self.size : length * (rank + 1) // self.size]
+
+    def lost_peers(self) -> list[int]:
+        """The ranks whose processes have died."""
+        lost = []
+        for rank, lock in enumerate(self._locks):
+            if rank == self.rank:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            lost.append(rank)
+        return lost
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._to_fill.clear()
+        self._to_sum.clear()
+        self._to_empty.clear()
+        self._bytes = []
+        for words in self._counters:
+            words.release()
+        self._counters = []
+        for descriptor in (*self._locks, *self._files):
+            os.close(descriptor)
+        self._locks, self._files, self._maps = [], [], []
+
+
+def wait_for(passage: Passage, lane: Lane, pause_s: float) -> bool:
+    """Take strides until `passage` has landed, for at most `pause_s`; whether it has."""
+    began = time.perf_counter()
+    idle_since = began
+    while passage.left:
+        if lane.stride():
+            idle_since = time.perf_counter()
+            continue
+        now = time.perf_counter()
+        if now - began > pause_s:
+            return False
+        if now - idle_since < 0.0005:
+            os.sched_yield()
+        else:
+            time.sleep(0.0001)
+    return True
+
+
+def open_lane(rank: int, size: int, store: Store) -> Lane | None:
+    """A lane between the ranks that meet in `store`, or None if not all of them share this machine's memory.
+
+    Ranks in different network namespaces count as different machines: they are there to try a network. The environment
+    variable LTX_SHARED_MEMORY=0, on any rank, turns lanes off.
+    """
+    mine: dict[str, object] = {"machine": None}
+    files: list[int] = []
+    machine = _machine()
+    if machine is not None:
+        files = [os.memfd_create("ltx arena"), os.memfd_create("ltx lock")]
+        os.ftruncate(files[0], _COUNTERS_BYTES + PIECES * PIECE_BYTES)
+        fcntl.flock(files[1], fcntl.LOCK_EX)
+        mine = {"machine": machine, "pid": os.getpid(), "files": files}
+    store.set(f"lane/{rank}", json.dumps(mine))
+    entries = [json.loads(store.get(f"lane/{other}")) for other in range(size)]
+    arenas: list[mmap.mmap] = []
+    locks: list[int] = []
+    if machine is not None and all(entry["machine"] == machine for entry in entries):
+        try:
+            for entry in entries:
+                arena, lock = (
+                    os.open(f"/proc/{entry['pid']}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                    for descriptor in entry["files"]
+                )
+                locks.append(lock)
+                arenas.append(mmap.mmap(arena, _COUNTERS_BYTES + PIECES * PIECE_BYTES))
+                os.close(arena)
+        except OSError:
+            arenas = []
+    store.set(f"lane/{rank}/open", str(len(arenas)))
+    if all(int(store.get(f"lane/{other}/open")) == size for other in range(size)):
+        return Lane(rank, arenas, locks, files)
+    for descriptor in (*locks, *files):
+        os.close(descriptor)
+    return None
+
+
+def _machine() -> list[object] | None:
+    """What ranks that can share memory have in common; None where lanes don't work."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get(_SETTING, "1") == "0":
+        return None
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return [boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid"), os.getuid()]
+    except OSError:
+        return None

@@ -1,0 +1,1 @@
+"""Every operation through one table: see ``table.py``."""

@@ -1,0 +1,361 @@
+"""The table of conformance: every operation under every transform. A new operation is one row of OPS.
+
+Each row says an operation twice: as one rank calls it, and as plain torch on the stacked values of all ranks. Each
+transform is said twice too. Between the two lies the convention of all of ltx: a derivative on rank r is that of the
+sum over ranks of each rank's own loss. So what is expected comes from torch.func in one process, on one stacked tensor,
+without anything of ltx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+import ltx
+
+Fn = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: its part of a test's name.
+        apply: what one rank calls, on a float64 tensor of shape (n, 2 n).
+        reference: the same for the stacked values of all ranks: (n, *shape) -> (n, *shape of the result).
+        replicated: ranks have the same argument, like the parameters of a step.
+        equal: ranks' losses weigh the same; else rank r's weighs r + 1.
+        from_outside: a transform around all simulated ranks together gives the same as one on each rank.
+        compiled: the transforms that are also compiled, which takes most of the time.
+        rounding: relative error of gradients, which some hooks round; second derivatives are exact.
+    """
+
+    name: str
+    apply: Fn
+    reference: Fn
+    replicated: bool = False
+    equal: bool = False
+    from_outside: bool = True
+    compiled: tuple[str, ...] = ("hvp",)
+    rounding: float = 0.0
+
+    def output(self, x: Tensor) -> Tensor:
+        """The operation's result on one rank, with the rank's weight."""
+        return self.apply(x) * (1 if self.equal else 1 + ltx.axis_index())
+
+    def outputs(self, xs: Tensor) -> Tensor:
+        """The same on all ranks."""
+        return torch.stack([y * (1 if self.equal else 1 + rank) for rank, y in enumerate(self.reference(xs))])
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One transform of a function, at a point x in a direction t.
+
+    Attributes:
+        name: its part of a test's name.
+        per_rank: ``(output, x, t)`` on one rank.
+        reference: ``(outputs, xs, ts)`` on stacks; gives the stack of what the ranks get.
+        gradient: a first derivative in reverse mode.
+        plain: by autograd without torch.func, which can't be used under vmap or torch.compile.
+    """
+
+    name: str
+    per_rank: Callable[[Fn, Tensor, Tensor], Tensor]
+    reference: Callable[[Fn, Tensor, Tensor], Tensor]
+    gradient: bool = False
+    plain: bool = False
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+
+class SumOfCopies(torch.autograd.Function):
+    """Identity whose cotangent is n times as large: from the mean of n equal copies to the one value they share."""
+
+    @staticmethod
+    def forward(x: Tensor, n: int) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.n = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return cotangent * ctx.n, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, n: int) -> tuple[Tensor, int]:
+        return SumOfCopies.apply(x, n), in_dims[0]
+
+
+def everywhere(y: Tensor, n: int) -> Tensor:
+    return y.expand(n, *y.shape)
+
+
+def sum_of(xs: Tensor) -> Tensor:
+    return everywhere(xs.sum(0), len(xs))
+
+
+def mean_of(xs: Tensor) -> Tensor:
+    return everywhere(xs.mean(0), len(xs))
+
+
+def on_each(f: Callable[[Tensor, int], Tensor], xs: Tensor) -> Tensor:
+    return torch.stack([f(x, rank) for rank, x in enumerate(xs)])
+
+
+def rank_loss(w: Tensor, rank: Tensor | int) -> Tensor:
+    return torch.cos(w * (rank + 2) / 2).sum() + torch.tanh(w.sum(1)).sum() * (1 + rank)
+
+
+def rank_losses(ws: Tensor) -> Tensor:
+    # Equal parameters on all ranks are their own mean, whose derivative is the mean of derivatives: data parallelism.
+    return on_each(rank_loss, mean_of(ws))
+
+
+def step(params: dict[str, Tensor]) -> Tensor:
+    return rank_loss(torch.cat([params["w"], params["b"]], dim=1), ltx.axis_index())
+
+
+def data_parallel(transformation: Callable[[Any], Any] = lambda s: s, outputs: Any = "local", **fields: Any) -> Fn:
+    """`step` with two parameters, which travel in two buckets."""
+    strategy = ltx.DDPStrategy(first_bucket_bytes=8, bucket_bytes=8, **fields)
+    wrapped = transformation(ltx.data_parallel(step, strategy, outputs=outputs))
+    return lambda w: wrapped({"w": w[:, :1], "b": w[:, 1:]})
+
+
+summing_step = ltx.data_parallel(lambda w: rank_loss(ltx.psum(w * (1 + ltx.axis_index())) / 3, ltx.axis_index()))
+weighted_step = ltx.data_parallel(lambda w: ltx.Weighted(rank_loss(w, ltx.axis_index()), 1 + ltx.axis_index()))
+
+
+def batch_of(rank: Tensor | int) -> Tensor:
+    return torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64) + rank
+
+
+def batch_loss(w: Tensor, batch: Tensor) -> Tensor:
+    return torch.stack([torch.sin(w * sample).sum() for sample in batch.unbind()]).mean()
+
+
+accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
+
+PSUM = Op("psum", ltx.psum, sum_of)
+DATA_PARALLEL = Op("data_parallel", data_parallel(), rank_losses, replicated=True)
+ROUNDED = replace(DATA_PARALLEL, compiled=("grad",))
+
+OPS = (
+    PSUM,
+    replace(PSUM, name="psum with equal losses", equal=True, compiled=()),
+    Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs)),
+    Op("pmean", ltx.pmean, mean_of),
+    # From outside, copies are inputs of their own and pvary is no more than the identity.
+    Op("pvary", ltx.pvary, lambda ws: SumOfCopies.apply(mean_of(ws), len(ws)), replicated=True, from_outside=False),
+    Op("all_gather", ltx.all_gather, lambda xs: everywhere(xs, len(xs))),
+    Op("all_gather at dim 1", lambda x: ltx.all_gather(x, dim=1), lambda xs: everywhere(xs.movedim(0, 1), len(xs))),
+    Op(
+        "all_gather tiled",
+        lambda x: ltx.all_gather(x, dim=1, tiled=True),
+        lambda xs: everywhere(torch.cat(xs.unbind(), 1), len(xs)),
+    ),
+    Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0)),
+    Op(
+        "psum_scatter tiled",
+        lambda x: ltx.psum_scatter(x, dim=1, tiled=True),
+        lambda xs: torch.stack(xs.sum(0).chunk(len(xs), 1)),
+    ),
+    Op("broadcast", lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1), lambda xs: everywhere(xs[-1], len(xs))),
+    Op("axis_index", lambda x: x * ltx.axis_index(), lambda xs: on_each(lambda x, rank: x * rank, xs)),
+    Op(
+        "shard",
+        lambda x: ltx.shard(x, dim=1),
+        lambda xs: on_each(lambda x, rank: x.chunk(len(xs), 1)[rank], xs),
+    ),
+    DATA_PARALLEL,
+    replace(ROUNDED, name="data_parallel bf16", apply=data_parallel(comm_hook="bf16"), rounding=2e-2),
+    replace(ROUNDED, name="data_parallel fp16", apply=data_parallel(comm_hook="fp16"), rounding=2e-3),
+    Op(
+        "data_parallel with mean outputs",
+        data_parallel(outputs="mean"),
+        lambda ws: mean_of(rank_losses(ws)),
+        replicated=True,
+        compiled=("grad",),
+    ),
+    Op(
+        "data_parallel with a psum",
+        summing_step,
+        lambda ws: on_each(rank_loss, sum_of(on_each(lambda w, rank: w * (1 + rank) / 3, mean_of(ws)))),
+        replicated=True,
+    ),
+    Op(
+        "data_parallel Weighted",
+        weighted_step,
+        lambda ws: everywhere(rank_losses(ws).sum() / sum(range(1, len(ws) + 1)), len(ws)),
+        replicated=True,
+        compiled=("grad", "hvp"),
+    ),
+    Op(
+        "block_backward_sync",
+        data_parallel(ltx.block_backward_sync),
+        lambda ws: on_each(rank_loss, ws),
+        replicated=True,
+        compiled=("grad",),
+    ),
+    Op(
+        "accumulate",
+        lambda w: accumulated(w, batch_of(ltx.axis_index())),
+        lambda ws: on_each(lambda w, rank: batch_loss(w, batch_of(rank)), mean_of(ws)),
+        replicated=True,
+        compiled=("grad", "hvp"),
+    ),
+    Op("sync_gradients", lambda x: ltx.sync_gradients(x)[0], mean_of),
+)
+
+
+# --- transforms ------------------------------------------------------------------------------------------------------
+
+
+def bend(y: Tensor) -> Tensor:
+    """A nonlinear loss in which every element counts differently."""
+    return torch.sin(y + 0.3 * torch.arange(float(y.numel())).reshape(y.shape)).sum()
+
+
+def loss(f: Fn) -> Fn:
+    """One rank's loss."""
+    return lambda x: bend(f(x))
+
+
+def total(fs: Fn) -> Fn:
+    """The sum over ranks of each one's own loss: what derivatives are of."""
+    return lambda xs: vmap(bend)(fs(xs)).sum()
+
+
+def component(gradient: Fn, t: Tensor) -> Fn:
+    """A loss made of a gradient, of another weight on each rank."""
+    return lambda x: (gradient(x) * t).sum() * (1 + ltx.axis_index())
+
+
+def components(gradients: Fn, ts: Tensor) -> Fn:
+    """The same of all ranks."""
+    return lambda xs: on_each(lambda y, rank: y.sum() * (1 + rank), gradients(xs) * ts).sum()
+
+
+def samples(x: Tensor, t: Tensor) -> Tensor:
+    """A batch of three, in a new dimension 0."""
+    return torch.stack([x, x + t, x - 2 * t])
+
+
+def autograd(f: Fn, x: Tensor, create_graph: bool = False) -> Tensor:
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    return torch.autograd.grad(f(x), x, create_graph=create_graph)[0].requires_grad_(create_graph)
+
+
+def jacobian_of_sum(fs: Fn, xs: Tensor) -> Tensor:
+    """jacrev on each rank gives all the same cotangent, so that of the sum of all ranks' outputs."""
+    jacobian = jacrev(lambda xs: fs(xs).sum(0))(xs)
+    return jacobian.movedim(jacobian.ndim - xs.ndim, 0)
+
+
+def common_shift(fs: Fn, xs: Tensor) -> Tensor:
+    """jacfwd on each rank gives all the same tangent: they move together."""
+    return jacfwd(lambda shift: fs(xs + shift))(torch.zeros_like(xs[0]))
+
+
+TRANSFORMS = (
+    Transform("value", lambda f, x, t: f(x), lambda fs, xs, ts: fs(xs)),
+    Transform("grad", lambda f, x, t: grad(loss(f))(x), lambda fs, xs, ts: grad(total(fs))(xs), gradient=True),
+    Transform(
+        "grad of grad",
+        lambda f, x, t: grad(component(grad(loss(f)), t))(x),
+        lambda fs, xs, ts: grad(components(grad(total(fs)), ts))(xs),
+    ),
+    Transform("jvp", lambda f, x, t: jvp(f, (x,), (t,))[1], lambda fs, xs, ts: jvp(fs, (xs,), (ts,))[1]),
+    Transform(
+        "hvp",
+        lambda f, x, t: jvp(grad(loss(f)), (x,), (t,))[1],
+        lambda fs, xs, ts: jvp(grad(total(fs)), (xs,), (ts,))[1],
+    ),
+    Transform(
+        "vmap",
+        lambda f, x, t: vmap(f)(samples(x, t)),
+        lambda fs, xs, ts: vmap(fs, out_dims=1)(samples(xs, ts)),
+    ),
+    Transform(
+        "vmap of grad",
+        lambda f, x, t: vmap(grad(loss(f)))(samples(x, t)),
+        lambda fs, xs, ts: vmap(grad(total(fs)), out_dims=1)(samples(xs, ts)),
+        gradient=True,
+    ),
+    Transform(
+        "grad of vmap",
+        lambda f, x, t: grad(lambda batch: vmap(loss(f))(batch).sum())(samples(x, t)),
+        lambda fs, xs, ts: grad(lambda batch: vmap(total(fs))(batch).sum())(samples(xs, ts)).movedim(1, 0),
+        gradient=True,
+    ),
+    Transform("hessian", lambda f, x, t: hessian(loss(f))(x), lambda fs, xs, ts: common_shift(grad(total(fs)), xs)),
+    Transform("jacrev", lambda f, x, t: jacrev(f)(x), lambda fs, xs, ts: jacobian_of_sum(fs, xs), gradient=True),
+    Transform("jacfwd", lambda f, x, t: jacfwd(f)(x), lambda fs, xs, ts: common_shift(fs, xs)),
+    Transform(
+        "autograd",
+        lambda f, x, t: autograd(loss(f), x),
+        lambda fs, xs, ts: autograd(total(fs), xs),
+        gradient=True,
+        plain=True,
+    ),
+    Transform(
+        "autograd twice",
+        lambda f, x, t: autograd(component(lambda x: autograd(loss(f), x, create_graph=True), t), x),
+        lambda fs, xs, ts: autograd(components(lambda xs: autograd(total(fs), xs, create_graph=True), ts), xs),
+        plain=True,
+    ),
+)
+
+
+# --- carrying a row out ----------------------------------------------------------------------------------------------
+
+#: A result, or the exception there was instead.
+Outcome = Tensor | Exception
+
+
+def draw(op: Op, n: int, seed: int) -> tuple[Tensor, ...]:
+    """Points and directions of all ranks, stacked."""
+    xs, ts = torch.randn(2, n, n, 2 * n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return tuple(everywhere(z[0], n).contiguous() for z in (xs, ts)) if op.replicated else (xs, ts)
+
+
+def attempt(f: Callable[..., Tensor], x: Tensor, t: Tensor, backend: str | None) -> Outcome:
+    """f(x, t), eagerly or compiled by `backend`."""
+    # Clones: compiled forward mode (torch 2.13) fails on slices of inputs that are themselves slices.
+    x, t = x.clone(), t.clone()
+    try:
+        if backend is None:
+            return f(x, t).detach()
+        torch._dynamo.reset()
+        compiled = torch.compile(f, fullgraph=True, backend=backend)
+        compiled(t, x)  # whatever the graph keeps of its first inputs shows in the second call
+        return compiled(x, t).detach()
+    except Exception as error:
+        return error
+
+
+def on_one_rank(
+    op_name: str, names: tuple[str, ...], xs: Tensor, ts: Tensor, backend: str | None
+) -> dict[str, Outcome]:
+    """The named transforms of an operation, on the real rank that this process is."""
+    (op,) = (op for op in OPS if op.name == op_name)
+    rank = int(ltx.axis_index())
+    return {
+        transform.name: attempt(lambda x, t, f=transform: f.per_rank(op.output, x, t), xs[rank], ts[rank], backend)
+        for transform in TRANSFORMS
+        if transform.name in names
+    }

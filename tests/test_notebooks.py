@@ -1,0 +1,70 @@
+"""Every notebook runs from a fresh kernel without an error, and is committed as it looks after such a run.
+
+A notebook's claims are asserts in its cells, so running it is testing it. A new file in ``notebooks/`` is picked up by
+itself.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks need pip install 'ltx[notebook]'")
+nbclient = pytest.importorskip("nbclient", reason="notebooks need pip install 'ltx[notebook]'")
+pytest.importorskip("ipykernel", reason="notebooks need pip install 'ltx[notebook]'")
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+CELL_TIMEOUT_S = 120
+# A path of the machine on which a notebook was run, as tracebacks and reprs of modules show it.
+PATH_OF_A_MACHINE = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|mnt|Users)/|site-packages|ipykernel_\d")
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> Any:
+    """The notebook at `path`, in the version of the format that nbclient executes."""
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    """The cells that run."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks_to_run() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.timeout(240)
+@each_notebook
+def test_runs_from_a_fresh_kernel(path: Path, tmp_path: Path) -> None:
+    # In an empty folder: a notebook needs nothing but what is installed, and leaves nothing in the checkout.
+    nbclient.NotebookClient(
+        read(path),
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+
+
+@each_notebook
+def test_is_committed_with_clean_outputs(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "not run from top to bottom"
+    for cell in notebook.cells:
+        assert not cell.metadata, f"cell {cell.id}: metadata {dict(cell.metadata)} differ with every run"
+    for cell in cells:
+        for output in cell.outputs:
+            assert output.output_type != "error", f"cell {cell.id} raised"
+            assert output.get("name") != "stderr", f"cell {cell.id} warned: {output.text}"
+            shown = output.get("text", "") + "".join(
+                data for kind, data in output.get("data", {}).items() if kind.startswith("text/")
+            )
+            found = PATH_OF_A_MACHINE.search(shown)
+            assert found is None, f"cell {cell.id} shows a path of the machine it ran on: {found}"
