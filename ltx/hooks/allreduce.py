@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Ask, Reduction, Share
+from ltx.sync.reduction import Reduction, Share, sum_of_shares
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,4 @@ class AllReduce(CommHook):
     """
 
     def reduce(self, share: Share) -> Reduction:
-        total = yield Ask("sum", share.flat)
-        return total, share.states
+        return sum_of_shares(share)

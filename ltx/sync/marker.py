@@ -71,9 +71,12 @@ class Fence(Function):
     @staticmethod
     def backward(ctx: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:
         if _plain():
-            return (None, None, None, *ctx.schedule.land(in_flight))
-        index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
-        return (None, None, None, *Land.apply(ctx.schedule, ctx.dims, index, *in_flight))
+            landed = ctx.schedule.land(in_flight)
+        else:
+            index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
+            landed = Land.apply(ctx.schedule, ctx.dims, index, *in_flight)
+        ctx.schedule.again = False
+        return (None, None, None, *landed)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -240,19 +243,20 @@ class Land(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        schedule, ctx.dims, *_ = inputs
-        ctx.plan = schedule.plan
+        ctx.schedule, ctx.dims, *_ = inputs
         ctx.zeros = [_zeros_later(t) for t in output]
-        ctx.mark_non_differentiable(*(t for t, state in zip(output, ctx.plan.is_state, strict=True) if state))
+        ctx.mark_non_differentiable(*(t for t, state in zip(output, ctx.schedule.plan.is_state, strict=True) if state))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, None, *_exact_mean(ctx.plan, ctx.dims, cotangents))
+        # This pass goes on to the markers, which from here on reduce gradients of gradients.
+        ctx.schedule.again = True
+        return (None, None, None, *_exact_mean(ctx.schedule, ctx.dims, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         filled = [z() if t is None else t for t, z in zip(tangents[3:], ctx.zeros, strict=True)]
-        return tuple(_exact_mean(ctx.plan, ctx.dims, filled))
+        return tuple(_exact_mean(ctx.schedule, ctx.dims, filled))
 
     @staticmethod
     def vmap(
@@ -281,14 +285,15 @@ def _peel(
     return here, stacked
 
 
-def _exact_mean(plan: Plan, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _exact_mean(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The mean over ranks, differentiable in itself: what Land counts as. States have no derivative."""
+    plan = schedule.plan
     grads = [t for t, state in zip(tensors, plan.is_state, strict=True) if not state]
     if True in dims:
         at = dims.index(True)
         means = iter([t.mean(at, keepdim=True).expand_as(t).contiguous() for t in grads])
     else:
-        means = iter([t / plan.axis.size for t in apply("psum", (), plan.axis, grads)])
+        means = iter([t / plan.axis.size for t in apply("psum", (), plan.axis, grads, schedule.compiled)])
     return [None if state else next(means) for state in plan.is_state]
 
 

@@ -57,6 +57,12 @@ class Share:
 Reduction = Generator[Ask, torch.Tensor, tuple[torch.Tensor, Sequence[LeafState]]]
 
 
+def sum_of_shares(share: Share) -> Reduction:
+    """The exact mean: the sum of all ranks' shares."""
+    total = yield Ask("sum", share.flat)
+    return total, share.states
+
+
 class Reducer(Protocol):
     """What the scheduler needs of a communication hook; :class:`ltx.hooks.CommHook` is the full contract."""
 
@@ -78,6 +84,23 @@ class Reducer(Protocol):
         """The reduction of one bucket."""
         ...
 
+
+class ExactMean:
+    """The reduction that every hook counts as under second derivatives."""
+
+    exact = True
+    elementwise = True
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Gradients travel as they are."""
+        return dtype
+
+    def reduce(self, share: Share) -> Reduction:
+        """Sum the shares."""
+        return sum_of_shares(share)
+
+
+EXACT_MEAN = ExactMean()
 
 _RULES: dict[str, tuple[str, Static]] = {
     "sum": ("psum", ()),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C import _functorch
@@ -26,7 +26,7 @@ from ltx import wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import UnsupportedError
 from ltx.sync.buckets import Bucket
-from ltx.sync.reduction import Ask, LeafState, Reducer, Reduction, Share, pack, pack_pure, reduce_at_once, unpack
+from ltx.sync.reduction import EXACT_MEAN, Ask, LeafState, Reducer, Reduction, Share, pack, pack_pure, reduce_at_once, unpack
 from ltx.wire import traced
 
 Dims = tuple[bool, ...]
@@ -82,27 +82,46 @@ class Plan:
         return Share(flat, bucket, self.axis.size, self.states_of(bucket, states), self.step)
 
 
-class Schedule(Protocol):
+class Schedule:
     """How one backward pass is reduced.
 
     Attributes:
         threaded: whether :meth:`land` reads the tensors it is given, or knows its results itself.
+        compiled: whether it is part of a compiled graph.
+        again: whether this backward pass is one through an earlier backward pass. Gradients of gradients are reduced
+            exactly, whatever the hook does to gradients.
     """
 
-    plan: Plan
-    threaded: bool
+    threaded = True
+    compiled = False
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.again = False
+
+    @property
+    def hook(self) -> Reducer:
+        """What this pass does to its buckets."""
+        return EXACT_MEAN if self.again else self.plan.hook
 
     def begin(self) -> None:
         """The backward pass begins."""
-        ...
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Bucket `index` is ready. Gives tensors of the same shapes, which :meth:`land` is given and may replace."""
-        ...
+        raise NotImplementedError
 
     def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """All buckets were started: the reduced gradients and next states, bucket after bucket."""
-        ...
+        raise NotImplementedError
+
+    def _check_batchable(self, dims: Dims, states: Sequence[torch.Tensor]) -> None:
+        if dims and not (self.hook.elementwise and not states):
+            raise UnsupportedError(
+                f"{self.hook!r} can't reduce gradients of several samples at once between processes. For per-sample "
+                "gradients use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for "
+                "several cotangents call the step once for each."
+            )
 
 
 def make_schedule(plan: Plan, compiled: bool) -> Schedule:
@@ -123,7 +142,7 @@ class _Flight:
     landed: tuple[torch.Tensor, Sequence[LeafState]] | None = None
 
 
-class WireSchedule:
+class WireSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis.
 
     Each phase of the hooks (its first collective, its second, ...) has a channel of its own, and on each channel issues
@@ -135,8 +154,8 @@ class WireSchedule:
     threaded = False
 
     def __init__(self, plan: Plan, deferred: bool = False):
+        super().__init__(plan)
         assert isinstance(plan.axis.backing, GroupBacking)
-        self.plan = plan
         self.deferred = deferred
         self.line: wire.Line = plan.axis.backing.line
         self.header: wire.HeaderTicket | None = None
@@ -163,15 +182,10 @@ class WireSchedule:
         self._flights, self._packed = [], {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        bucket, hook = self.plan.buckets[index], self.plan.hook
+        bucket, hook = self.plan.buckets[index], self.hook
         count = len(bucket.members)
         grads, states = tensors[:count], tensors[count:]
-        if dims and not (hook.elementwise and not states):
-            raise UnsupportedError(
-                f"{hook!r} can't reduce gradients of several samples at once on process groups. For per-sample "
-                "gradients use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for "
-                "several cotangents call the step once for each."
-            )
+        self._check_batchable(dims, states)
         batch = grads[0].shape[: len(dims)]
         flat = pack(grads, bucket, hook.wire_dtype(bucket.dtype), 1.0 / self.plan.axis.size, batch)
         self._packed[index] = (flat, states)
@@ -243,14 +257,14 @@ class WireSchedule:
         return tuple(outs)
 
 
-class GraphSchedule:
+class GraphSchedule(Schedule):
     """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence."""
 
-    threaded = True
+    compiled = True
 
     def __init__(self, plan: Plan):
+        super().__init__(plan)
         assert isinstance(plan.axis.backing, GroupBacking)
-        self.plan = plan
         line: wire.Line = plan.axis.backing.line
         self._group = line.bucket_channel(0).group.group_name
         self._started: dict[int, tuple[Reduction, torch.Tensor | None, Any]] = {}
@@ -263,21 +277,16 @@ class GraphSchedule:
         return traced.start(ask.operation, buffer, self.plan.axis.size, self._group)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        bucket, hook = self.plan.buckets[index], self.plan.hook
+        bucket, hook = self.plan.buckets[index], self.hook
         count = len(bucket.members)
         grads, states = tensors[:count], tensors[count:]
-        if dims and not (hook.elementwise and not states):
-            raise UnsupportedError(f"{hook!r} can't reduce gradients of several samples at once in a compiled graph.")
+        self._check_batchable(dims, states)
         scale = 1.0 / self.plan.axis.size
         flat = pack_pure(grads, bucket, hook.wire_dtype(bucket.dtype), scale)
-        if dims:
-            widened = replace(
-                bucket, leaves=tuple(replace(leaf, shape=g.shape) for leaf, g in zip(bucket.leaves, grads, strict=True))
-            )
-        else:
-            widened = bucket
+        # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
+        leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
         reduction = hook.reduce(self.plan.share(bucket, flat, states))
-        self._started[index] = (reduction, self._issue(next(reduction)), widened)
+        self._started[index] = (reduction, self._issue(next(reduction)), replace(bucket, leaves=leaves))
         return tuple(t.view_as(t) for t in tensors)
 
     def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -295,24 +304,16 @@ class GraphSchedule:
         return tuple(outs)
 
 
-class OnceSchedule:
+class OnceSchedule(Schedule):
     """Reductions on simulated ranks and in a world of one, each done whole when its bucket is ready."""
 
-    threaded = True
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-
-    def begin(self) -> None:
-        pass
-
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        plan, bucket = self.plan, self.plan.buckets[index]
+        plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook
         count = len(bucket.members)
 
         def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            flat = pack_pure(mine[:count], bucket, plan.hook.wire_dtype(bucket.dtype), 1.0 / axis.size)
-            flat, states = reduce_at_once(plan.hook, axis, plan.share(bucket, flat, mine[count:]))
+            flat = pack_pure(mine[:count], bucket, hook.wire_dtype(bucket.dtype), 1.0 / axis.size)
+            flat, states = reduce_at_once(hook, axis, plan.share(bucket, flat, mine[count:]))
             return (*unpack(flat, bucket), *plan.flatten_states(bucket, states))
 
         return _under_vmaps(one_rank, dims, plan.axis, tensors)

@@ -45,14 +45,17 @@ class Accumulated:
     carry: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree.flatten(args)
-        split = self._split_leaves(args)
+        named = tuple(kwargs.values())  # Dynamo can't flatten an empty dict
+        leaves, spec = tree.flatten((args, named))
+        split = [*self._split_leaves(args), *(False for _ in tree.flatten(named)[0])]
         chunks = [self._chunks(leaf) if splits else None for leaf, splits in zip(leaves, split, strict=True)]
-        call = _Call(self, spec, leaves, chunks, kwargs)
+        call = _Call(self, spec, leaves, chunks, tuple(kwargs))
         if torch.compiler.is_compiling():
             return call.finish(call.run(leaves, range(self.steps)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
-        if not inputs or self.steps == 1:
+        # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
+        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        if not inputs or self.steps == 1 or forward_mode:
             return call.finish(call.run(leaves, range(self.steps)))
         first = call.first_micro_batches(inputs)
         last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
@@ -81,7 +84,7 @@ class _Call:
     spec: Any
     leaves: list[Any]
     chunks: list[tuple[torch.Tensor, ...] | None]
-    kwargs: dict[str, Any]
+    names: tuple[str, ...]  # of keyword arguments
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
         """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves."""
@@ -91,10 +94,11 @@ class _Call:
                 leaf if chunk is None else (chunk[k] if leaf is whole else torch.tensor_split(leaf, self.step.steps)[k])
                 for leaf, whole, chunk in zip(leaves, self.leaves, self.chunks, strict=True)
             ]
-            args = list(tree.unflatten(self.spec, filled))
+            given, named = tree.unflatten(self.spec, filled)
+            args, kwargs = list(given), dict(zip(self.names, named, strict=True))
             if self.step.carry is not None and carry is not None:
                 args[self.step.carry] = carry
-            part = self._one(self.step.fn(*args, **self.kwargs))
+            part = self._one(self.step.fn(*args, **kwargs))
             carry = part.carry
             parts.append(part)
         total = parts[0]
@@ -196,7 +200,7 @@ class _Sums:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in at]
             value = total(*leaves)
-        variable = captured([value], [*leaves, *tree.flatten((self.call.leaves, self.call.kwargs))[0]])
+        variable = captured([value], [*leaves, *tensors])
         if variable is not None:
             raise UnsupportedError(
                 f"accumulate: the step uses a differentiable tensor of shape {list(variable.shape)} that isn't one of "
@@ -227,7 +231,6 @@ class MicroBatches(Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1 + count :])
         ctx.save_for_backward(*tensors, *output[1 : 1 + count])
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, total: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
@@ -240,22 +243,6 @@ class MicroBatches(Function):
             found = [h if g is None else g + h for g, h in zip(found, transpose(tuple(cotangents)), strict=True)]
         by_position = dict(zip(sums.wanted, found, strict=True))
         return (None, *(by_position.get(i) for i in range(ctx.inputs)))
-
-    @staticmethod
-    def jvp(ctx: Any, _sums: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        sums: _Sums = ctx.sums
-        tensors = list(ctx.saved_tensors[: ctx.inputs])
-        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-
-        def outputs(*moved: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            here = list(tensors)
-            for i, tensor in zip(moving, moved, strict=True):
-                here[i] = tensor
-            return sums(here)
-
-        values, found = torch.func.jvp(outputs, tuple(tensors[i] for i in moving), tuple(tangents[i] for i in moving))
-        count = 1 + len(sums.wanted)
-        return (*found[:count], *(None for _ in values[count:]))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], sums: _Sums, *tensors: torch.Tensor) -> tuple[Any, Any]:
@@ -306,8 +293,8 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Step:
         each stacked along a new dimension 0 of size `steps`.
 
     Gradient:
-        Of the mean over micro-batches, to any order. Second derivatives compute the micro-batches again. Inside a
-        compiled graph and under vmap within an outer grad all graphs are held.
+        Of the mean over micro-batches, to any order. Second derivatives compute the micro-batches again. In forward
+        mode (jvp, hessian), inside a compiled graph and under vmap within an outer grad all graphs are held.
 
     Raises:
         StepError: the batch doesn't split evenly, or the step returns no loss.

@@ -68,15 +68,13 @@ class Call:
     def pull(self, cotangents: Sequence[torch.Tensor], batched: bool) -> tuple[torch.Tensor | None, ...]:
         """The backward pass, on plain autograd. It may be run again (jacrev in chunks)."""
         wanted = [x for x in self.inputs if x.requires_grad]
-        found = torch.autograd.grad(
-            self.outputs, wanted, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
-        )
-        grads = iter(found)
-        shape = cotangents[0].shape[:1] if batched else ()
-        return tuple(
-            None if not x.requires_grad else x.new_zeros((*shape, *x.shape)) if (g := next(grads)) is None else g
-            for x in self.inputs
-        )
+
+        def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            found = torch.autograd.grad(self.outputs, wanted, one, retain_graph=True, allow_unused=True)
+            return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True))
+
+        grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
+        return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
 
 
 class Below(Function):

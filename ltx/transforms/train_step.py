@@ -66,11 +66,17 @@ class TrainStep:
         """The state before the first step: copies, with rank 0's values on every rank.
 
         Args:
-            params: tree of tensors; floating ones are trained.
+            params: tree of floating or complex tensors; all of them are trained.
             buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss, buffers)``,
                 or ``(loss, buffers, aux)`` with `has_aux`.
         """
         tree.check_tensors(params, "params")
+        for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
+            if not (leaf.is_floating_point() or leaf.is_complex()):
+                raise TreeError(
+                    f"params: leaf {path!r} is {tree.describe(leaf)}, and only floating or complex tensors can be "
+                    "trained. Pass it in the buffers, or close over it."
+                )
         if buffers is not None:
             tree.check_tensors(buffers, "buffers")
         axis = self.step.axis

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,12 +97,6 @@ ROWS = [
     if _is_in_table(backing, mode, op, transform)
 ]
 MARKS = {EAGER: (), AOT: (pytest.mark.slow_compile,), INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor)}
-
-
-@pytest.fixture(scope="module")
-def drawn() -> int:
-    """The seed of this session's inputs."""
-    return int(os.environ.get("LTX_SEED") or secrets.randbelow(2**31))
 
 
 @pytest.fixture(scope="module")

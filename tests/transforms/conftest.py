@@ -2,7 +2,7 @@
 
 import cloudpickle
 
-from . import cases, training
+from . import cases, feedback, training
 
-cloudpickle.register_pickle_by_value(cases)
-cloudpickle.register_pickle_by_value(training)
+for module in (cases, feedback, training):
+    cloudpickle.register_pickle_by_value(module)

@@ -1,0 +1,346 @@
+"""Communication state: every transform threads it, and misuse is told."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.errors import StepError, SyncStateError, UnsupportedError
+
+from . import feedback, training
+from .cases import MLP, Batch, Params, assert_close, assert_same_bits, gradient, params_of, plain_step, seeded
+from .feedback import FUNC_WAYS, STRATEGY, WAYS, ErrorFeedback, errors_of, slow_twin
+
+Ranks = Callable[[int], ltx.Pool]
+STEPS = 4
+
+
+def problem(seed: int, ranks: int) -> tuple[torch.nn.Module, list[list[Batch]]]:
+    """(model, batches by step and rank)"""
+    with seeded(seed):
+        return MLP(), [[(torch.randn(4, 5), torch.randn(4, 3) + 2) for _ in range(ranks)] for _ in range(STEPS)]
+
+
+def expected(seed: int, ranks: int) -> tuple[list[Params], list[Params], list[list[Params]]]:
+    """(reduced gradients by step, errors by rank, local gradients by step and rank), the parameters staying as they are"""
+    module, batches = problem(seed, ranks)
+    local = [[gradient(module, module(*batch)) for batch in by_rank] for by_rank in batches]
+    return *slow_twin(local), local
+
+
+def run(way: feedback.Way, step: Any, params: Params, batches: list[Batch], after: int | None = None) -> Any:
+    """(reduced gradients by step, the state in the end); it is pickled and restored after some steps."""
+    state, reduced = step.init(params), []
+    for t, batch in enumerate(batches):
+        state = pickle.loads(pickle.dumps(state)) if t == after else state
+        grads, state = way(step, params, state, *batch)
+        reduced.append(grads)
+    return reduced, state
+
+
+def on_a_rank(way: str, seed: int, strategy: ltx.Strategy = STRATEGY, after: int | None = None) -> Any:
+    module, batches = problem(seed, ltx.world().size)
+    mine = [by_rank[ltx.world().rank] for by_rank in batches]
+    reduced, state = run(WAYS[way], ltx.data_parallel(plain_step(module), strategy), params_of(module), mine, after)
+    return reduced, errors_of(state), state.checked_step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_real_ranks(way: str, ranks: Ranks, seed: int) -> None:
+    results = ranks(2).run(on_a_rank, way, seed)
+    reduced, errors, _ = expected(seed, 2)
+    for rank, (got, got_errors, steps) in enumerate(results):
+        assert steps == STEPS
+        assert_same_bits(got, results[0][0])
+        torch.testing.assert_close(got, reduced, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got_errors, errors[rank], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", FUNC_WAYS)
+def test_simulated_ranks(way: str, seed: int) -> None:
+    module, batches = problem(seed, 3)
+    step, params = ltx.data_parallel(plain_step(module), STRATEGY), params_of(module)
+    x, y = (torch.stack([torch.stack([b[i] for b in by_rank]) for by_rank in batches], 1) for i in (0, 1))
+    reduced, state = ltx.vmap(lambda x, y: run(FUNC_WAYS[way], step, params, list(zip(x, y, strict=True))))(x, y)
+    wanted, errors, _ = expected(seed, 3)
+    for rank in range(3):
+        mine, residual = ltx.tree.map(lambda t, rank=rank: t[rank], (reduced, errors_of(state)))
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(residual, errors[rank], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_world_of_one(way: str, seed: int) -> None:
+    reduced, errors, steps = on_a_rank(way, seed)
+    wanted, wanted_errors, _ = expected(seed, 1)
+    assert steps == STEPS
+    assert_same_bits(reduced, wanted)
+    assert_same_bits(errors, wanted_errors[0])
+
+
+def test_what_was_sent_and_what_is_left_add_up_to_the_gradients(ranks: Ranks, seed: int) -> None:
+    results = ranks(2).run(on_a_rank, "ltx.grad_and_value", seed)
+    _, _, local = expected(seed, 2)
+    sent = ltx.tree.map(lambda *xs: sum(xs), *results[0][0])
+    accounted = ltx.tree.map(lambda s, *errors: s + sum(errors), sent, *(errors for _, errors, _ in results))
+    total = ltx.tree.map(lambda *gs: sum(gs) / 2, *(grads for by_rank in local for grads in by_rank))
+    torch.testing.assert_close(accounted, total, rtol=1e-5, atol=1e-6)
+    assert any((sent[name] - total[name]).abs().max() > 1e-4 for name in total)  # rounding did lose something
+
+
+OTHERS = {
+    "restored from a pickle": (STRATEGY, 2),
+    "one bucket": (replace(STRATEGY, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20), None),
+    "a bucket for each": (replace(STRATEGY, bucket_bytes=1, first_bucket_bytes=1), None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_bit_equal(name: str, ranks: Ranks, seed: int) -> None:
+    strategy, after = OTHERS[name]
+    usual = ranks(2).run(on_a_rank, "backward", seed)
+    assert_same_bits(list(usual), list(ranks(2).run(on_a_rank, "backward", seed, strategy, after)))
+
+
+# --- train_step ------------------------------------------------------------------------------------------------------
+
+
+def trained(seed: int, restart: bool = False, **kwargs: Any) -> Any:
+    """(losses, parameters, errors)"""
+    module, batches = problem(seed, ltx.world().size)
+    train = ltx.train_step(ltx.data_parallel(plain_step(module), STRATEGY), training.sgd(), **kwargs)
+    state, losses = train.init(params_of(module)), []
+    for t, by_rank in enumerate(batches):
+        state = pickle.loads(pickle.dumps(state)) if restart and t == 2 else state
+        state, metrics = train(state, *by_rank[ltx.world().rank])
+        losses.append(metrics.loss)
+    return losses, state.params, errors_of(state.sync_state), state.sync_state.step
+
+
+def by_hand(seed: int) -> Any:
+    module, batches = problem(seed, ltx.world().size)
+    step, params = ltx.data_parallel(plain_step(module), STRATEGY), params_of(module)
+    state, losses = step.init(params), []
+    for by_rank in batches:
+        ((grads, state), loss) = ltx.grad_and_value(step)(params, *by_rank[ltx.world().rank], sync_state=state)
+        params = {name: p - training.LR * grads[name] for name, p in params.items()}
+        losses.append(ltx.pmean(loss))
+    return losses, params, errors_of(state), state.step
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"overlap": "update"}, {"donate": False}, {"restart": True}], ids=str)
+def test_train_step(kwargs: dict[str, Any], ranks: Ranks, seed: int) -> None:
+    for mine, twin in zip(ranks(2).run(trained, seed, **kwargs), ranks(2).run(by_hand, seed), strict=True):
+        torch.testing.assert_close(mine, twin, rtol=1e-5, atol=1e-3)
+    assert_same_bits(*(result[:2] for result in ranks(2).run(trained, seed, **kwargs)))
+
+
+def test_train_step_restarted_is_bit_equal(ranks: Ranks, seed: int) -> None:
+    assert_same_bits(list(ranks(2).run(trained, seed)), list(ranks(2).run(trained, seed, restart=True)))
+
+
+def test_train_step_on_simulated_ranks(ranks: Ranks, seed: int) -> None:
+    module, batches = problem(seed, 2)
+    train = ltx.train_step(ltx.data_parallel(plain_step(module), STRATEGY), training.sgd())
+    state, losses = train.init(params_of(module)), []
+    for t, by_rank in enumerate(batches):
+        x, y = (torch.stack(parts) for parts in zip(*by_rank, strict=True))
+        state, metrics = ltx.vmap(train, in_dims=(0 if t else None, 0, 0))(state, x, y)
+        losses.append(metrics.loss)
+    for rank, real in enumerate(ranks(2).run(trained, seed)):
+        mine = ltx.tree.map(lambda leaf, rank=rank: leaf[rank], (losses, state.params, errors_of(state.sync_state)))
+        torch.testing.assert_close(mine, real[:3], rtol=1e-5, atol=1e-3)
+
+
+# --- schedules: a hook that changes from step to step ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switching(ltx.Strategy):
+    """Exact before step `first`, with error feedback from then on; or the other way round."""
+
+    first: int = 2
+    feedback_early: bool = False
+
+    def hook(self, step: int) -> hooks.CommHook:
+        return ErrorFeedback() if (step < self.first) is self.feedback_early else hooks.AllReduce()
+
+    def init(self, param: Tensor) -> dict[str, Tensor]:
+        return ErrorFeedback().init(param)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_that_change_with_the_step(way: str, early: bool, seed: int) -> None:
+    reduced, errors, steps = on_a_rank(way, seed, Switching(feedback_early=early))
+    assert steps == STEPS
+    _, _, local = expected(seed, 1)
+    rounded = slow_twin(local[:2] if early else local[2:])
+    exact = [grads for (grads,) in (local[2:] if early else local[:2])]
+    assert_same_bits(reduced, rounded[0] + exact if early else exact + rounded[0])
+    assert_same_bits(errors, rounded[1][0])
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_train_step_with_hooks_that_change_with_the_step(early: bool, ranks: Ranks, seed: int) -> None:
+    def on_rank() -> Any:
+        module, batches = problem(seed, 2)
+        train = ltx.train_step(
+            ltx.data_parallel(plain_step(module), Switching(feedback_early=early)), training.sgd(lr=1e-30)
+        )
+        state, errors = train.init(params_of(module)), []
+        for by_rank in batches:
+            state, _ = train(state, *by_rank[ltx.world().rank])
+            errors.append(errors_of(state.sync_state))
+        return errors
+
+    _, _, local = expected(seed, 2)
+    twin = slow_twin(local[:2] if early else local[2:])[1]
+    for rank, errors in enumerate(ranks(2).run(on_rank)):
+        torch.testing.assert_close(errors[-1], twin[rank], rtol=0, atol=1e-6)
+        assert all(not e.any() for e in errors[1].values()) is not early
+
+
+# --- misuse ----------------------------------------------------------------------------------------------------------
+
+W, X = torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.7])
+STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), STRATEGY)
+USED_TWICE = (
+    "this communication state was used 2 times in one loss, or its gradients were accumulated. Its next value is its "
+    "gradient, so it must go through exactly one call of the step; for several backward passes take the state that each "
+    "one gives (ltx.grad_and_value), or set .grad to None between them."
+)
+
+
+def test_a_state_used_twice_in_one_loss_raises_at_the_next_call() -> None:
+    both = torch.func.grad(lambda s: STEP(s, X) + STEP(s, 2 * X))(ltx.Synced(W, STEP.init(W)))
+    for use in (
+        lambda: ltx.grad_and_value(STEP)(W, X, sync_state=both.sync_state),
+        lambda: torch.func.grad(STEP)(both, X),
+        lambda: ltx.sync_gradients(W, STRATEGY, both.sync_state),
+    ):
+        with pytest.raises(SyncStateError) as raised:
+            use()
+        assert str(raised.value) == USED_TWICE
+
+
+def test_gradients_that_were_not_zeroed_raise_at_the_next_call() -> None:
+    synced = feedback.required(W, STEP.init(W))
+    STEP(synced, X).backward()
+    STEP(synced, X).backward()
+    with pytest.raises(SyncStateError) as raised:
+        STEP(ltx.tree.map(lambda t: t.grad.requires_grad_(), synced), X)
+    assert str(raised.value) == USED_TWICE
+
+
+def test_used_twice_on_simulated_ranks() -> None:
+    def on_rank(x: Tensor) -> Tensor:
+        both = torch.func.grad(lambda s: STEP(s, x) + STEP(s, 2 * x))(ltx.Synced(W, STEP.init(W)))
+        return torch.func.grad(STEP)(both, x).params
+
+    with pytest.raises(SyncStateError, match="was used 2 times in one loss"):
+        ltx.vmap(on_rank)(torch.stack([X, X]))
+
+
+BARE = (
+    "ErrorFeedback() has communication state, but the step was given bare parameters. Use ltx.grad_and_value(step)(params, "
+    "batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
+)
+NOT_DIFFERENTIATED = (
+    "leaf '<the tree itself>': its communication state 'error' isn't differentiated, so its next value would be lost. "
+    "Differentiate with respect to ltx.Synced(params, state) as a whole, or use ltx.grad_and_value(step)(params, batch, "
+    "sync_state=state)."
+)
+MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "bare, called": (lambda: STEP(W, X), SyncStateError, BARE),
+    "bare, func.grad": (lambda: torch.func.grad(STEP)(W, X), SyncStateError, BARE),
+    "bare, grad_and_value": (lambda: ltx.grad_and_value(STEP)(W, X), SyncStateError, BARE),
+    "bare, sync_gradients": (
+        lambda: ltx.sync_gradients(W, STRATEGY),
+        SyncStateError,
+        "ErrorFeedback() has communication state: pass sync_state=step.init(params) and keep what comes back.",
+    ),
+    "not differentiated, func.grad": (
+        lambda: torch.func.grad(lambda w, s: STEP(ltx.Synced(w, s), X))(W, STEP.init(W)),
+        SyncStateError,
+        NOT_DIFFERENTIATED,
+    ),
+    "not differentiated, backward": (
+        lambda: STEP(ltx.Synced(W.clone().requires_grad_(), STEP.init(W)), X),
+        SyncStateError,
+        NOT_DIFFERENTIATED,
+    ),
+    "several argnums": (
+        lambda: ltx.grad_and_value(STEP, argnums=(0, 1))(W, X, sync_state=STEP.init(W)),
+        StepError,
+        "a communication state goes with one argument of parameters, got argnums=(0, 1).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse(name: str) -> None:
+    call, error, text = MISUSES[name]
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == text
+
+
+def test_a_blocked_step_passes_the_state_through(seed: int) -> None:
+    _, state = feedback.func_grad(STEP, W, STEP.init(W), X)
+    grads, after = torch.func.grad(ltx.block_backward_sync(STEP))(ltx.Synced(W, state), 3 * X)
+    assert_same_bits(grads, 3 * X)
+    assert_same_bits(after, state)
+    assert after.step == state.step
+    (grads, after), _ = ltx.grad_and_value(ltx.block_backward_sync(STEP))(W, X, sync_state=state)
+    assert_same_bits(errors_of(after), errors_of(state))
+    feedback.func_grad(STEP, W, after, X)  # and may be used on
+
+
+def test_a_value_without_gradient_needs_no_state_to_be_differentiated() -> None:
+    assert STEP(ltx.Synced(W, STEP.init(W)), X) == (W * X).sum()
+
+
+def test_second_derivatives_count_the_hook_as_the_exact_mean(seed: int) -> None:
+    step = ltx.data_parallel(lambda w, x: (w**3 * x).sum(), STRATEGY)
+    state = step.init(W)
+    hvp = torch.func.grad(lambda w: (torch.func.grad(step)(ltx.Synced(w, state), X).params * X).sum())(W)
+    torch.testing.assert_close(hvp, 6 * W * X * X)
+
+
+def per_sample() -> str:
+    with pytest.raises(UnsupportedError) as raised:
+        torch.vmap(lambda x: torch.func.grad(STEP)(ltx.Synced(W, STEP.init(W)), x))(torch.stack([X, X]))
+    return str(raised.value)
+
+
+def test_per_sample_gradients_of_a_stateful_strategy_are_refused(ranks: Ranks) -> None:
+    assert ranks(2).run(per_sample).replicated() == (
+        "ErrorFeedback() can't reduce gradients of several samples at once on process groups. For per-sample gradients use "
+        "ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for several cotangents call the "
+        "step once for each."
+    )
+
+
+def test_stateless_strategies_have_an_empty_state() -> None:
+    step = ltx.data_parallel(lambda w, x: (w * x).sum())
+    state = step.init(W)
+    assert state.leaves == {}
+    (grads, state), _ = ltx.grad_and_value(step)(W, X, sync_state=state)
+    assert_same_bits(grads, X)
+    assert state.step == 1
+
+
+def test_only_floating_leaves_have_state() -> None:
+    state = STEP.init({"a": [W, torch.tensor(3)], "b": {"c": W.bfloat16()}})
+    assert sorted(state.leaves) == ["a.0", "b.c"]
+    assert state.leaves["b.c"]["error"].dtype == torch.bfloat16
+    assert_close(errors_of(state), {"a.0": torch.zeros(2), "b.c": torch.zeros(2).bfloat16()})
