@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 VOCABULARY, WIDTH = 512, 256
 
@@ -32,4 +31,4 @@ def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The mean over tokens."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

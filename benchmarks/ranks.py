@@ -17,8 +17,14 @@ from benchmarks.links import Link
 
 Variant = Callable[[], object]
 
+# glibc gives freed memory back to the system and faults it in again at the next step, a few milliseconds a step that
+# fall on one variant or another by the order of their frees. Kept memory is the same for all.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 
-def run_ranks(module: str, arguments: list[str], link: Link, ranks: int, timeout_s: float = 3000) -> str:
+
+def run_ranks(
+    module: str, arguments: list[str], link: Link, ranks: int, *, keep_memory: bool = True, timeout_s: float = 3000
+) -> str:
     """Run ``python -m module --worker arguments`` as each rank; gives what rank 0 printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -28,6 +34,7 @@ def run_ranks(module: str, arguments: list[str], link: Link, ranks: int, timeout
         environ = {
             **os.environ,
             **link.environ,
+            **(KEEP_MEMORY if keep_memory else {}),
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
@@ -37,7 +44,9 @@ def run_ranks(module: str, arguments: list[str], link: Link, ranks: int, timeout
             "MASTER_PORT": str(port),
         }
         command = [*link.prefixes[rank], sys.executable, "-m", module, "--worker", *arguments]
-        processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE if rank == 0 else None, text=True))
+        processes.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE if rank == 0 else None, text=True)
+        )
     try:
         printed, _ = processes[0].communicate(timeout=timeout_s)
         for rank, process in enumerate(processes):

@@ -135,11 +135,13 @@ def worker(arguments: argparse.Namespace) -> None:
             print(json.dumps({"times": times, "peak_mib": peak.item() / 1024}))
 
 
-def measure(names: list[str], link: str, ranks: int, iterations: int, warmup: int = 5) -> dict[str, object]:
+def measure(
+    names: list[str], link: str, ranks: int, iterations: int, warmup: int = 5, keep_memory: bool = True
+) -> dict[str, object]:
     """Run `names` interleaved on `link`."""
     arguments = ["--variants", *names, "--iterations", str(iterations), "--warmup", str(warmup)]
     with links.link(link, ranks) as made:
-        printed = run_ranks("benchmarks.step_time", arguments, made, ranks)
+        printed = run_ranks("benchmarks.step_time", arguments, made, ranks, keep_memory=keep_memory)
     found: dict[str, object] = json.loads(printed.strip().splitlines()[-1])
     return found
 
@@ -165,6 +167,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compiled steps")
     parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
     parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
+    parser.add_argument("--default-malloc", action="store_true", help="let glibc give freed memory back each step")
     parser.add_argument("--variants", nargs="+", help="only these")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -172,7 +175,10 @@ def main() -> None:
         worker(arguments)
         return
     if arguments.memory:
-        peaks = {name: measure([name], "loopback", 2, 20)["peak_mib"] for name in ("local", "ddp", "ltx", "ltx update")}
+        peaks = {
+            name: measure([name], "loopback", 2, 20, keep_memory=False)["peak_mib"]
+            for name in ("local", "ddp", "ltx", "ltx update")
+        }
         print("| peak memory | MiB | ratio to ddp |\n|---|---|---|")
         for name, peak in peaks.items():
             print(f"| {name} | {peak:.1f} | {peak / peaks['ddp']:.3f} |")
@@ -182,9 +188,14 @@ def main() -> None:
     elif arguments.compiled:
         names, ranks, base = ["local compiled", "ddp", "ddp compiled", "ltx compiled"], arguments.ranks, "ddp"
     else:
-        names, ranks, base = ["local", "ddp", "ltx", "ltx update", "ddp gradients", "ltx func.grad"], arguments.ranks, "ddp"
+        names, ranks, base = (
+            ["local", "ddp", "ltx", "ltx update", "ddp gradients", "ltx func.grad"],
+            arguments.ranks,
+            "ddp",
+        )
     names = arguments.variants or names
-    times = measure(names, arguments.link, ranks, arguments.iterations, arguments.warmup)["times"]
+    keep = not arguments.default_malloc
+    times = measure(names, arguments.link, ranks, arguments.iterations, arguments.warmup, keep)["times"]
     print("\n".join(table(times, base if base in times else names[0], arguments.link)))
 
 

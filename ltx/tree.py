@@ -8,7 +8,7 @@ torch's pytree, so ltx's own nodes are registered with both (:func:`register_nod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -107,9 +107,9 @@ def register_node(
     inverse. `names` are the children's names in paths.
     """
     optree.register_pytree_node(
-        cls,
-        lambda node: (*to_parts(node), tuple(names)),
-        lambda static, children: from_parts(tuple(children), static),
+        cast(Any, cls),
+        lambda node: (*to_parts(cast(Any, node)), tuple(names)),
+        lambda static, children: cast(Any, from_parts(tuple(children), static)),
         namespace=_EVERYWHERE,
     )
     torch_pytree.register_pytree_node(

@@ -14,6 +14,7 @@ import torch
 
 from ltx import tree
 from ltx.collectives.linear import Rule, Static, add_rule, collective
+from ltx.collectives.psum import countable
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -102,6 +103,7 @@ def psum_scatter(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = F
     Args:
         value: tree of tensors. Without `tiled`, ``shape[dim]`` must be the axis' size n, and part r is entry r; with
             it, ``shape[dim]`` must be a multiple of n, and part r is the r-th of n equal chunks.
+            Booleans count as int64.
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
         tiled: split a dimension into chunks instead of taking it away.
@@ -133,7 +135,7 @@ def psum_scatter(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = F
             )
         return found
 
-    return collective("psum_scatter", value, axis, static)
+    return collective("psum_scatter", countable(value), axis, static)
 
 
 def _static(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool) -> Static:
@@ -147,8 +149,8 @@ def _static(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool) ->
 class AllGatherGrad:
     """``AllGatherGrad.apply(tensor, group=None)``: :func:`all_gather` under the name that Lightning's users know.
 
-    The result has shape ``(n, *shape)``; its gradient is the sum over ranks of the cotangents of this rank's part. Other
-    than Lightning's it works on subgroups and non-contiguous tensors, under every ``torch.func`` transform, and its
+    The result has shape ``(n, *shape)``; its gradient is the sum over ranks of the cotangents of this rank's part.
+    Unlike Lightning's it works on subgroups and non-contiguous tensors, under every ``torch.func`` transform, and its
     backward pass moves 1/n of the bytes (a reduce-scatter rather than an all-reduce of everything).
 
     Example:

@@ -76,7 +76,7 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """torch's apply."""
-        return super().apply(*args)
+        return super().apply(*args)  # type: ignore[no-untyped-call]
 
 
 class Linear(Function):

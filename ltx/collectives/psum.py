@@ -72,7 +72,7 @@ def psum(value: Tree, axis: Any = None) -> Tree:
 
     Source: ``jax.lax.psum`` under ``shard_map``; the transpose is that of the global linear map.
     """
-    return collective("psum", _countable(value), axis, lambda x, n: ())
+    return collective("psum", countable(value), axis, lambda x, n: ())
 
 
 def pmean(value: Tree, axis: Any = None) -> Tree:
@@ -129,6 +129,6 @@ def axis_size(axis: Any = None) -> int:
     return wire.resolve(axis).size
 
 
-def _countable(value: Tree) -> Tree:
-    # A backend's sum of booleans is anybody's guess; torch.sum's rule is int64.
+def countable(value: Tree) -> Tree:
+    """Booleans as int64, by torch.sum's rule; a backend's sum of booleans is anybody's guess."""
     return tree.map(lambda x: x.long() if isinstance(x, torch.Tensor) and x.dtype == torch.bool else x, value)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from ltx.axis import Axis
 from ltx.errors import StrategyError
@@ -58,6 +61,11 @@ class Strategy:
         hook = self.hook(0)
         return hook.init(param) if hook is not None else {}
 
+    @property
+    def stateful(self) -> bool:
+        """Whether there is any communication state to carry from step to step."""
+        return _has_state(self)
+
     def before_forward(self, params: Tree, states: dict[str, LeafState], step: int, axis: Axis) -> Tree:
         """The parameters that the step sees."""
         return params
@@ -67,3 +75,8 @@ class Strategy:
     ) -> tuple[Tree, dict[str, LeafState]]:
         """What becomes of the updated parameters, and the next state."""
         return params, states
+
+
+@lru_cache(maxsize=64)
+def _has_state(strategy: Strategy) -> bool:
+    return bool(strategy.init(torch.zeros(1)))

@@ -4,8 +4,8 @@
 
 Read backwards, as the autograd engine does:
 
-* **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if the
-  loss on this rank doesn't reach its parameters; otherwise the peers would wait for it for ever.
+* **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
+  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for it for ever.
 * **Mark** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are there:
   it starts the bucket's reduction. Its node was made before the step's, which would put it last in the engine's queue;
   raising its sequence number puts it first.
@@ -66,7 +66,9 @@ class Fence(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, ctx.dims, *_ = inputs
+        # Gradients in flight aren't there to be materialised; tangents are, below.
         ctx.set_materialize_grads(False)
+        ctx.zeros = [] if torch.autograd.forward_ad._current_level < 0 else [_zeros_later(t) for t in output]
 
     @staticmethod
     def backward(ctx: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:
@@ -80,7 +82,7 @@ class Fence(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        return _views(tangents[3:])
+        return _views([zero() if t is None else t for t, zero in zip(tangents[3:], ctx.zeros, strict=True)])
 
     @staticmethod
     def vmap(
@@ -98,9 +100,7 @@ class Mark(Function):
     """
 
     @staticmethod
-    def forward(
-        schedule: Schedule, bucket: int, dims: Dims, index: Any, *tensors: torch.Tensor
-    ) -> tuple[Any, ...]:
+    def forward(schedule: Schedule, bucket: int, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         params = tensors[: len(schedule.plan.buckets[bucket].members)]
         return (*_views(params), params[0].new_zeros(params[0].shape[: len(dims)]))
 

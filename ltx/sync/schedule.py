@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch._C import _functorch
@@ -26,7 +25,18 @@ from ltx import wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import UnsupportedError
 from ltx.sync.buckets import Bucket
-from ltx.sync.reduction import EXACT_MEAN, Ask, LeafState, Reducer, Reduction, Share, pack, pack_pure, reduce_at_once, unpack
+from ltx.sync.reduction import (
+    EXACT_MEAN,
+    Ask,
+    LeafState,
+    Reducer,
+    Reduction,
+    Share,
+    pack,
+    pack_pure,
+    reduce_at_once,
+    unpack,
+)
 from ltx.wire import traced
 
 Dims = tuple[bool, ...]
@@ -224,8 +234,8 @@ class WireSchedule(Schedule):
 
     def land_each(self) -> Iterator[tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]]:
         """The buckets in order, each as soon as it has landed: (bucket, reduced gradients, next states)."""
-        # Rounds: each unfinished reduction goes on by one collective, in bucket order, which keeps every phase's channel
-        # in order; whatever has landed in order is given out at once.
+        # Rounds: each unfinished reduction goes on by one collective, in bucket order, which keeps every phase's
+        # channel in order; whatever has landed in order is given out at once.
         given = 0
         while given < len(self._flights):
             for place in range(given, len(self._flights)):
@@ -267,12 +277,14 @@ class GraphSchedule(Schedule):
         assert isinstance(plan.axis.backing, GroupBacking)
         line: wire.Line = plan.axis.backing.line
         self._group = line.bucket_channel(0).group.group_name
-        self._started: dict[int, tuple[Reduction, torch.Tensor | None, Any]] = {}
+        self._started: dict[int, tuple[Reduction, torch.Tensor, Bucket]] = {}
 
     def begin(self) -> None:
         self._started = {}
 
     def _issue(self, ask: Ask) -> torch.Tensor:
+        if not ask.buffer.numel():  # nothing to send; every rank has the same shapes
+            return ask.buffer
         buffer = ask.buffer.flatten(0, 1) if ask.operation == "reduce_scatter" and ask.buffer.ndim > 1 else ask.buffer
         return traced.start(ask.operation, buffer, self.plan.axis.size, self._group)
 

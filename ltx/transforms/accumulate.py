@@ -121,7 +121,8 @@ class _Call:
         if not isinstance(first, torch.Tensor) or first.ndim != 0:
             got = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
             raise StepError(
-                f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; got {got}."
+                f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; "
+                f"got {got}."
             )
         self._refuse_unequal()
         return _Part(first, None, [rest], carry)
@@ -131,8 +132,8 @@ class _Call:
             if chunk is not None and leaf.shape[0] % self.step.steps:
                 raise StepError(
                     f"accumulate: a batch of {leaf.shape[0]} samples can't be split into {self.step.steps} equal "
-                    "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) from "
-                    "the step, or choose a batch size that divides."
+                    "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) "
+                    "from the step, or choose a batch size that divides."
                 )
 
     def finish(self, part: _Part) -> Any:
@@ -203,9 +204,9 @@ class _Sums:
         variable = captured([value], [*leaves, *tensors])
         if variable is not None:
             raise UnsupportedError(
-                f"accumulate: the step uses a differentiable tensor of shape {list(variable.shape)} that isn't one of "
-                "its arguments (a parameter it closes over, or a value of a surrounding transform), which would have no "
-                "gradient here. Pass it as an argument (a 0-dim tensor goes to every micro-batch whole)."
+                f"accumulate: the step uses a differentiable tensor of shape {list(variable.shape)} that isn't one "
+                "of its arguments (a parameter it closes over, or a value of a surrounding transform), which would "
+                "have no gradient here. Pass it as an argument (a 0-dim tensor goes to every micro-batch whole)."
             )
         grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
         filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
@@ -239,8 +240,9 @@ class MicroBatches(Function):
         found: list[torch.Tensor | None] = [None if total is None else total * g for g in grads]
         if any(ct is not None for ct in others[: len(grads)]):
             cotangents = [torch.zeros_like(g) if ct is None else ct for ct, g in zip(others, grads, strict=False)]
-            _, transpose = torch.func.vjp(_gradient_of(sums, tensors), *(tensors[i] for i in sums.wanted))
-            found = [h if g is None else g + h for g, h in zip(found, transpose(tuple(cotangents)), strict=True)]
+            transpose = torch.func.vjp(_gradient_of(sums, tensors), *(tensors[i] for i in sums.wanted))[1]
+            again = transpose(tuple(cotangents))
+            found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
         by_position = dict(zip(sums.wanted, found, strict=True))
         return (None, *(by_position.get(i) for i in range(ctx.inputs)))
 

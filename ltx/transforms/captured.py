@@ -49,8 +49,8 @@ def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> No
         raise StepError(
             f"the step uses a parameter of shape {list(variable.shape)} that isn't one of its arguments, so its "
             "gradient would stay local to this rank without a word. Pass it in: params = "
-            "dict(module.named_parameters()) and torch.func.functional_call(module, params, inputs) inside the step. If "
-            "it is meant to be frozen, call requires_grad_(False) on it."
+            "dict(module.named_parameters()) and torch.func.functional_call(module, params, inputs) inside the step. "
+            "If it is meant to be frozen, call requires_grad_(False) on it."
         )
     with suppress(TypeError):  # can't be weakly referenced
         _looked_at.add(fn)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 
 from ltx import collectives, tree, wire
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import StepError, StrategyError, SyncStateError, UnsupportedError, WeightError
+from ltx.errors import StepError, StrategyError, SyncStateError, WeightError
 from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
 from ltx.sync.reduction import LeafState
@@ -69,7 +69,11 @@ class DataParallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
             return self._reduce_returned(self.fn(*args, **kwargs))
-        if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling() and self._runs_below(args, kwargs):
+        if (
+            torch._C._are_functorch_transforms_active()
+            and not torch.compiler.is_compiling()
+            and self._runs_below(args, kwargs)
+        ):
             with suppress(below.CapturedError):
                 return below.call_below(self, args, kwargs)
         return self.run(args, kwargs).value()
@@ -105,7 +109,7 @@ class DataParallel:
         step = sync_state.checked_step() if sync_state is not None else 0
         hook = None if self.blocked else self.strategy.hook(step)
         if not wanted or hook is None or (axis.size == 1 and hook.exact and not hook.state_names):
-            return self._run_local(args, kwargs, params, sync_state, axis, bool(wanted))
+            return self._run_local(args, kwargs, params, sync_state if wanted else None, axis)
         paths = functools.cache(lambda: tree.leaf_paths(params))
         states = self._states(sync_state, paths, wanted, hook)
         place = {leaf: i for i, leaf in enumerate(wanted)}
@@ -129,7 +133,8 @@ class DataParallel:
         output = self.fn(*self._replaced(args, tree.unflatten(spec, filled)), **kwargs)
         if not torch._C._are_functorch_transforms_active():
             refuse_captured(self.fn, tree.flatten(output)[0], [*marked, *tree.flatten((args, kwargs))[0]])
-        kept = self._kept(sync_state, {paths()[i] for i in wanted} if sync_state is not None else set())
+        carried = {paths()[i] for i in wanted} if sync_state is not None else set()
+        kept = self._kept(sync_state, carried, hook.state_names)
         return Run.tied(self, output, params, axis, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
     def _run_local(
@@ -139,15 +144,14 @@ class DataParallel:
         params: Tree,
         state: SyncState | None,
         axis: Axis,
-        wanted: bool,
     ) -> Run:
         output = self.fn(*self._replaced(args, params), **kwargs)
-        if state is None or not wanted:
+        if state is None:
             return Run.tied(self, output, params, axis, list, None)
-        # The state passes through: its cotangent is itself.
-        unchanged = [(x, x.detach()) for x in tree.flatten(state)[0]]
-        nothing = synchronise.no_schedule(axis, self.strategy)
-        return Run.tied(self, output, params, axis, lambda outs: marker.tie(nothing, [], outs, unchanged), None)
+        # Blocked, the state passes through unchanged; else this was a step, if one in which nobody talked.
+        kept = [(x, x.detach()) for x in tree.flatten(state)[0]] if self.blocked else self._kept(state, set(), ())
+        nothing = synchronise.no_schedule(axis)
+        return Run.tied(self, output, params, axis, lambda outs: marker.tie(nothing, [], outs, kept), None)
 
     def _run_in_graph(
         self,
@@ -163,11 +167,6 @@ class DataParallel:
         if key == "":
             output = self.fn(*self._replaced(args, params), **kwargs)
             return Run.tied(self, output, params, None, list, None)
-        if state is not None and state.leaves:
-            raise UnsupportedError(
-                "a strategy with communication state can't be traced by torch.compile yet: compile the step function "
-                "inside, as ltx.data_parallel(torch.compile(f), strategy)."
-            )
         wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
         place = {leaf: i for i, leaf in enumerate(wanted)}
         arrival = tuple(place[i] for i in reversed(tree.insertion_order(params)) if i in place)
@@ -200,11 +199,10 @@ class DataParallel:
         params = args[self.argnums]
         if isinstance(params, Synced):
             return params.params, params.sync_state
-        hook = None if self.blocked else self.strategy.hook(0)
-        if hook is not None and hook.state_names:
+        if not self.blocked and not torch.compiler.is_compiling() and self.strategy.stateful:
             raise SyncStateError(
-                f"{hook!r} has communication state, but the step was given bare parameters. Use ltx.grad_and_value("
-                "step)(params, batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
+                f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
+                "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
             )
         return params, None
 
@@ -237,12 +235,12 @@ class DataParallel:
                 )
         return found
 
-    def _kept(self, state: SyncState | None, wanted: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The state's tensors that no bucket carries, and their next values."""
+    def _kept(
+        self, state: SyncState | None, wanted: set[str], names: tuple[str, ...]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The state's tensors that no bucket carries (they carry `names` of `wanted` paths), and their next values."""
         if state is None:
             return []
-        hook = self.strategy.hook(0)
-        names = hook.state_names if hook is not None else ()
         rest = [
             (tensor, tensor.detach())
             for path, entries in state.leaves.items()
@@ -410,7 +408,8 @@ def data_parallel(
     Gradient:
         With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it; the
         same bits on every rank. It works through ``loss.backward()``, ``torch.autograd.grad``, every transform of
-        torch.func, ``torch.compile`` and inside :func:`ltx.vmap`. With respect to other arguments it is this rank's own.
+        torch.func, ``torch.compile`` and inside :func:`ltx.vmap`. With respect to other arguments it is this rank's
+        own.
         Every rank must differentiate its output, whichever parameters that reaches: unused ones contribute zeros.
         ``vmap(grad(step))`` gives for sample j the mean over ranks of their samples j. Second derivatives are exact,
         whatever the hook does to first ones.

@@ -42,8 +42,8 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
             raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {_what(output)}.")
         if not isinstance(value, torch.Tensor) or value.ndim != 0:
             raise StepError(
-                f"a gradient needs a step that returns a 0-dim tensor, got {_what(value)}. Take its mean or sum; a step "
-                "that returns (loss, aux) wants has_aux=True."
+                f"a gradient needs a step that returns a 0-dim tensor, got {_what(value)}. Take its mean or sum; a "
+                "step that returns (loss, aux) wants has_aux=True."
             )
         return output
 

@@ -80,7 +80,9 @@ def _reduce(
     step = state.checked_step() if state is not None else 0
     hook = strategy.hook(step)
     if hook is None or not grads:
-        return grads, state
+        return grads, None if state is None else SyncState(
+            state.leaves, state.uses, torch.zeros_like(state.clock), step + 1
+        )
     if hook.state_names and state is None:
         raise SyncStateError(
             f"{hook!r} has communication state: pass sync_state=step.init(params) and keep what comes back."

@@ -68,7 +68,7 @@ def _values(x: torch.Tensor) -> torch.Tensor:
 tree.register_node(
     SyncState,
     lambda s: ((s.leaves, s.uses, s.clock), s.step),
-    lambda children, step: SyncState(*children, step),
+    lambda children, step: SyncState(children[0], children[1], children[2], step),
     names=("leaves", "uses", "clock"),
 )
 

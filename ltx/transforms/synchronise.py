@@ -12,6 +12,7 @@ from torch._C import _functorch
 
 from ltx import hooks, wire
 from ltx.axis import Axis, GroupBacking
+from ltx.errors import UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync import marker
 from ltx.sync.buckets import Leaf, plan_buckets
@@ -106,6 +107,11 @@ def prepare_trace(strategy: Strategy, axis: Any, step: int) -> str:
     torch.compiler.allow_in_graph(reduce_in_graph)
     found = wire.resolve(axis)
     hook = strategy.hook(step)
+    if strategy.stateful:
+        raise UnsupportedError(
+            f"{strategy!r} has communication state, which torch.compile can't trace yet: compile the step inside, as "
+            "ltx.data_parallel(torch.compile(f), strategy)."
+        )
     if hook is None:
         return ""
     key = f"{strategy!r} at step {step} on {found!r}"
@@ -167,6 +173,6 @@ def wire_schedule(plan: Plan, deferred: bool) -> Schedule:
     return WireSchedule(plan, deferred) if isinstance(plan.axis.backing, GroupBacking) else make_schedule(plan, False)
 
 
-def no_schedule(axis: Axis, strategy: Strategy) -> Schedule:
+def no_schedule(axis: Axis) -> Schedule:
     """A schedule without buckets, for outputs that are tied to nothing but a state that passes through."""
-    return make_schedule(Plan(replace(axis, backing=None), strategy.hook(0) or hooks.AllReduce(), (), ()), False)
+    return make_schedule(Plan(replace(axis, backing=None), hooks.AllReduce(), (), ()), compiled=False)

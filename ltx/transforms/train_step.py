@@ -10,7 +10,7 @@ import torch
 
 from ltx import collectives, tree, wire
 from ltx.axis import Axis
-from ltx.errors import OptimError, StepError, StrategyError, WeightError
+from ltx.errors import OptimError, StepError, StrategyError, TreeError, WeightError
 from ltx.optim import Optimizer, grad_norm
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel, Run
@@ -67,8 +67,8 @@ class TrainStep:
 
         Args:
             params: tree of floating or complex tensors; all of them are trained.
-            buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss, buffers)``,
-                or ``(loss, buffers, aux)`` with `has_aux`.
+            buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
+                buffers)``, or ``(loss, buffers, aux)`` with `has_aux`.
         """
         tree.check_tensors(params, "params")
         for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
@@ -148,8 +148,8 @@ class TrainStep:
             isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
         ):
             raise StepError(
-                f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its mean "
-                "or sum; a step that returns (loss, aux) wants has_aux=True."
+                f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its "
+                "mean or sum; a step that returns (loss, aux) wants has_aux=True."
             )
         if buffers is not None:
             return loss, tree.map(_detach, parts[1]), tree.map(_detach, parts[2]) if self.has_aux else None
@@ -172,7 +172,11 @@ class TrainStep:
             value = value[0] if isinstance(value, tuple) else value
             # torch.func takes tensors alone as aux.
             rest, structure = tree.flatten((buffers, aux))
-            others[:] = [structure, isinstance(loss, Weighted), [None if isinstance(x, torch.Tensor) else x for x in rest]]
+            others[:] = [
+                structure,
+                isinstance(loss, Weighted),
+                [None if isinstance(x, torch.Tensor) else x for x in rest],
+            ]
             return value, [x for x in rest if isinstance(x, torch.Tensor)]
 
         seen = strategy.before_forward(state.params, sync.leaves, steps, axis)
@@ -214,7 +218,9 @@ class _Update:
         """Without a wire: all gradients are there after the backward pass."""
         found = self.backward(total, weight)
         count = len(self.leaves)
-        grads = [torch.zeros_like(x) if g is None else _as_laid_out(g, x) for x, g in zip(self.leaves, found, strict=False)]
+        grads = [
+            torch.zeros_like(x) if g is None else _as_laid_out(g, x) for x, g in zip(self.leaves, found, strict=False)
+        ]
         if weighted:
             grads = [g / header.weight.to(g.dtype) for g in grads]
         states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
@@ -299,7 +305,7 @@ def _header_at_once(total: torch.Tensor, weight: torch.Tensor, axis: Axis) -> wi
 
 
 def _as_laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """`grad` with the strides of its parameter, as ``loss.backward()`` leaves it: optimizers' kernels want them equal."""
+    """`grad` with its parameter's strides, as ``loss.backward()`` leaves it: optimizers' kernels want them equal."""
     return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
@@ -44,7 +45,7 @@ class Line:
         # PrefixStore over the store that the process group itself met through; the group's name keeps lines apart.
         # A group that is opened again after a shutdown must not find what was compared before.
         opening = _openings[f"{group.group_name}/{name}"] = _openings.get(f"{group.group_name}/{name}", 0) + 1
-        self._store = dist.PrefixStore(f"ltx/{group.group_name}/{name}/{opening}/", c10d._get_default_store())
+        self._store = PrefixStore(f"ltx/{group.group_name}/{name}/{opening}/", c10d._get_default_store())
         self._known: dict[Any, Agreement] = {}
         self._answered: set[str] = set()
         self._phases: list[Channel] = []
@@ -63,7 +64,7 @@ class Line:
         )
         lane = None
         if lanes and dist.get_backend(self.group) == "gloo":
-            lane = open_lane(self.rank, self.size, dist.PrefixStore(f"{name}/", self._store))
+            lane = open_lane(self.rank, self.size, PrefixStore(f"{name}/", self._store))
         return Channel(name, self.name, group, self.timeout_s, self._answer, lane)
 
     def bucket_channel(self, phase: int) -> Channel:
@@ -178,7 +179,7 @@ _lines: dict[dist.ProcessGroup, Axis] = {}
 
 def open_axis(name: str, group: dist.ProcessGroup, timeout: timedelta = _DEFAULT_TIMEOUT) -> Axis:
     """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name!r}: this process isn't a member of the process group.")
     known = _lines.get(group)
     if known is not None and known.name == name:

@@ -177,16 +177,19 @@ class Switching(ltx.Strategy):
         return ErrorFeedback().init(param)
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_hooks_that_change_with_the_step(way: str, early: bool, seed: int) -> None:
-    reduced, errors, steps = on_a_rank(way, seed, Switching(feedback_early=early))
-    assert steps == STEPS
-    _, _, local = expected(seed, 1)
-    rounded = slow_twin(local[:2] if early else local[2:])
-    exact = [grads for (grads,) in (local[2:] if early else local[:2])]
-    assert_same_bits(reduced, rounded[0] + exact if early else exact + rounded[0])
-    assert_same_bits(errors, rounded[1][0])
+def test_hooks_that_change_with_the_step(way: str, early: bool, size: int, ranks: Ranks, seed: int) -> None:
+    strategy = Switching(feedback_early=early)
+    results = [on_a_rank(way, seed, strategy)] if size == 1 else ranks(2).run(on_a_rank, way, seed, strategy)
+    _, _, local = expected(seed, size)
+    rounded, errors = slow_twin(local[:2] if early else local[2:])
+    exact = [ltx.tree.map(lambda *gs: sum(gs) / size, *by_rank) for by_rank in (local[2:] if early else local[:2])]
+    for rank, (got, got_errors, steps) in enumerate(results):
+        assert steps == STEPS
+        torch.testing.assert_close(got, rounded + exact if early else exact + rounded, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got_errors, errors[rank], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -309,11 +312,49 @@ def test_a_value_without_gradient_needs_no_state_to_be_differentiated() -> None:
     assert STEP(ltx.Synced(W, STEP.init(W)), X) == (W * X).sum()
 
 
-def test_second_derivatives_count_the_hook_as_the_exact_mean(seed: int) -> None:
-    step = ltx.data_parallel(lambda w, x: (w**3 * x).sum(), STRATEGY)
+def cubic(w: Tensor, x: Tensor) -> Tensor:
+    return (w**3 * x).sum()
+
+
+def hessian_products(strategy: ltx.Strategy, x: Tensor, autograd: bool = True) -> list[Tensor]:
+    """The derivative of the sum of the gradient of w³x, which is 6wx, in several ways."""
+    step = ltx.data_parallel(cubic, strategy)
     state = step.init(W)
-    hvp = torch.func.grad(lambda w: (torch.func.grad(step)(ltx.Synced(w, state), X).params * X).sum())(W)
-    torch.testing.assert_close(hvp, 6 * W * X * X)
+
+    def gradient(w: Tensor) -> Tensor:
+        return torch.func.grad(step)(ltx.Synced(w, state), x).params
+
+    def double_backward() -> Tensor:
+        synced = feedback.required(W, state)
+        leaves = ltx.tree.flatten(synced)[0]
+        first = torch.autograd.grad(step(synced, x), leaves, create_graph=True, allow_unused=True)[0]
+        return torch.autograd.grad(first.sum(), leaves[0])[0]
+
+    return [
+        torch.func.jvp(gradient, (W,), (torch.ones(2),))[1],
+        torch.func.grad(lambda w: gradient(w).sum())(W),
+        torch.func.jacrev(gradient)(W).sum(0),
+        torch.func.jacfwd(gradient)(W).sum(0),
+        *([double_backward()] if autograd else []),
+    ]
+
+
+LOSSY = {"error feedback": STRATEGY, "bf16": ltx.DDPStrategy(comm_hook="bf16"), "fp16": ltx.DDPStrategy(comm_hook="fp16")}
+
+
+@pytest.mark.parametrize("backing", ["real", "simulated", "one"])
+@pytest.mark.parametrize("hook", LOSSY)
+def test_second_derivatives_are_exact_whatever_the_hook(hook: str, backing: str, ranks: Ranks) -> None:
+    x = torch.stack([X, 2 * X])
+    if backing == "real":
+        results = ranks(2).run(lambda: hessian_products(LOSSY[hook], x[ltx.world().rank])).replicated()
+    elif backing == "simulated":
+        results = ltx.vmap(lambda x: hessian_products(LOSSY[hook], x, autograd=False))(x)
+        results = [both[rank] for both in results for rank in range(2)]
+    else:
+        results = hessian_products(LOSSY[hook], X)
+    for result in results:
+        torch.testing.assert_close(result, 6 * W * (X if backing == "one" else 1.5 * X), rtol=1e-6, atol=0)
 
 
 def per_sample() -> str:
@@ -324,7 +365,7 @@ def per_sample() -> str:
 
 def test_per_sample_gradients_of_a_stateful_strategy_are_refused(ranks: Ranks) -> None:
     assert ranks(2).run(per_sample).replicated() == (
-        "ErrorFeedback() can't reduce gradients of several samples at once on process groups. For per-sample gradients use "
+        "ErrorFeedback() can't reduce gradients of several samples at once between processes. For per-sample gradients use "
         "ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for several cotangents call the "
         "step once for each."
     )

@@ -87,6 +87,12 @@ TRANSFORMS = {
     "hessian": Transform(lambda f, p, *b: hessian(f)(p, *b)),
     "jacrev of jacrev": Transform(lambda f, p, *b: jacrev(jacrev(f))(p, *b)),
     "hvp, forward over reverse": Transform(lambda f, p, *b: jvp(lambda p: grad(f)(p, *b), (p,), (direction(p),))),
+    "hvp, forward over reverse, of one leaf": Transform(
+        lambda f, p, *b: jvp(lambda w: grad(f)(p | {"3.bias": w}, *b), (p["3.bias"],), (torch.ones_like(p["3.bias"]),))
+    ),
+    "jvp of one leaf": Transform(
+        lambda f, p, *b: jvp(lambda w: f(p | {"3.bias": w}, *b), (p["3.bias"],), (torch.ones_like(p["3.bias"]),)), local=True
+    ),
     "hvp, reverse over reverse": Transform(lambda f, p, *b: grad(lambda p: dot(grad(f)(p, *b), direction(p)))(p)),
     "hvp, double backward": Transform(double_backward, plain=True),
     "vjp": Transform(lambda f, p, *b: vjp(lambda p: f(p, *b), p)[1](b[0].new_tensor(3.0))),

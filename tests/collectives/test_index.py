@@ -1,0 +1,160 @@
+"""axis_index, axis_size, and the forms in which an axis can be given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import ltx
+from ltx import wire
+from ltx.errors import AxisError
+from ltx.runtime.pool import Pool
+
+Ranks = Callable[[int], Pool]
+
+
+def _index_and_size() -> tuple[Tensor, int]:
+    return ltx.axis_index(), ltx.axis_size()
+
+
+def test_alone() -> None:
+    index, size = _index_and_size()
+    assert (index.shape, index.dtype, index.item(), size) == (torch.Size([]), torch.int64, 0, 1)
+
+
+def test_processes(ranks: Ranks) -> None:
+    for rank, (index, size) in enumerate(ranks(3).run(_index_and_size)):
+        assert (index.shape, index.dtype, index.item(), size) == (torch.Size([]), torch.int64, rank, 3)
+
+
+def test_simulated() -> None:
+    seen: list[Any] = []
+
+    def look() -> Tensor:
+        index, size = _index_and_size()
+        seen.append((index.shape, index.dtype, size))
+        return index
+
+    assert ltx.vmap(look, axis_size=4)().tolist() == [0, 1, 2, 3]
+    assert seen == [(torch.Size([]), torch.int64, 4)]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, torch.func.jacrev, torch.func.jacfwd, lambda f: torch.func.grad(torch.func.grad(f))],
+    ids=["grad", "jacrev", "jacfwd", "grad of grad"],
+)
+def test_the_index_is_an_ordinary_number_inside_transforms(transform: Callable[..., Any]) -> None:
+    def f(x: Tensor) -> Tensor:
+        return (ltx.axis_index() + 1) * x * x
+
+    expected = ltx.vmap(lambda x, r: transform(lambda x: (r + 1) * x * x)(x))(torch.ones(3), torch.arange(3))
+    assert torch.equal(ltx.vmap(transform(f))(torch.ones(3)), expected)
+
+
+def test_nested_axes() -> None:
+    """Two simulated axes of 2 and 3 ranks: each collective takes the one it names, the inner one if none."""
+
+    def f(x: Tensor) -> dict[str, Tensor]:
+        return {
+            "node": ltx.psum(x, "node"),
+            "data": ltx.psum(x, "data"),
+            "innermost": ltx.psum(x),
+            "both": ltx.psum(ltx.psum(x, "node"), "data"),
+            "index": 10 * ltx.axis_index("node") + ltx.axis_index("data"),
+            "gathered": ltx.all_gather(ltx.all_gather(x, "data"), "node"),
+            "grad": torch.func.grad(lambda x: ltx.psum(x, "node") * ltx.axis_index("data"))(x),
+        }
+
+    xs = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    got = ltx.vmap(ltx.vmap(f, axis_name="data"), axis_name="node")(xs)
+    assert torch.equal(got["node"], xs.sum(0).expand(2, 3))
+    assert torch.equal(got["data"], xs.sum(1, keepdim=True).expand(2, 3))
+    assert torch.equal(got["innermost"], got["data"])
+    assert torch.equal(got["both"], torch.full((2, 3), 63.0))
+    assert got["index"].tolist() == [[0, 1, 2], [10, 11, 12]]
+    assert torch.equal(got["gathered"], xs.expand(2, 3, 2, 3))
+    assert torch.equal(got["grad"], 2 * torch.arange(3.0).expand(2, 3))
+
+
+def test_an_inner_axis_hides_an_outer_one_of_its_name() -> None:
+    xs = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert ltx.vmap(ltx.vmap(ltx.psum))(xs).tolist() == [[3.0, 3.0], [7.0, 7.0]]
+
+
+def test_simulated_ranks_inside_processes(ranks: Ranks) -> None:
+    def run(xs: Tensor) -> Tensor:
+        mine = xs[ltx.axis_index("data")]
+        return ltx.vmap(lambda x: ltx.psum(ltx.psum(x, "inner"), "data"), axis_name="inner")(mine)
+
+    assert ranks(2).run(run, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).replicated().tolist() == [10.0, 10.0]
+
+
+def test_every_form_of_an_axis(ranks: Ranks) -> None:
+    """None, a name, an Axis, a process group, and a one-dimensional DeviceMesh."""
+
+    def sums() -> list[tuple[float, int, int]]:
+        group = dist.new_group([0, 1])
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        mine = ltx.axis_from_group(dist.new_group([0, 1]), "mine")
+        forms = [None, "data", wire.resolve("data"), group, mesh, mine, mine.backing.line.group]
+        x = torch.tensor(1.0 + dist.get_rank())
+        try:
+            return [(ltx.psum(x, axis=a).item(), ltx.axis_index(a).item(), ltx.axis_size(a)) for a in forms]
+        finally:
+            for opened in (group, mesh, mine):
+                axis = wire.resolve(opened)
+                if axis is not wire.resolve("data"):
+                    wire.close_axis(axis)
+
+    for rank, by_form in enumerate(ranks(2).run(sums)):
+        assert by_form == [(3.0, rank, 2)] * 7
+
+
+def test_a_mesh_of_two_dimensions_is_no_axis(ranks: Ranks) -> None:
+    def run() -> tuple[str, float]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "data"))
+        with pytest.raises(AxisError) as caught:
+            ltx.psum(torch.ones(1), axis=mesh)
+        try:
+            return str(caught.value), ltx.psum(torch.ones(()), axis=mesh["data"]).item()
+        finally:
+            wire.close_axis(wire.resolve(mesh["data"]))
+
+    text, total = ranks(2).run(run).replicated()
+    assert "a DeviceMesh of 2 dimensions names no single axis; pick one, such as mesh['node']" in text
+    assert total == 2.0
+
+
+def test_names_that_are_not_in_scope(ranks: Ranks) -> None:
+    with pytest.raises(
+        AxisError, match=r"no axis called 'model' is in scope; in scope: none \(ltx.init hasn't made any\)"
+    ):
+        ltx.psum(torch.ones(1), axis="model")
+    with pytest.raises(AxisError, match=r"in scope: 'outer', 'inner'\. Open it with ltx.vmap\(f, axis_name='model'\)"):
+        ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, axis="model"), "inner"), "outer")(torch.ones(2, 2))
+
+    def text() -> str:
+        with pytest.raises(AxisError) as caught:
+            ltx.psum(torch.ones(1), axis="model")
+        return str(caught.value)
+
+    assert "no axis called 'model' is in scope; in scope: 'data'." in ranks(2).run(text).replicated()
+
+
+def test_what_is_no_axis_at_all() -> None:
+    with pytest.raises(AxisError, match=r"an axis is a name, an ltx.Axis, .* got int\."):
+        ltx.psum(torch.ones(1), axis=0)
+
+
+def test_an_axis_is_gone_after_its_function(ranks: Ranks) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ltx.vmap(lambda x: 1 / 0, axis_name="gone")(torch.ones(2))
+    with pytest.raises(AxisError, match="no axis called 'gone'"):
+        ltx.axis_size("gone")

@@ -1,0 +1,76 @@
+"""broadcast_object and barrier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.errors import AxisError, RankMismatchError
+from ltx.runtime.pool import Pool
+
+Ranks = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("obj", [{"lr": 0.1, "steps": [1, 2]}, None, "", torch.arange(3), lambda: 7], ids=str)
+def test_objects_arrive(ranks: Ranks, obj: Any) -> None:
+    def run() -> Any:
+        mine = obj if int(ltx.axis_index()) == 1 else "not this one"
+        got = ltx.broadcast_object(mine, src=1)
+        return (got() if callable(got) else got), int(ltx.axis_index()) != 1 or got is mine
+
+    for got, same in ranks(2).run(run):
+        want = obj() if callable(obj) else obj
+        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+        assert same, "src keeps its own object"
+
+
+def test_an_object_that_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> None:
+    def run() -> tuple[str, Any]:
+        mine = threading.Lock() if int(ltx.axis_index()) == 0 else None
+        with pytest.raises(TypeError) as caught:
+            ltx.broadcast_object(mine)
+        return str(caught.value), ltx.broadcast_object("still in step")
+
+    text, after = ranks(2).run(run).replicated()
+    assert text.startswith("broadcast_object: rank 0's object can't be pickled: TypeError: cannot pickle")
+    assert after == "still in step"
+
+
+def test_what_only_the_receivers_cannot_pickle_does_not_matter(ranks: Ranks) -> None:
+    def run() -> Any:
+        return ltx.broadcast_object(1 if int(ltx.axis_index()) == 0 else threading.Lock())
+
+    assert ranks(2).run(run).replicated() == 1
+
+
+def test_objects_have_no_simulated_form() -> None:
+    with pytest.raises(AxisError, match=r"broadcast_object has no simulated form: the simulated ranks of axis 'data'"):
+        ltx.vmap(lambda x: ltx.broadcast_object(x))(torch.ones(2))
+
+
+def test_barriers(ranks: Ranks) -> None:
+    def run() -> int:
+        for name in ("one", "two", "one", None):
+            ltx.barrier(name)
+        return int(ltx.psum(torch.tensor(1)))
+
+    assert ranks(2).run(run).replicated() == 2
+    ltx.vmap(lambda x: ltx.barrier("simulated"))(torch.ones(2))
+    ltx.barrier("alone")
+
+
+def test_barriers_of_different_names(ranks: Ranks) -> None:
+    def run() -> tuple[str, int]:
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.barrier(["load", "save"][int(ltx.axis_index())])
+        return str(caught.value), int(ltx.psum(torch.tensor(1)))
+
+    text, after = ranks(2).run(run).replicated()
+    assert "axis 'data': ranks disagree on the operation" in text
+    assert "rank 0: barrier 'load'; rank 1: barrier 'save'" in text
+    assert after == 2, "nothing was issued, so the ranks go on in step"

@@ -1,0 +1,92 @@
+"""The stateless hooks, on real, simulated and single ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+
+Ranks = Callable[[int], ltx.Pool]
+HOOKS = {"allreduce": hooks.AllReduce(), "fp16": hooks.FP16(), "bf16": hooks.BF16()}
+SHORT = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def slow_twin(name: str, grads: Tensor) -> Tensor:
+    """The mean over dim 0: each share is rounded, then they are summed as they are."""
+    wide = grads.dtype in (torch.float32, torch.float64)
+    dtype = SHORT[name] if wide and SHORT[name] else grads.dtype
+    total = (grads[0] / len(grads)).to(dtype)
+    for grad in grads[1:]:
+        total = total + (grad / len(grads)).to(dtype)
+    return total.to(grads.dtype)
+
+
+def gradients(dtype: torch.dtype, ranks: int) -> Tensor:
+    return (100 * torch.randn(ranks, 5, 7)).to(dtype)
+
+
+def reduce(name: str, grad: Tensor) -> Tensor:
+    return ltx.sync_gradients([grad], ltx.DDPStrategy(comm_hook=name))[0][0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", HOOKS)
+def test_mean(name: str, dtype: torch.dtype, ranks: Ranks, seed: int) -> None:
+    grads = gradients(dtype, 2)
+    expected = slow_twin(name, grads)
+    real = ranks(2).run(lambda: reduce(name, grads[ltx.world().rank])).replicated()
+    simulated = ltx.vmap(lambda g: reduce(name, g))(grads)
+    for got in (real, *simulated):
+        assert got.dtype == dtype
+        assert torch.equal(got, expected)
+    assert torch.equal(reduce(name, grads[0]), slow_twin(name, grads[:1]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_isnt_finite_reaches_every_rank_as_such(name: str, value: float, ranks: Ranks) -> None:
+    def on_rank() -> Tensor:
+        grad = torch.ones(4)
+        grad[2] = value if ltx.world().rank == 1 else 1.0
+        return reduce(name, grad)
+
+    assert torch.equal(
+        ranks(2).run(on_rank).replicated(), torch.tensor([1.0, 1.0, value, 1.0])
+    ) or torch.isnan(torch.tensor(value))
+    assert torch.isfinite(ranks(2).run(on_rank).replicated()).tolist() == [True, True, False, True]
+
+
+def test_fp16_divides_before_it_rounds_and_overflows_alike(ranks: Ranks) -> None:
+    def on_rank() -> Tensor:
+        return reduce("fp16", torch.tensor([60000.0, 200000.0 if ltx.world().rank == 0 else 0.0]))
+
+    assert ranks(2).run(on_rank).replicated().tolist() == [60000.0, float("inf")]
+
+
+def bytes_sent(name: str) -> int:
+    with ltx.record() as trace:
+        reduce(name, torch.ones(1000))
+    return sum(event.nbytes for event in trace.events if event.label.startswith("bucket"))
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("allreduce", 4000), ("fp16", 2000), ("bf16", 2000)])
+def test_bytes_on_the_wire(name: str, nbytes: int, ranks: Ranks) -> None:
+    assert ranks(2).run(bytes_sent, name).replicated() == nbytes
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_is_a_value(name: str) -> None:
+    hook = HOOKS[name]
+    assert pickle.loads(pickle.dumps(hook)) == hook == type(hook)()
+    assert hash(hook) == hash(type(hook)())
+    assert sum(hook == other for other in HOOKS.values()) == 1
+    assert repr(hook) == f"{type(hook).__name__}()"
+    assert hook.init(torch.ones(2)) == {}
+    assert hook.exact is (name == "allreduce")

@@ -1,0 +1,217 @@
+"""The protocol of strategies: local SGD and its kin, written in a few lines, train as their slow twins say."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.errors import StrategyError
+
+Ranks = Callable[[int], ltx.Pool]
+Params = dict[str, Tensor]
+STEPS, LR = 7, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(ltx.Strategy):
+    """Local gradients; parameters are averaged after every `period` steps."""
+
+    period: int = 3
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def after_update(self, params: Any, states: Any, step: int, axis: ltx.Axis) -> Any:
+        return (ltx.pmean(params, axis) if (step + 1) % self.period == 0 else params), states
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGD(LocalSGD):
+    """Mean gradients for two steps, then local SGD."""
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        return hooks.AllReduce() if step < 2 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedForward(ltx.Strategy):
+    """Gradients are local, and taken at the mean of all ranks' parameters."""
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def before_forward(self, params: Any, states: Any, step: int, axis: ltx.Axis) -> Any:
+        return ltx.pmean(params, axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchored(LocalSGD):
+    """Local SGD towards an anchor that is kept in the strategy's state: w <- (anchor + mean w) / 2, which is the next one."""
+
+    def init(self, param: Tensor) -> dict[str, Tensor]:
+        return {"anchor": param.clone()}
+
+    def after_update(self, params: Params, states: Any, step: int, axis: ltx.Axis) -> Any:
+        if (step + 1) % self.period:
+            return params, states
+        mean = ltx.pmean(params, axis)
+        anchors = {path: {"anchor": (state["anchor"] + mean[path]) / 2} for path, state in states.items()}
+        return {path: state["anchor"] for path, state in anchors.items()}, anchors
+
+
+def mean_of(by_rank: list[Params]) -> Params:
+    return ltx.tree.map(lambda *xs: sum(xs) / len(xs), *by_rank)
+
+
+def twin_local_sgd(params: list[Params], anchor: Params, step: int) -> tuple[list[Params], Params]:
+    """After the update: (each rank's parameters, the next anchor)"""
+    return ([mean_of(params)] * len(params) if (step + 1) % 3 == 0 else params), anchor
+
+
+def twin_anchored(params: list[Params], anchor: Params, step: int) -> tuple[list[Params], Params]:
+    if (step + 1) % 3:
+        return params, anchor
+    anchor = mean_of([anchor, mean_of(params)])
+    return [anchor] * len(params), anchor
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What a strategy should do, on all ranks' parameters at once."""
+
+    strategy: ltx.Strategy
+    before: Callable[[list[Params]], list[Params]] = lambda params: params
+    after: Callable[..., Any] = lambda params, anchor, step: (params, anchor)
+    synchronous_steps: int = 0
+
+
+TWINS = {
+    "local SGD": Twin(LocalSGD(), after=twin_local_sgd),
+    "post-local SGD": Twin(PostLocalSGD(), after=twin_local_sgd, synchronous_steps=2),
+    "averaged forward": Twin(AveragedForward(), before=lambda params: [mean_of(params)] * len(params)),
+    "anchored": Twin(Anchored(), after=twin_anchored),
+}
+
+
+def loss(params: Params, x: Tensor) -> Tensor:
+    return ((params["w"] * x).sum() + params["b"] - 1).square() + params["w"].square().sum()
+
+
+def problem(ranks: int) -> tuple[Params, Tensor]:
+    """(parameters, inputs by step and rank)"""
+    generator = torch.Generator().manual_seed(0)
+    return {"w": torch.ones(3), "b": torch.zeros(())}, 0.5 * torch.randn(STEPS, ranks, 3, generator=generator)
+
+
+def slow(twin: Twin, ranks: int) -> list[Params]:
+    """Each rank's parameters in the end."""
+    start, inputs = problem(ranks)
+    params, anchor = [start] * ranks, start
+    for step, x in enumerate(inputs):
+        seen = twin.before(params)
+        grads = [torch.func.grad(loss)(p, x[rank]) for rank, p in enumerate(seen)]
+        grads = [mean_of(grads)] * ranks if step < twin.synchronous_steps else grads
+        params = [{k: p[k] - LR * g[k] for k in p} for p, g in zip(params, grads, strict=True)]
+        params, anchor = twin.after(params, anchor, step)
+    return params
+
+
+def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.transforms.TrainStep:
+    return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
+
+
+def on_a_rank(strategy: ltx.Strategy, restart: bool = False, **kwargs: Any) -> tuple[Params, list[Tensor]]:
+    """(parameters, losses)"""
+    params, inputs = problem(ltx.world().size)
+    train = trainer(strategy, **kwargs)
+    state, losses = train.init(params), []
+    for step, x in enumerate(inputs):
+        state = pickle.loads(pickle.dumps(state)) if restart and step == 4 else state
+        state, metrics = train(state, x[ltx.world().rank])
+        losses.append(metrics.loss)
+    return state.params, losses
+
+
+def assert_like(got: Params, expected: Params) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"donate": False}, {"restart": True}, {"overlap": "update"}], ids=str)
+@pytest.mark.parametrize("name", TWINS)
+def test_real_ranks(name: str, kwargs: dict[str, Any], ranks: Ranks) -> None:
+    results = ranks(2).run(on_a_rank, TWINS[name].strategy, **kwargs)
+    for (params, losses), expected in zip(results, slow(TWINS[name], 2), strict=True):
+        assert_like(params, expected)
+        assert losses == results[0][1]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_world_of_one(name: str) -> None:
+    assert_like(on_a_rank(TWINS[name].strategy)[0], slow(TWINS[name], 1)[0])
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_simulated_ranks(name: str) -> None:
+    train = trainer(TWINS[name].strategy)
+    params, inputs = problem(3)
+    state = train.init(params)
+    for step, x in enumerate(inputs):
+        state, metrics = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
+        assert (metrics.loss == metrics.loss[0]).all()
+    for rank, expected in enumerate(slow(TWINS[name], 3)):
+        assert_like({k: p[rank] for k, p in state.params.items()}, expected)
+
+
+def issued() -> list[list[str]]:
+    params, inputs = problem(2)
+    train = trainer(LocalSGD())
+    state, labels = train.init(params), []
+    for x in inputs:
+        with ltx.record() as trace:
+            state, _ = train(state, x[ltx.world().rank])
+        labels.append([event.label for event in trace.events])
+    return labels
+
+
+def test_local_steps_send_nothing_but_the_loss(ranks: Ranks) -> None:
+    labels = ranks(2).run(issued).replicated()
+    assert all("bucket" not in label for step in labels for label in step)
+    assert len(labels[0]) < len(labels[2])  # the third step averages
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_hook_gradients_are_local() -> None:
+    grads = ltx.vmap(torch.func.grad(ltx.data_parallel(lambda w, x: w * x, LocalSGD())), in_dims=(None, 0))
+    assert grads(torch.tensor(1.0), torch.tensor([1.0, 3.0])).tolist() == [1.0, 3.0]
+    reduced = ltx.vmap(lambda g: ltx.sync_gradients(g, LocalSGD())[0])(torch.tensor([1.0, 3.0]))
+    assert reduced.tolist() == [1.0, 3.0]
+
+
+def test_subclasses_are_values() -> None:
+    assert LocalSGD() == LocalSGD(period=3) != LocalSGD(period=2)
+    assert hash(LocalSGD()) == hash(LocalSGD(period=3))
+    assert pickle.loads(pickle.dumps(Anchored(period=5))) == Anchored(period=5)
+    assert "period=5" in repr(Anchored(period=5))
+
+
+def test_what_a_strategy_must_define() -> None:
+    with pytest.raises(NotImplementedError, match=re.escape("Strategy must define hook(step)")):
+        ltx.data_parallel(lambda w: w.sum(), ltx.Strategy())(torch.ones(2, requires_grad=True))
+    with pytest.raises(NotImplementedError, match=re.escape("CommHook must define reduce(share)")):
+        hooks.CommHook().reduce(None)
+
+
+def test_base_fields_are_checked_in_subclasses() -> None:
+    with pytest.raises(StrategyError, match=re.escape("LocalSGD.bucket_bytes must be a positive number of bytes, got 0.")):
+        LocalSGD(bucket_bytes=0)

@@ -1,0 +1,441 @@
+"""Bad input: every message in full, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import ltx
+from ltx.errors import (
+    AxisError,
+    CollectiveTimeoutError,
+    LtxError,
+    OptimError,
+    RankMismatchError,
+    StepError,
+    StrategyError,
+    TreeError,
+    WeightError,
+)
+
+from .cases import assert_same_bits
+from .training import sgd
+
+Ranks = Callable[[int], ltx.Pool]
+P, X = {"w": torch.ones(2)}, torch.tensor([1.0, 2.0])
+
+
+def linear(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return (params["w"] * x).sum()
+
+
+def train(step: Callable[..., Any] = linear, **kwargs: Any) -> Any:
+    """A step of training."""
+    stepped = ltx.train_step(ltx.data_parallel(step), sgd(), **kwargs)
+    return stepped(stepped.init(P), X)
+
+
+MODULE = nn.Linear(2, 1)
+RETURNS = (
+    "the step returned a tree with the structure and shapes of its parameters (first leaf 'w', shape [2]). Gradients taken "
+    "inside a data-parallel step, and parameters updated with them, are local to the rank. Either return the loss and "
+    'differentiate the wrapped step; or wrap with returns="grads", which reduces the returned gradients; or call '
+    "ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or a one-element list."
+)
+SCALAR = "a gradient needs a step that returns a 0-dim tensor, got {}. Take its mean or sum; a step that returns (loss, aux) wants has_aux=True."
+LOSS = "train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {}. Take its mean or sum; a step that returns (loss, aux) wants has_aux=True."
+NO_TREE = "argument 0 of the step must be a tree of tensors, but leaf {} is of type {}."
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # --- data_parallel
+    "no function": (lambda: ltx.data_parallel(3), StepError, "data_parallel wraps a function, got int."),
+    "twice": (
+        lambda: ltx.data_parallel(ltx.data_parallel(linear)),
+        StepError,
+        "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, strategy=...) for "
+        "another strategy.",
+    ),
+    "strategy": (
+        lambda: ltx.data_parallel(linear, "ddp"),
+        StrategyError,
+        "strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got 'ddp'.",
+    ),
+    "outputs": (
+        lambda: ltx.data_parallel(linear, outputs="sum"),
+        StrategyError,
+        'outputs must be "local" or "mean", got \'sum\'.',
+    ),
+    "returns": (
+        lambda: ltx.data_parallel(linear, returns="params"),
+        StrategyError,
+        'returns must be "value" or "grads", got \'params\'.',
+    ),
+    "argnums too large": (
+        lambda: ltx.data_parallel(linear, argnums=2)(P, X),
+        StepError,
+        "argnums=2: the step was called with 2 positional arguments. Parameters are passed by position.",
+    ),
+    "argnums too small": (
+        lambda: ltx.data_parallel(linear, argnums=(0, -3))(P, X),
+        StepError,
+        "argnums=(0, -3): the step was called with 2 positional arguments. Parameters are passed by position.",
+    ),
+    "parameters by keyword": (
+        lambda: ltx.data_parallel(linear)(params=P, x=X),
+        StepError,
+        "argnums=0: the step was called with 0 positional arguments. Parameters are passed by position.",
+    ),
+    "axis": (
+        lambda: ltx.data_parallel(linear, axis="model")(P, X),
+        AxisError,
+        "no axis called 'model' is in scope; in scope: none (ltx.init hasn't made any). Open it with ltx.vmap(f, "
+        "axis_name='model') or name it in ltx.init(mesh={'model': ...}).",
+    ),
+    "axis of a wrong type": (
+        lambda: ltx.data_parallel(linear, axis=3)(P, X),
+        AxisError,
+        "an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got int.",
+    ),
+    # --- parameters
+    "a module": (
+        lambda: ltx.data_parallel(linear)(MODULE, X),
+        TreeError,
+        NO_TREE.format("'<the tree itself>'", "Linear")
+        + " Pass dict(module.named_parameters()) and call it with torch.func.functional_call.",
+    ),
+    "a generator": (
+        lambda: ltx.data_parallel(linear)(MODULE.parameters(), X),
+        TreeError,
+        NO_TREE.format("'<the tree itself>'", "generator")
+        + " A generator is used up by its first reader: pass a dict, list or tuple of tensors.",
+    ),
+    "a string": (lambda: ltx.data_parallel(linear)([X, "w"], X), TreeError, NO_TREE.format("'1'", "str")),
+    "a number": (lambda: ltx.data_parallel(linear)({"a": {"b": 1.0}}, X), TreeError, NO_TREE.format("'a.b'", "float")),
+    "init of a module": (
+        lambda: ltx.data_parallel(linear).init(MODULE),
+        TreeError,
+        "params must be a tree of tensors, but leaf '<the tree itself>' is of type Linear. Pass "
+        "dict(module.named_parameters()) and call it with torch.func.functional_call.",
+    ),
+    "captured parameters": (
+        lambda: ltx.data_parallel(lambda p, x: MODULE(x).sum() + p["w"].sum())({"w": torch.ones(2, requires_grad=True)}, X),
+        StepError,
+        "the step uses a parameter of shape [1] that isn't one of its arguments, so its gradient would stay local to this "
+        "rank without a word. Pass it in: params = dict(module.named_parameters()) and torch.func.functional_call(module, "
+        "params, inputs) inside the step. If it is meant to be frozen, call requires_grad_(False) on it.",
+    ),
+    # --- outputs
+    "gradients": (lambda: ltx.data_parallel(torch.func.grad(linear))(P, X), StepError, RETURNS),
+    "gradients and value": (lambda: ltx.data_parallel(torch.func.grad_and_value(linear))(P, X), StepError, RETURNS),
+    "new parameters": (
+        lambda: ltx.data_parallel(lambda p, x: {"w": p["w"] - 0.1 * torch.func.grad(linear)(p, x)["w"]})(P, X),
+        StepError,
+        RETURNS,
+    ),
+    "no tensor": (
+        lambda: ltx.vmap(torch.func.grad(ltx.data_parallel(lambda p: 3)), in_dims=None, axis_size=2)(P),
+        StepError,
+        "the step returned no floating tensor, so its parameters have no gradient.",
+    ),
+    "ltx.grad of a vector": (
+        lambda: ltx.grad(ltx.data_parallel(lambda p, x: {"y": p["w"] * x}["y"][:1]))(P, X),
+        StepError,
+        SCALAR.format("a tensor of shape [1]"),
+    ),
+    "ltx.grad of a pair": (
+        lambda: ltx.grad(ltx.data_parallel(lambda p, x: (linear(p, x), x)))(P, X),
+        StepError,
+        SCALAR.format("tuple"),
+    ),
+    "has_aux without aux": (
+        lambda: ltx.grad_and_value(ltx.data_parallel(linear), has_aux=True)(P, X),
+        StepError,
+        "has_aux=True needs a step that returns (loss, aux), got a tensor of shape [].",
+    ),
+    # --- Weighted
+    "Weighted vector": (
+        lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(p["w"] * x, 2))(P, X),
+        StepError,
+        "Weighted.total must be a 0-dim floating tensor, got shape [2], torch.float32. Sum it.",
+    ),
+    "Weighted number": (
+        lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(1.0, 2))(P, X),
+        StepError,
+        "Weighted.total must be a 0-dim floating tensor, got 1.0. Sum it.",
+    ),
+    "Weighted by a vector": (
+        lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), x))(P, X),
+        StepError,
+        "Weighted.weight must be 0-dim, got shape [2]. Sum it.",
+    ),
+    "weights 0": (
+        lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), 0))(P, X),
+        WeightError,
+        "Weighted: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a sample, or skip the "
+        "step on all of them.",
+    ),
+    "weights 0, blocked": (
+        lambda: ltx.block_backward_sync(ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), 0)))(P, X),
+        WeightError,
+        "Weighted: the weights on this rank add up to 0, so there is no mean. Give at least one rank a sample, or skip the "
+        "step on all of them.",
+    ),
+    "weights 0, training": (
+        lambda: train(lambda p, x: ltx.Weighted(linear(p, x), 0)),
+        WeightError,
+        "Weighted: the weights add up to 0, so there is no mean. The state is as before the step.",
+    ),
+    # --- train_step
+    "train_step of a function": (
+        lambda: ltx.train_step(linear, sgd()),
+        StepError,
+        "train_step takes a step made by ltx.data_parallel, got function. Wrap it: "
+        "ltx.train_step(ltx.data_parallel(loss_fn), optimizer).",
+    ),
+    "train_step of a blocked step": (
+        lambda: ltx.train_step(ltx.block_backward_sync(ltx.data_parallel(linear)), sgd()),
+        StepError,
+        "train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.",
+    ),
+    "train_step of gradients": (
+        lambda: ltx.train_step(ltx.data_parallel(linear, returns="grads"), sgd()),
+        StepError,
+        'train_step differentiates the step itself: wrap the loss, without returns="grads".',
+    ),
+    "train_step of other argnums": (
+        lambda: ltx.train_step(ltx.data_parallel(linear, argnums=1), sgd()),
+        StepError,
+        "train_step passes the parameters first: the step needs argnums=0, got 1.",
+    ),
+    "a torch optimizer": (
+        lambda: ltx.train_step(ltx.data_parallel(linear), torch.optim.SGD),
+        OptimError,
+        "optimizer must be an ltx.optim.Optimizer, got <class 'torch.optim.sgd.SGD'>. Use "
+        "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update).",
+    ),
+    "guard": (lambda: train(guard="skip"), StrategyError, 'guard must be "off", got \'skip\'.'),
+    "overlap": (
+        lambda: train(overlap="step"),
+        StrategyError,
+        'overlap must be "backward" or "update", got \'step\'.',
+    ),
+    "overlap with clipping": (
+        lambda: ltx.train_step(
+            ltx.data_parallel(linear),
+            ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.SGD, lr=0.5)),
+            overlap="update",
+        ),
+        StrategyError,
+        'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
+        "chain(clip_by_global_norm(1.0), from_torch(SGD, lr=0.5)) needs all of them. Use overlap=\"backward\".",
+    ),
+    "init of a generator": (
+        lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(MODULE.parameters()),
+        TreeError,
+        "params must be a tree of tensors, but leaf '<the tree itself>' is of type generator. A generator is used up by its "
+        "first reader: pass a dict, list or tuple of tensors.",
+    ),
+    "buffers": (
+        lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(P, {"n": 3}),
+        TreeError,
+        "buffers must be a tree of tensors, but leaf 'n' is of type int.",
+    ),
+    "parameters for a state": (
+        lambda: ltx.train_step(ltx.data_parallel(linear), sgd())(P, X),
+        StepError,
+        "the first argument is the TrainState that init or the last step gave, got dict.",
+    ),
+    "a vector for a loss": (
+        lambda: train(lambda p, x: {"y": p["w"] * x}["y"][:1]),
+        StepError,
+        LOSS.format("a tensor of shape [1] and torch.float32"),
+    ),
+    "an integer loss": (lambda: train(lambda p, x: x.sum().long()), StepError, LOSS.format("a tensor of shape [] and torch.int64")),
+    "a dict for a loss": (lambda: train(lambda p, x: {"loss": linear(p, x)}), StepError, LOSS.format("dict")),
+    "a pair for a loss": (lambda: train(lambda p, x: (linear(p, x), x)), StepError, LOSS.format("a tuple of 2")),
+    "no aux": (
+        lambda: train(has_aux=True),
+        StepError,
+        "train_step: the step must return (loss, aux), got a tensor of shape [] and torch.float32.",
+    ),
+    "three for two": (
+        lambda: train(lambda p, x: (linear(p, x), x, x), has_aux=True),
+        StepError,
+        "train_step: the step must return (loss, aux), got a tuple of 3.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_messages(name: str) -> None:
+    call, error, text = ERRORS[name]
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == text
+    assert isinstance(raised.value, LtxError)
+
+
+def test_captured_parameters_are_found_at_every_call() -> None:
+    step = ltx.data_parallel(lambda p, x: MODULE(x).sum() + p["w"].sum())
+    for _ in range(2):
+        with pytest.raises(StepError, match="isn't one of its arguments"):
+            step({"w": torch.ones(2, requires_grad=True)}, X)
+
+
+def test_captured_parameters_are_found_in_training() -> None:
+    with pytest.raises(StepError, match="isn't one of its arguments"):
+        train(lambda p, x: MODULE(x).sum() + p["w"].sum())
+
+
+def test_what_isnt_captured() -> None:
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def step(p: Any, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return functional_call(MODULE, p, (x,)).sum() * frozen(x).sum() * scale
+
+    scale = torch.tensor(2.0, requires_grad=True)
+    made = {"weight": (2 * w)[None], "bias": w.sum()[None]}  # parameters that are made of others
+    ltx.data_parallel(step)(made, x, scale=scale).backward()
+    assert all(t.grad is not None for t in (w, x, scale))
+
+
+# --- ranks that disagree ---------------------------------------------------------------------------------------------
+
+
+def on_both(make: Callable[[int], tuple[Any, Any]], how: str) -> list[str]:
+    """The error of a step whose strategy and parameters are ``make(rank)``; then a step that works."""
+    strategy, params = make(ltx.world().rank)
+    step = ltx.data_parallel(lambda p: sum(leaf.sum().float() for leaf in ltx.tree.flatten(p)[0]), strategy)
+    calls = {
+        "grad": lambda: torch.func.grad(step)(params),
+        "train_step": lambda: (lambda t: t(t.init(params)))(ltx.train_step(step, sgd())),
+        "sync_gradients": lambda: ltx.sync_gradients(params, strategy),
+    }
+    with pytest.raises(RankMismatchError) as raised:
+        calls[how]()
+    assert torch.func.grad(ltx.data_parallel(lambda w: w * (1 + ltx.axis_index())))(torch.tensor(2.0)) == 1.5
+    return str(raised.value)
+
+
+A, B = torch.ones(2), torch.ones(3)
+TREE = "Fix: give every rank the same tree, shapes and dtypes."
+MISMATCHES: dict[str, tuple[Callable[[int], tuple[Any, Any]], str]] = {
+    "shapes": (
+        lambda rank: (None, {"a": A, "b": {"c": torch.ones(2 + rank)}}),
+        f"axis 'data': ranks disagree on {{}}, leaf 'b.c': rank 0: float32[2]; rank 1: float32[3]. {TREE}",
+    ),
+    "dtypes": (
+        lambda rank: (None, [A, B.double() if rank else B]),
+        f"axis 'data': ranks disagree on {{}}, leaf '1': rank 0: float32[3]; rank 1: float64[3]. {TREE}",
+    ),
+    "a leaf more": (
+        lambda rank: (None, {"a": A, "b": B} if rank else {"a": A}),
+        f"axis 'data': ranks disagree on {{}}, leaf 'b': rank 0: no such leaf; rank 1: float32[3]. {TREE}",
+    ),
+    "another name": (
+        lambda rank: (None, {"b": A} if rank else {"a": A}),
+        f"axis 'data': ranks disagree on {{}}, leaf 'a': rank 0: float32[2]; rank 1: no such leaf. {TREE}",
+    ),
+    "strategies": (
+        lambda rank: (ltx.DDPStrategy(comm_hook="bf16" if rank else "allreduce"), {"a": A}),
+        "axis 'data': ranks disagree on {}, its arguments: rank 0: AllReduce() with buckets of (4194304, 1048576) bytes; rank "
+        "1: BF16() with buckets of (4194304, 1048576) bytes. Fix: call it with the same arguments on every rank.",
+    ),
+    "bucket sizes": (
+        lambda rank: (ltx.DDPStrategy(bucket_bytes=4096 * (1 + rank)), {"a": A}),
+        "axis 'data': ranks disagree on {}, its arguments: rank 0: AllReduce() with buckets of (4096, 1048576) bytes; rank 1: "
+        "AllReduce() with buckets of (8192, 1048576) bytes. Fix: call it with the same arguments on every rank.",
+    ),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known on one rank"])
+@pytest.mark.parametrize("how", ["grad", "sync_gradients"])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_that_disagree(name: str, how: str, known: bool, ranks: Ranks) -> None:
+    make, text = MISMATCHES[name]
+    if known:  # both ranks have seen what rank 0 has, so that only rank 1 has something to compare
+
+        def earlier() -> None:
+            strategy, params = make(0)
+            step = ltx.data_parallel(lambda p: sum(leaf.sum() for leaf in ltx.tree.flatten(p)[0]), strategy)
+            torch.func.grad(step)(params) if how == "grad" else ltx.sync_gradients(params, strategy)
+
+        ranks(2).run(earlier)
+    operation = {"grad": "data_parallel"}.get(how, how)
+    assert ranks(2).run(on_both, make, how).replicated() == text.format(operation)
+
+
+@pytest.mark.parametrize("name", ["shapes", "dtypes", "a leaf more", "strategies"])
+def test_ranks_that_disagree_in_training(name: str, ranks: Ranks) -> None:
+    make, text = MISMATCHES[name]
+    operation = "data_parallel" if name == "strategies" else "broadcast"
+    message = ranks(2).run(on_both, make, "train_step").replicated()
+    assert message.startswith(f"axis 'data': ranks disagree on {operation}")
+
+
+# --- after an error the state is as it was ---------------------------------------------------------------------------
+
+
+def without_weight(overlap: Any) -> tuple[str, list[Any]]:
+    """(the error of a step in which no rank has a sample, states before it, after it, and after a good step)"""
+    step = ltx.data_parallel(lambda p, x, n: ltx.Weighted(linear(p, x), n))
+    stepped = ltx.train_step(step, sgd(lr=1.0), overlap=overlap)
+    state = stepped.init(P)
+    before = ltx.tree.map(torch.clone, state.params)
+    with pytest.raises(WeightError) as raised:
+        stepped(state, X, torch.tensor(0.0))
+    after = ltx.tree.map(torch.clone, state.params)
+    state, _ = stepped(state, X, torch.tensor(2.0 if ltx.world().rank else 0.0))
+    return str(raised.value), [before, after, state.params]
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_all_weights_zero(overlap: str, ranks: Ranks) -> None:
+    text, (before, after, good) = ranks(2).run(without_weight, overlap).replicated()
+    assert text == (
+        "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. Give at least "
+        "one rank a sample, or skip the step on all of them."
+    )
+    assert_same_bits(before, after)
+    assert good["w"].tolist() == [0.0, -1.0]  # (x + x) / 2
+
+
+def alone_in_raising() -> tuple[str, list[Any]]:
+    """Rank 1 raises inside the step, so rank 0 waits in vain, on an axis with a timeout."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from ltx.wire.line import open_axis
+
+    axis = open_axis("short", dist.new_group([0, 1]), timedelta(seconds=0.5))
+
+    def loss(params: Any, x: torch.Tensor, fail: bool) -> torch.Tensor:
+        if fail:
+            raise ZeroDivisionError("no data")
+        return linear(params, x)
+
+    stepped = ltx.train_step(ltx.data_parallel(loss, axis=axis), sgd(lr=1.0))
+    state, _ = stepped(stepped.init(P), X, False)
+    before = ltx.tree.map(torch.clone, state.params)
+    with pytest.raises((CollectiveTimeoutError, ZeroDivisionError)) as raised:
+        stepped(state, X, ltx.world().rank == 1)
+    # The torn axis is of no use any more; the state is.
+    again = ltx.train_step(ltx.data_parallel(loss), sgd(lr=1.0))
+    after = ltx.tree.map(torch.clone, state.params)
+    good, _ = again(state, X, False)
+    return type(raised.value).__name__, [before, after, good.params]
+
+
+def test_a_rank_that_raises_alone_leaves_all_with_the_last_whole_state(ranks: Ranks) -> None:
+    results = ranks(2).run(alone_in_raising)
+    assert [name for name, _ in results] == ["CollectiveTimeoutError", "ZeroDivisionError"]
+    for _, (before, after, good) in results:
+        assert_same_bits(before, after)
+        assert (before["w"].tolist(), good["w"].tolist()) == ([0.0, -1.0], [-1.0, -3.0])
