@@ -246,6 +246,12 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
         tree.check_tensors(value, f"{name}: its argument")
         found = wire.resolve(axis)
         groups = [static(x, found.size) for x in leaves]
+        if isinstance(found.backing, GroupBacking):
+            # As a tree, with its paths; the Function compares tensor by tensor what its derivatives issue.
+            line: wire.Line = found.backing.line
+            call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
+            arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
+            line.meet(line.user, call, lambda: wire.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
         if len(set(groups)) == 1:
             return tree.unflatten(spec, apply(name, groups[0], found, leaves))
         return tree.unflatten(

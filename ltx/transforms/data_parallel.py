@@ -97,16 +97,24 @@ class DataParallel:
         }
         return SyncState.new(states, leaves[0].device if leaves else torch.device("cpu"))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: bool = False) -> Run:
-        """Call the step on marked parameters. `deferred`: the fence won't wait (see WireSchedule)."""
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, deferred: bool = False, step: int | None = None
+    ) -> Run:
+        """Call the step on marked parameters.
+
+        `deferred`: the fence won't wait (see WireSchedule). `step`: the number of steps so far, where the caller counts
+        them; else the communication state does.
+        """
         params, sync_state = self._params_of(args)
         leaves, spec = tree.flatten(params)
         if torch.compiler.is_compiling():
-            return self._run_in_graph(args, kwargs, params, leaves, spec, sync_state)
+            counted = sync_state.step if sync_state is not None else 0
+            return self._run_in_graph(args, kwargs, params, leaves, spec, counted if step is None else step)
         tree.check_tensors(params, f"argument {self.argnums} of the step")
         axis = wire.resolve(self.axis)
         wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
-        step = sync_state.checked_step() if sync_state is not None else 0
+        counted = sync_state.checked_step() if sync_state is not None else 0
+        step = counted if step is None else step
         hook = None if self.blocked else self.strategy.hook(step)
         if not wanted or hook is None or (axis.size == 1 and hook.exact and not hook.state_names):
             return self._run_local(args, kwargs, params, sync_state if wanted else None, axis)
@@ -160,9 +168,8 @@ class DataParallel:
         params: Tree,
         leaves: list[Any],
         spec: Any,
-        state: SyncState | None,
+        step: int,
     ) -> Run:
-        step = state.step if state is not None else 0
         key = "" if self.blocked else synchronise.prepare_trace(self.strategy, self.axis, step)
         if key == "":
             output = self.fn(*self._replaced(args, params), **kwargs)
@@ -202,7 +209,8 @@ class DataParallel:
         if not self.blocked and not torch.compiler.is_compiling() and self.strategy.stateful:
             raise SyncStateError(
                 f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
-                "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
+                "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "
+                "ltx.Synced(params, state)."
             )
         return params, None
 

@@ -84,7 +84,10 @@ class TrainStep:
         buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
         if wire.resolve(axis).backing is None:  # nothing was sent, so nothing was copied
             params, buffers = tree.map(torch.clone, params), tree.map(torch.clone, buffers)
-        return TrainState(params, buffers, self.optimizer.init(params), self.step.init(params))
+        sync_state = self.step.init(params)
+        if not torch._C._are_functorch_transforms_active():
+            sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))
+        return TrainState(params, buffers, self.optimizer.init(params), sync_state)
 
     def __call__(self, state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
@@ -107,7 +110,7 @@ class TrainStep:
         if sync_leaves:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with torch.enable_grad():
-            run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True)
+            run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=steps)
             loss, buffers, aux = self._outputs(run, state.buffers)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, torch.ones_like(loss))
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
@@ -122,6 +125,9 @@ class TrainStep:
             params, opt_state, sync_flat = update.at_once(total, weight, header, isinstance(loss, Weighted))
         entries = tree.unflatten(sync_spec, sync_flat)
         params, entries = strategy.after_update(params, entries, steps, axis)
+        if self.donate:
+            # The next step writes into the parameters; a strategy may have returned one tensor as both.
+            entries = _unshared(entries, params)
         next_sync = SyncState(entries, sync.uses, sync.clock, steps + 1)
         if self.donate:
             state.donate()
@@ -166,7 +172,7 @@ class TrainStep:
         others: list[Any] = []
 
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
-            run = self.step.run(self._arguments(given, state.buffers, batch), {})
+            run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=steps)
             loss, buffers, aux = self._outputs(run, state.buffers)
             value = run.value()
             value = value[0] if isinstance(value, tuple) else value
@@ -302,6 +308,12 @@ def _header_at_once(total: torch.Tensor, weight: torch.Tensor, axis: Axis) -> wi
     if bool(weight == 0):
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
     return wire.Header(total.detach().double(), weight.double())
+
+
+def _unshared(tensors: Tree, others: Tree) -> Tree:
+    """`tensors`, those that share memory with one of `others` as copies."""
+    owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
+    return tree.map(lambda x: x.clone() if x.untyped_storage().data_ptr() in owned else x, tensors)
 
 
 def _as_laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

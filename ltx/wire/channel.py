@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ltx.errors import CollectiveTimeoutError, PeerLostError
+from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS
 from ltx.wire.shared import Lane, Passage, wait_for
@@ -60,12 +61,16 @@ class Ticket:
         if work is None:
             return self._value
         began = time.perf_counter()
-        if isinstance(work, Passage):
-            self._pass(work, began)
-        elif self._value.is_cuda and self._channel.group.name() == "nccl":
-            work.wait()  # orders the current stream behind the collective; the host goes on
-        else:
-            self._block(work, began)
+        try:
+            if isinstance(work, Passage):
+                self._pass(work, began)
+            elif self._value.is_cuda and self._channel.group.name() == "nccl":
+                work.wait()  # orders the current stream behind the collective; the host goes on
+            else:
+                self._block(work, began)
+        except LtxError as error:
+            self._channel.torn = error
+            raise
         if self._event is not None:
             self._event.waited_s = time.perf_counter() - began
             if self._event.landed_s is None:
@@ -131,6 +136,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.while_waiting = while_waiting
         self.lane = lane  # the short way for sums, where all ranks share a machine
+        self.torn: LtxError | None = None  # what left an issue behind that never completed
         self.issued = 0
         self.compared = 0
         self.digest = 0
@@ -145,6 +151,11 @@ class Channel:
 
     def issue(self, operation: str, buffer: torch.Tensor, label: str, argument: int = 0) -> Ticket:
         """Start `operation` on a contiguous `buffer` that now belongs to the wire."""
+        if self.torn is not None:
+            raise type(self.torn)(
+                f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "
+                f"earlier failure; ltx.shutdown() and start again. The failure was: {self.torn}"
+            )
         entry = OPERATIONS[operation]
         event = ledger.note(
             self.name, operation, label, entry.wire_bytes(buffer.numel() * buffer.element_size(), self.size)
@@ -166,4 +177,5 @@ def _stamp_landing(work: dist.Work, event: ledger.Event) -> None:
     def landed(_future: object) -> None:
         event.landed_s = time.perf_counter()
 
-    work.get_future().add_done_callback(landed)
+    with suppress(RuntimeError):  # some of gloo's works have no future; then the wait tells
+        work.get_future().add_done_callback(landed)
