@@ -19,7 +19,7 @@ from ltx import tree
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.sync.marker import ACCUMULATE_PRIORITY, raise_priority
-from ltx.transforms.captured import captured
+from ltx.transforms.captured import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.synchronise import tracked
 from ltx.transforms.weighted import Weighted
@@ -198,16 +198,17 @@ class _Sums:
         if torch._C._are_functorch_transforms_active():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value, carry=_detached(parts[-1].carry))
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in at]
-            value = total(*leaves)
-        variable = captured([value], [*leaves, *tensors])
-        if variable is not None:
+        leaves = [x.detach().requires_grad_() for x in at]
+        try:
+            with torch.enable_grad(), watch_for_traced_values(self.call.step.fn):
+                value = total(*leaves)
+        except TracedValueError:
             raise UnsupportedError(
-                f"accumulate: the step uses a differentiable tensor of shape {list(variable.shape)} that isn't one "
-                "of its arguments (a parameter it closes over, or a value of a surrounding transform), which would "
-                "have no gradient here. Pass it as an argument (a 0-dim tensor goes to every micro-batch whole)."
-            )
+                "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its "
+                "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "
+                "micro-batch)."
+            ) from None
+        refuse_captured(self.call.step.fn, [value], [*leaves, *tensors])
         grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
         filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
         return filled, _detached(parts[-1])

@@ -20,12 +20,8 @@ from torch._C import _functorch
 from ltx import tree
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
-from ltx.transforms.captured import captured
+from ltx.transforms.captured import watch_for_traced_values
 from ltx.transforms.synchronise import tracked
-
-
-class CapturedError(Exception):
-    """The step closes over a value that a surrounding transform differentiates."""
 
 
 class Call:
@@ -48,12 +44,10 @@ class Call:
         for i, tensor in zip(self.wrapped, self.inputs, strict=True):
             filled[i] = tensor
         args, kwargs = tree.unflatten(self.spec, filled)
-        with torch.enable_grad():
+        with torch.enable_grad(), watch_for_traced_values(self.step.fn):
             outputs, spec = tree.flatten(self.step.run(args, kwargs).value())
         self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         self.outputs = [outputs[i] for i in self._differentiable]
-        if captured(self.outputs, filled) is not None:
-            raise CapturedError
         self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
         return tuple(x.detach() for x in self.outputs)
 
@@ -151,7 +145,7 @@ def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def call_below(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`step`'s value, its derivative ready on plain autograd. Raises :class:`CapturedError` where that isn't exact."""
+    """The value of `step`, its derivative on plain autograd. Raises TracedValueError where that isn't exact."""
     call = Call(step, args, kwargs)
     outputs = Below.apply(call, *(call.leaves[i] for i in call.wrapped))
     if not call.outputs:

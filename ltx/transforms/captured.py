@@ -1,14 +1,21 @@
-"""Parameters that a step uses without being given them: their gradients would silently stay local."""
+"""What a step uses without being given it.
+
+Parameters, whose gradients would silently stay local; and values that a surrounding transform differentiates, which have
+no derivative where a step runs below that transform.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch._C import _functorch
+from torch.overrides import TorchFunctionMode
 
+from ltx import tree
 from ltx.errors import StepError
 
 # Steps whose graph was looked at once. The graph of a step has thousands of nodes; its captures don't change.
@@ -54,3 +61,45 @@ def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> No
         )
     with suppress(TypeError):  # can't be weakly referenced
         _looked_at.add(fn)
+
+
+class TracedValueError(Exception):
+    """The step closes over a value that a surrounding transform of torch.func differentiates or maps."""
+
+
+class _Watch(TorchFunctionMode):
+    """Raises :class:`TracedValueError` at the first operation on a tensor of a level that isn't being run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != "__get__":  # looking at a shape is harmless
+            here = _functorch.maybe_current_level() or 0
+            for x in tree.flatten((args, tuple(kwargs.values())))[0]:
+                if _is_wrapped(x) and _functorch.maybe_get_level(x) > here:
+                    raise TracedValueError
+        return func(*args, **kwargs)
+
+
+def _is_wrapped(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x)
+
+
+_watched: WeakSet[Any] = WeakSet()
+
+
+@contextmanager
+def watch_for_traced_values(fn: Any) -> Iterator[None]:
+    """Watch what `fn` uses, the first time that it runs below a transform.
+
+    A function that closes over a traced value was made inside the transform, so it is new. Watching costs microseconds
+    an operation.
+    """
+    try:
+        known = fn in _watched
+    except TypeError:  # can't be hashed
+        known = False
+    with nullcontext() if known else _Watch():
+        yield
+    if not known:
+        with suppress(TypeError):
+            _watched.add(fn)

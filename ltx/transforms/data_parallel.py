@@ -22,7 +22,7 @@ from ltx.sync import marker
 from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Schedule
 from ltx.transforms import below, synchronise
-from ltx.transforms.captured import refuse_captured
+from ltx.transforms.captured import TracedValueError, refuse_captured
 from ltx.transforms.sync_state import Synced, SyncState, _values
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Step, Tree
@@ -74,7 +74,7 @@ class DataParallel:
             and not torch.compiler.is_compiling()
             and self._runs_below(args, kwargs)
         ):
-            with suppress(below.CapturedError):
+            with suppress(TracedValueError):
                 return below.call_below(self, args, kwargs)
         return self.run(args, kwargs).value()
 

