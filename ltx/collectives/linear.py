@@ -162,7 +162,7 @@ def _fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _begin(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
     if rule.operation is None:
         return lambda: rule.before(x, line.size, static)
-    key = (rule.name, x.shape, x.dtype, static)
+    key = _key(rule.name, x, static)
     line.issue_agreed(
         line.user, key, lambda: wire.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else "")
     )
@@ -170,6 +170,10 @@ def _begin(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static) -> Call
     if buffer.numel() == 0:
         return lambda: _empty_result(rule, buffer, line.size)
     return line.user.issue(rule.operation, buffer, rule.name, rule.argument(static)).wait
+
+
+def _key(name: str, x: torch.Tensor, static: Static) -> tuple[Any, ...]:
+    return (name, x.shape, x.dtype, static)
 
 
 def _empty_result(rule: Rule, buffer: torch.Tensor, n: int) -> torch.Tensor:
@@ -251,7 +255,10 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
             line: wire.Line = found.backing.line
             call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
             arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
-            line.meet(line.user, call, lambda: wire.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
+            agreed = line.meet(
+                line.user, call, lambda: wire.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
+            )
+            line.adopt((_key(name, x, group) for x, group in zip(leaves, groups, strict=True)), agreed)
         if len(set(groups)) == 1:
             return tree.unflatten(spec, apply(name, groups[0], found, leaves))
         return tree.unflatten(

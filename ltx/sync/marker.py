@@ -160,7 +160,7 @@ class Tie(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        ctx.schedule.begin()
+        Begin.apply(ctx.schedule)
         # Zero in value, but batched and differentiable wherever the cotangents and parameters are, so that the markers
         # take part at every level of every transform.
         link = torch.zeros_like(cotangents[0].sum())
@@ -189,6 +189,25 @@ class Tie(Function):
                     (dims[ends[0] + k], dims[ends[1] + k]),
                 )
         return Tie.apply(schedule, tokens, kept, *(t for ts in lists for t in ts)), in_dims[3 + ends[2] :]
+
+
+class Begin(Function):
+    """``Begin.apply(schedule)``: begins a backward pass. A Function, so that it runs below every transform, as the wire
+    must: what is made under a transform is wrapped in its levels.
+    """
+
+    @staticmethod
+    def forward(schedule: Schedule) -> torch.Tensor:
+        schedule.begin()
+        return torch.zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], schedule: Schedule) -> tuple[Any, Any]:
+        return Begin.apply(schedule), None  # torch wants to see a rule; without tensors it never calls it
 
 
 class Launch(Function):
@@ -340,7 +359,7 @@ def reduce_gradients(
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """Reduce gradients at hand: (reduced, next states). Differentiable, as the marker's backward pass is."""
     plan, index = schedule.plan, _index(schedule.plan.axis)
-    schedule.begin()
+    Begin.apply(schedule)
     link = torch.zeros(())
     in_flight: list[torch.Tensor] = []
     for bucket in plan.buckets:

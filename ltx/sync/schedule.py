@@ -126,7 +126,7 @@ class Schedule:
         raise NotImplementedError
 
     def _check_batchable(self, dims: Dims, states: Sequence[torch.Tensor]) -> None:
-        if dims and not (self.hook.elementwise and not states):
+        if dims and not (self.hook.elementwise and (self.again or not states)):
             raise UnsupportedError(
                 f"{self.hook!r} can't reduce gradients of several samples at once between processes. For per-sample "
                 "gradients use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for "

@@ -1,7 +1,7 @@
 """What a step uses without being given it.
 
-Parameters, whose gradients would silently stay local; and values that a surrounding transform differentiates, which have
-no derivative where a step runs below that transform.
+Parameters, whose gradients would silently stay local; and values that a surrounding transform differentiates, which
+have no derivative where a step runs below that transform.
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ class DataParallel:
             step,
             lambda: [paths()[i] for i in wanted],
             "data_parallel",
+            spec,
         )
         schedule = synchronise.wire_schedule(plan, deferred)
         marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])

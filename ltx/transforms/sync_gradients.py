@@ -99,6 +99,7 @@ def _reduce(
         step,
         lambda: paths,
         "sync_gradients",
+        tuple(paths),
     )
     schedule = synchronise.wire_schedule(plan, deferred=False)
     reduced, advanced = marker.reduce_gradients(schedule, grads, [list(s.values()) for s in states])

@@ -46,12 +46,14 @@ def make_plan(
     step: int,
     paths: Callable[[], list[str]],
     operation: str,
+    structure: Any,
     compare: bool = True,
 ) -> Plan:
     """The plan for reducing `tensors`; ranks compare it when they meet it for the first time.
 
     `arrival` is the order in which this rank expects its gradients; all take rank 0's. `step` matters to stateful hooks
-    alone. Without `compare` (inside a graph, where nothing can be waited for) it was compared at trace time or never.
+    alone; `structure` is that of the tree they come from. Without `compare` (inside a graph, where nothing can be
+    waited for) nothing is compared.
     """
     leaves = tuple((t.shape, t.dtype, t.device) for t in tensors)
     sizes = (strategy.bucket_bytes, strategy.first_bucket_bytes)
@@ -61,7 +63,7 @@ def make_plan(
         line: wire.Line = axis.backing.line
         agreement = line.meet(
             line.bucket_channel(0),
-            (operation, strategy, hook, leaves, names),  # not the order: it may differ
+            (operation, strategy, hook, leaves, names, structure),  # not the order: it may differ
             lambda: wire.Signature.of(
                 operation, paths(), list(tensors), f"{hook!r} with {names_text(names)}buckets of {sizes} bytes"
             ),
@@ -128,7 +130,7 @@ def _schedule_in_graph(
     key: str, operation: str, tensors: Sequence[torch.Tensor], arrival: tuple[int, ...], names: Names, step: int
 ) -> Schedule:
     strategy, hook, axis = _traced[key]
-    plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, compare=False)
+    plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False)
     return make_schedule(plan, compiled=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +110,11 @@ class Line:
             self._known[key] = known
         return known
 
+    def adopt(self, keys: Iterable[Any], agreement: Agreement) -> None:
+        """Count what was agreed as a whole for each of its parts, which are issued under `keys`."""
+        for key in keys:
+            self._known[key] = agreement
+
     def issue_agreed(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
         """:meth:`meet`, and count the issue that follows into the channel's digest."""
         channel.advance(self.meet(channel, key, describe))
@@ -121,21 +126,40 @@ class Line:
         self._store.set(f"latest/{self.rank}", place)
         deadline = time.monotonic() + self.timeout_s
         pause = 0.0005
-        missing = [f"{place}/{rank}" for rank in range(self.size)]
-        while not self._posted(missing):
+        everyone = [f"{place}/{rank}" for rank in range(self.size)]
+        while not self._posted(everyone):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+            if pause == 0.05:
+                self._refuse_elsewhere(place, signature)
             if time.monotonic() > deadline:
                 absent = [rank for rank in range(self.size) if not self._posted([f"{place}/{rank}"])]
                 raise CollectiveTimeoutError(
                     f"rank {self.rank}: {signature.operation} on axis {self.name!r}: ranks {absent} didn't come to "
                     f"compare it within {self.timeout_s:g} s. Every rank must call the same collectives."
                 )
-        texts = [json.loads(self._store.get(f"{place}/{rank}")) for rank in range(self.size)]
+        self._store.set(f"latest/{self.rank}", "")
+        texts = [json.loads(self._store.get(key)) for key in everyone]
         signatures = {rank: Signature.from_json(text) for rank, (text, _) in enumerate(texts)}
         if len(set(signatures.values())) > 1:
             raise explain_mismatch(self.name, signatures)
         return texts[0][1]
+
+    def _refuse_elsewhere(self, place: str, signature: Signature) -> None:
+        """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""
+        for rank in range(self.size):
+            there = self._standing(rank)
+            if rank == self.rank or there in ("", place) or self._posted([f"{there}/{self.rank}"]):
+                continue
+            if self._posted([f"{place}/{rank}"]):  # it has been here, and gone on
+                continue
+            theirs = Signature.from_json(json.loads(self._store.get(f"{there}/{rank}"))[0])
+            self._store.set(f"{there}/{self.rank}", json.dumps([signature.to_json(), None]))
+            raise explain_mismatch(self.name, dict(sorted({self.rank: signature, rank: theirs}.items())))
+
+    def _standing(self, rank: int) -> str:
+        """Where `rank` waits for its peers to compare something; "" if nowhere."""
+        return self._store.get(f"latest/{rank}").decode() if self._posted([f"latest/{rank}"]) else ""
 
     def _posted(self, keys: list[str]) -> bool:
         """Whether all `keys` are in the store."""
@@ -149,10 +173,8 @@ class Line:
     def _answer(self) -> None:
         """Called while this rank waits: does a peer stand at an issue that this rank made with another signature?"""
         for rank in range(self.size):
-            if rank == self.rank or not self._posted([f"latest/{rank}"]):
-                continue
-            place = self._store.get(f"latest/{rank}").decode()
-            if place in self._answered:
+            place = self._standing(rank)
+            if rank == self.rank or place == "" or place in self._answered:
                 continue
             name, _, position = place.rsplit("/", 2)
             channel = next((c for c in self.channels if c.name == name), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -44,9 +45,8 @@ def test_a_hooks_name_is_short_for_the_hook(name: str, hook: hooks.CommHook) -> 
 
 
 def test_repr() -> None:
-    assert eval(repr(ltx.DDPStrategy(comm_hook="bf16")), {"BF16": hooks.BF16, "datetime": __import__("datetime"), **vars(ltx)}) == (
-        ltx.DDPStrategy(comm_hook="bf16")
-    )
+    strategy = ltx.DDPStrategy(comm_hook="bf16")
+    assert eval(repr(strategy), {"BF16": hooks.BF16, "datetime": datetime, **vars(ltx)}) == strategy
 
 
 HOOKS = "DDPStrategy.comm_hook must be one of ['allreduce', 'bf16', 'fp16'] or an ltx.hooks.CommHook, got "

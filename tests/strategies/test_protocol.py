@@ -55,7 +55,7 @@ class AveragedForward(ltx.Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class Anchored(LocalSGD):
-    """Local SGD towards an anchor that is kept in the strategy's state: w <- (anchor + mean w) / 2, which is the next one."""
+    """Local SGD towards an anchor, part of the state: w <- (anchor + mean w) / 2, which is the next anchor too."""
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
         return {"anchor": param.clone()}
@@ -213,5 +213,7 @@ def test_what_a_strategy_must_define() -> None:
 
 
 def test_base_fields_are_checked_in_subclasses() -> None:
-    with pytest.raises(StrategyError, match=re.escape("LocalSGD.bucket_bytes must be a positive number of bytes, got 0.")):
+    with pytest.raises(
+        StrategyError, match=re.escape("LocalSGD.bucket_bytes must be a positive number of bytes, got 0.")
+    ):
         LocalSGD(bucket_bytes=0)

@@ -138,7 +138,7 @@ def _expected(params: Params, n: int, summed: bool) -> Params:
 def test_any_order_of_arrival_on_processes(ranks: Ranks, n: int, summed: bool, seed: int) -> None:
     params = _params()
     want = _expected(params, n, summed)
-    for got in ranks(n).run(_gradients, params, HOOKS, seed, summed).replicated():
+    for got in ranks(n).run(_gradients, params, HOOKS, seed, summed, timeout_s=25.0).replicated():
         torch.testing.assert_close(got, want)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed.nn.functional
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -75,8 +75,8 @@ class Transformer(nn.Module):
         h = self.embedding(tokens)
         q, k, v = self.qkv(self.norms[0](h)).chunk(3, dim=-1)
         h = h + self.proj((q @ k.mT / 8**0.5).softmax(-1) @ v)
-        h = h + self.down(F.gelu(self.up(self.norms[1](h))))
-        return F.cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
+        h = h + self.down(functional.gelu(self.up(self.norms[1](h))))
+        return functional.cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
 
 
 class Routed(nn.Module):
@@ -90,9 +90,9 @@ class Routed(nn.Module):
     def forward(self, x: Tensor, y: Tensor, which: Tensor) -> Tensor:
         h = self.body(x).tanh()
         if which.ndim == 0:
-            return F.mse_loss(self.heads[int(which)](h), y)
+            return functional.mse_loss(self.heads[int(which)](h), y)
         # One-hot: under vmap, where all ranks run the same lines.
-        return F.mse_loss(sum(w * head(h) for w, head in zip(which, self.heads, strict=True)), y)
+        return functional.mse_loss(sum(w * head(h) for w, head in zip(which, self.heads, strict=True)), y)
 
 
 class Summing(nn.Module):
@@ -109,7 +109,7 @@ class Summing(nn.Module):
 
 
 class Kept(nn.Module):
-    """The mean over the samples that `keep` marks: of a batch with none it is 0, with a gradient of 0 or without any."""
+    """The mean over the samples that `keep` marks. Of a batch without any it is 0, with a gradient or without."""
 
     def __init__(self, reaches: bool) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         # The parameters as arguments: the second forward pass runs after functional_call has put the old ones back.
         h = checkpoint(functional_call, self.inner, dict(self.inner.named_parameters()), (x,), use_reentrant=False)
-        return F.mse_loss(self.outer(h), y)
+        return functional.mse_loss(self.outer(h), y)
 
 
 class Mixed(nn.Module):
@@ -185,7 +185,7 @@ def text(rank: int, equal: bool) -> Batch:
 
 def routed(rank: int, equal: bool) -> Batch:
     which = torch.tensor(rank)
-    return *regression(rank, equal), F.one_hot(which, 4).float() if equal else which
+    return *regression(rank, equal), functional.one_hot(which, 4).float() if equal else which
 
 
 def kept(rank: int, equal: bool) -> Batch:

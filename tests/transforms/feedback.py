@@ -86,8 +86,9 @@ def autograd_grad(step: Any, params: Params, state: ltx.SyncState, *batch: Tenso
 
 
 def sync_gradients(step: Any, params: Params, state: ltx.SyncState, *batch: Tensor) -> Any:
-    return ltx.sync_gradients(torch.func.grad(ltx.block_backward_sync(step))(ltx.Synced(params, state), *batch).params,
-                              step.strategy, state)
+    return ltx.sync_gradients(
+        torch.func.grad(ltx.block_backward_sync(step))(ltx.Synced(params, state), *batch).params, step.strategy, state
+    )
 
 
 def returned(step: Any, params: Params, state: ltx.SyncState, *batch: Tensor) -> Any:

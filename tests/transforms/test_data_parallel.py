@@ -17,14 +17,13 @@ from . import cases
 from .cases import (
     CASES,
     FUNC_WAYS,
-    MLP,
     WAYS,
     Case,
     Params,
     assert_close,
+    assert_same_bits,
     params_of,
     plain_step,
-    assert_same_bits,
     seeded,
 )
 

@@ -33,7 +33,7 @@ def problem(seed: int, ranks: int) -> tuple[torch.nn.Module, list[list[Batch]]]:
 
 
 def expected(seed: int, ranks: int) -> tuple[list[Params], list[Params], list[list[Params]]]:
-    """(reduced gradients by step, errors by rank, local gradients by step and rank), the parameters staying as they are"""
+    """(reduced gradients by step, errors by rank, local gradients by step and rank), at fixed parameters"""
     module, batches = problem(seed, ranks)
     local = [[gradient(module, module(*batch)) for batch in by_rank] for by_rank in batches]
     return *slow_twin(local), local
@@ -221,8 +221,8 @@ W, X = torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.7])
 STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), STRATEGY)
 USED_TWICE = (
     "this communication state was used 2 times in one loss, or its gradients were accumulated. Its next value is its "
-    "gradient, so it must go through exactly one call of the step; for several backward passes take the state that each "
-    "one gives (ltx.grad_and_value), or set .grad to None between them."
+    "gradient, so it must go through exactly one call of the step; for several backward passes take the state that "
+    "each one gives (ltx.grad_and_value), or set .grad to None between them."
 )
 
 
@@ -257,13 +257,13 @@ def test_used_twice_on_simulated_ranks() -> None:
 
 
 BARE = (
-    f"{STRATEGY!r} has communication state, but the step was given bare parameters. Use ltx.grad_and_value(step)(params, "
-    "batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
+    f"{STRATEGY!r} has communication state, but the step was given bare parameters. Use ltx.grad_and_value(step)("
+    "params, batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
 )
 NOT_DIFFERENTIATED = (
     "leaf '<the tree itself>': its communication state 'error' isn't differentiated, so its next value would be lost. "
-    "Differentiate with respect to ltx.Synced(params, state) as a whole, or use ltx.grad_and_value(step)(params, batch, "
-    "sync_state=state)."
+    "Differentiate with respect to ltx.Synced(params, state) as a whole, or use ltx.grad_and_value(step)(params, "
+    "batch, sync_state=state)."
 )
 MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bare, called": (lambda: STEP(W, X), SyncStateError, BARE),
@@ -342,7 +342,11 @@ def hessian_products(strategy: ltx.Strategy, x: Tensor, autograd: bool = True) -
     ]
 
 
-LOSSY = {"error feedback": STRATEGY, "bf16": ltx.DDPStrategy(comm_hook="bf16"), "fp16": ltx.DDPStrategy(comm_hook="fp16")}
+LOSSY = {
+    "error feedback": STRATEGY,
+    "bf16": ltx.DDPStrategy(comm_hook="bf16"),
+    "fp16": ltx.DDPStrategy(comm_hook="fp16"),
+}
 
 
 @pytest.mark.parametrize("backing", ["real", "simulated", "one"])
@@ -368,9 +372,9 @@ def per_sample() -> str:
 
 def test_per_sample_gradients_of_a_stateful_strategy_are_refused(ranks: Ranks) -> None:
     assert ranks(2).run(per_sample).replicated() == (
-        "ErrorFeedback() can't reduce gradients of several samples at once between processes. For per-sample gradients use "
-        "ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for several cotangents call the "
-        "step once for each."
+        "ErrorFeedback() can't reduce gradients of several samples at once between processes. For per-sample gradients "
+        "use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for several cotangents "
+        "call the step once for each."
     )
 
 

@@ -91,7 +91,8 @@ TRANSFORMS = {
         lambda f, p, *b: jvp(lambda w: grad(f)(p | {"3.bias": w}, *b), (p["3.bias"],), (torch.ones_like(p["3.bias"]),))
     ),
     "jvp of one leaf": Transform(
-        lambda f, p, *b: jvp(lambda w: f(p | {"3.bias": w}, *b), (p["3.bias"],), (torch.ones_like(p["3.bias"]),)), local=True
+        lambda f, p, *b: jvp(lambda w: f(p | {"3.bias": w}, *b), (p["3.bias"],), (torch.ones_like(p["3.bias"]),)),
+        local=True,
     ),
     "hvp, reverse over reverse": Transform(lambda f, p, *b: grad(lambda p: dot(grad(f)(p, *b), direction(p)))(p)),
     "hvp, double backward": Transform(double_backward, plain=True),

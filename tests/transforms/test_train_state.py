@@ -122,7 +122,9 @@ def test_state_dict_goes_both_ways() -> None:
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     smaller = ltx.train_step(ltx.data_parallel(lambda p, x: (p["a"] * x).sum()), sgd()).init({"a": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"the checkpoint and this state differ in their leaves: \['buffers.seen', ") as e:
+    with pytest.raises(
+        ValueError, match=r"the checkpoint and this state differ in their leaves: \['buffers.seen', "
+    ) as e:
         trained(1).load_state_dict(smaller.state_dict())
     assert "Build the state as it was when it was saved." in str(e.value)
 
@@ -138,7 +140,9 @@ def test_a_donated_state_says_so(use: str) -> None:
         "state_dict": old.state_dict,
         "load_state_dict": lambda: old.load_state_dict(new.state_dict()),
     }
-    with pytest.raises(DonatedStateError, match=r"this TrainState \(step 1\) was donated to the step that made state 2"):
+    with pytest.raises(
+        DonatedStateError, match=r"this TrainState \(step 1\) was donated to the step that made state 2"
+    ):
         uses[use]()
     new.state_dict()
 

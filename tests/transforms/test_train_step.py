@@ -232,9 +232,11 @@ def test_schedules(overlap: Any, ranks: Ranks, seed: int) -> None:
     def rate(step: int) -> float:
         return LR / (1 + step)
 
-    losses, _ = ranks(2).run(
-        on_a_rank, lambda m: ltx.train_step(mean_step(m), adamw(rate), overlap=overlap), seed, EQUAL, 8
-    ).replicated()
+    losses, _ = (
+        ranks(2)
+        .run(on_a_rank, lambda m: ltx.train_step(mean_step(m), adamw(rate), overlap=overlap), seed, EQUAL, 8)
+        .replicated()
+    )
     module, batches = problem(seed, EQUAL, 8)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
     for t, batch in enumerate(whole(batches)):
@@ -248,7 +250,9 @@ def test_schedules(overlap: Any, ranks: Ranks, seed: int) -> None:
 
 def test_frozen_parameters() -> None:
     frozen = torch.tensor([1.0, 3.0])
-    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * frozen * p["fixed"].detach() * x).sum()), sgd(lr=1.0))
+    train = ltx.train_step(
+        ltx.data_parallel(lambda p, x: (p["w"] * frozen * p["fixed"].detach() * x).sum()), sgd(lr=1.0)
+    )
     state, _ = train(train.init({"w": torch.zeros(2), "fixed": torch.ones(2), "unused": torch.ones(2)}), torch.ones(2))
     assert state.params["w"].tolist() == [-1.0, -3.0]
     assert state.params["fixed"].tolist() == state.params["unused"].tolist() == [1.0, 1.0]

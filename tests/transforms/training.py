@@ -19,7 +19,9 @@ STEPS = 50
 LR = 1e-2
 
 
-def problem(seed: int, sizes: tuple[int, ...], steps: int = STEPS) -> tuple[nn.Module, list[list[tuple[Tensor, Tensor]]]]:
+def problem(
+    seed: int, sizes: tuple[int, ...], steps: int = STEPS
+) -> tuple[nn.Module, list[list[tuple[Tensor, Tensor]]]]:
     """(model, batches by step and rank); rank r has ``sizes[r]`` samples a step. The same in every process."""
     with seeded(seed):
         module, teacher = MLP(), nn.Linear(5, 3)
