@@ -42,7 +42,7 @@ notebooks: $(VENV)/.test
 	done
 
 bench: $(VENV)/.demo
-	$(BIN)/python benchmarks/step_time.py $(BENCH)
+	$(BIN)/python -m benchmarks.step_time $(BENCH)
 
 clean:
 	rm -rf $(VENV) ltx-demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

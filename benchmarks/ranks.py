@@ -23,9 +23,9 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_":
 
 
 def run_ranks(
-    module: str, arguments: list[str], link: Link, ranks: int, *, keep_memory: bool = True, timeout_s: float = 3000
+    arguments: list[str], link: Link, ranks: int, *, keep_memory: bool = True, timeout_s: float = 3000
 ) -> str:
-    """Run ``python -m module --worker arguments`` as each rank; gives what rank 0 printed."""
+    """Run ``python *arguments`` as each rank on `link`; gives what rank 0 printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,7 +43,7 @@ def run_ranks(
             "MASTER_ADDR": link.address,
             "MASTER_PORT": str(port),
         }
-        command = [*link.prefixes[rank], sys.executable, "-m", module, "--worker", *arguments]
+        command = [*link.prefixes[rank], sys.executable, *arguments]
         processes.append(
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE if rank == 0 else None, text=True)
         )
@@ -51,7 +51,7 @@ def run_ranks(
         printed, _ = processes[0].communicate(timeout=timeout_s)
         for rank, process in enumerate(processes):
             if process.wait(timeout=60):
-                raise RuntimeError(f"rank {rank} of {module} failed with exit code {process.returncode}")
+                raise RuntimeError(f"rank {rank} failed with exit code {process.returncode}: {' '.join(arguments)}")
     finally:
         for process in processes:
             if process.poll() is None:

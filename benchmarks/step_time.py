@@ -139,9 +139,10 @@ def measure(
     names: list[str], link: str, ranks: int, iterations: int, warmup: int = 5, keep_memory: bool = True
 ) -> dict[str, object]:
     """Run `names` interleaved on `link`."""
-    arguments = ["--variants", *names, "--iterations", str(iterations), "--warmup", str(warmup)]
+    arguments = ["-m", "benchmarks.step_time", "--worker", "--variants", *names]
+    arguments += ["--iterations", str(iterations), "--warmup", str(warmup)]
     with links.link(link, ranks) as made:
-        printed = run_ranks("benchmarks.step_time", arguments, made, ranks, keep_memory=keep_memory)
+        printed = run_ranks(arguments, made, ranks, keep_memory=keep_memory)
     found: dict[str, object] = json.loads(printed.strip().splitlines()[-1])
     return found
 

@@ -131,6 +131,17 @@ def test_simulated_axes_lie_inside_the_world_s() -> None:
         set_world_axes(())
 
 
+@pytest.mark.slow_compile
+def test_a_failed_trace_leaves_no_axis_open() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return ltx.psum(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(ltx.vmap(breaks, axis_name="gone"), fullgraph=True, backend="eager")(XS)
+    assert axes_in_scope() == ()
+
+
 def test_it_composes_with_torch_func(seed: int) -> None:
     xs = torch.randn(2, 3, dtype=torch.float64)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -279,7 +279,17 @@ def _stack(values: Sequence[Tree]) -> Tree:
     return tree.map(lambda *xs: torch.stack(xs) if isinstance(xs[0], torch.Tensor) else list(xs), *values)
 
 
-def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Step:
+@overload
+def accumulate(  # type: ignore[overload-overlap]
+    step: DataParallel, steps: int, *, carry: int | None = None
+) -> DataParallel: ...
+
+
+@overload
+def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Accumulated: ...
+
+
+def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParallel | Accumulated:
     """The same step over a batch `steps` times as large, with the memory of one micro-batch's graph.
 
     Args:

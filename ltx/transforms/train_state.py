@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from ltx import tree
 from ltx.errors import DonatedStateError
+from ltx.optim import TorchState
 from ltx.typing import Tree
 
 #: How a leaf's values relate across ranks.
@@ -96,7 +97,20 @@ class TrainState:
         for path, tensor in mine.items():
             if path != "step" and isinstance(tensor, torch.Tensor):
                 tensor.copy_(state_dict[path])
-        object.__setattr__(self, "step", int(state_dict["step"]))
+        # Steps are counted in the structure: here, by the optimizer and by the communication state.
+        step = int(state_dict["step"])
+        object.__setattr__(self, "step", step)
+        object.__setattr__(self, "opt_state", _counted(self.opt_state, step))
+        object.__setattr__(self, "sync_state", replace(self.sync_state, step=step))
+
+
+def _counted(opt_state: Tree, step: int) -> Tree:
+    """An optimizer state after `step` updates, its tensors as they are."""
+    return tree.map(
+        lambda node: replace(node, count=step) if isinstance(node, TorchState) else node,
+        opt_state,
+        is_leaf=lambda node: isinstance(node, TorchState),
+    )
 
 
 tree.register_node(

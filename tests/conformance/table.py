@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import ltx
@@ -345,6 +346,10 @@ def attempt(f: Callable[..., Tensor], x: Tensor, t: Tensor, backend: str | None)
         compiled(t, x)  # whatever the graph keeps of its first inputs shows in the second call
         return compiled(x, t).detach()
     except Exception as error:
+        while (
+            forward_ad._current_level >= 0
+        ):  # torch's trace of a jvp that failed leaves it open, and all later ones fail
+            forward_ad.exit_dual_level()
         return error
 
 

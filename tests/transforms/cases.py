@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ltx
+from ltx.wire.line import close_axis, open_axis
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, ...]
@@ -46,6 +49,18 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def own_axis(timeout: timedelta = timedelta(minutes=1)) -> Iterator[ltx.Axis]:
+    """On two ranks: an axis that no other test uses, for steps that leave it out of order."""
+    group = dist.new_group([0, 1])
+    axis = open_axis("own", group, timeout)
+    try:
+        yield axis
+    finally:
+        close_axis(axis)
+        dist.destroy_process_group(group)
 
 
 # --- models: forward gives the loss of this rank ---------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .cases import (
     Params,
     assert_close,
     assert_same_bits,
+    own_axis,
     params_of,
     plain_step,
     seeded,
@@ -241,13 +242,10 @@ def test_two_graphs_at_once(ranks: Ranks, seed: int) -> None:
 
 
 def on_an_axis_of_its_own(seed: int) -> Params:
-    import torch.distributed as dist
-
     module, batches = CASES["mlp"].build(seed, 2)
-    group = dist.new_group([0, 1])
-    axis = ltx.axis_from_group(group, "mine")
-    step = ltx.data_parallel(plain_step(module), axis=axis)
-    return WAYS["torch.func.grad"](step, params_of(module), *batches[ltx.world().rank])
+    with own_axis() as axis:
+        step = ltx.data_parallel(plain_step(module), axis=axis)
+        return WAYS["torch.func.grad"](step, params_of(module), *batches[ltx.world().rank])
 
 
 def test_an_axis_of_ones_own(ranks: Ranks, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from ltx.errors import (
     WeightError,
 )
 
-from .cases import assert_same_bits
+from .cases import assert_same_bits, own_axis
 from .training import sgd
 
 Ranks = Callable[[int], ltx.Pool]
@@ -318,25 +319,23 @@ def test_what_isnt_captured() -> None:
 
 
 def on_both(make: Callable[[int], tuple[Any, Any]], how: str, known: bool) -> str:
-    """The error of a step whose strategy and parameters are ``make(rank)``, on an axis of its own."""
-    import torch.distributed as dist
+    """The error of a step whose strategy and parameters are ``make(rank)``."""
 
-    axis = ltx.axis_from_group(dist.new_group([0, 1]), "own")
-
-    def call(rank: int) -> Any:
+    def call(rank: int, axis: ltx.Axis) -> Any:
         strategy, params = make(rank)
         step = ltx.data_parallel(lambda p: sum(x.sum().float() for x in ltx.tree.flatten(p)[0]), strategy, axis=axis)
         if how == "train_step":
             return (lambda t: t(t.init(params)))(ltx.train_step(step, sgd()))
         return torch.func.grad(step)(params) if how == "grad" else ltx.sync_gradients(params, strategy, axis=axis)
 
-    if known:  # both have seen what rank 0 has, so that only rank 1 has something to compare
-        call(0)
-    with pytest.raises(RankMismatchError) as raised:
-        call(ltx.world().rank)
-    if not known and how != "train_step":  # nothing was sent: the axis is as it was
-        step = ltx.data_parallel(lambda w: w * (1 + ltx.axis_index(axis)), axis=axis)
-        assert torch.func.grad(step)(torch.tensor(2.0)) == 1.5
+    with own_axis() as axis:
+        if known:  # both have seen what rank 0 has, so that only rank 1 has something to compare
+            call(0, axis)
+        with pytest.raises(RankMismatchError) as raised:
+            call(ltx.world().rank, axis)
+        if not known and how != "train_step":  # nothing was sent: the axis is as it was
+            step = ltx.data_parallel(lambda w: w * (1 + ltx.axis_index(axis)), axis=axis)
+            assert torch.func.grad(step)(torch.tensor(2.0)) == 1.5
     return str(raised.value)
 
 
@@ -394,10 +393,7 @@ def test_ranks_that_disagree_in_training(name: str, ranks: Ranks) -> None:
 
 
 def at_different_collectives() -> str:
-    import torch.distributed as dist
-
-    axis = ltx.axis_from_group(dist.new_group([0, 1]), "own")
-    with pytest.raises(RankMismatchError) as raised:
+    with own_axis() as axis, pytest.raises(RankMismatchError) as raised:
         ltx.sync_gradients(A, axis=axis) if ltx.world().rank else ltx.psum(A, axis)
     return str(raised.value)
 
@@ -435,29 +431,22 @@ def test_all_weights_zero(overlap: str, ranks: Ranks) -> None:
 
 
 def alone_in_raising() -> tuple[str, list[Any]]:
-    """Rank 1 raises inside the step, so rank 0 waits in vain, on an axis with a timeout."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    from ltx.wire.line import open_axis
-
-    axis = open_axis("short", dist.new_group([0, 1]), timedelta(seconds=0.5))
+    """Rank 1 raises inside the step, so that rank 0 waits in vain, on an axis with a timeout."""
 
     def loss(params: Any, x: torch.Tensor, fail: bool) -> torch.Tensor:
         if fail:
             raise ZeroDivisionError("no data")
         return linear(params, x)
 
-    stepped = ltx.train_step(ltx.data_parallel(loss, axis=axis), sgd(lr=1.0))
-    state, _ = stepped(stepped.init(P), X, False)
-    before = ltx.tree.map(torch.clone, state.params)
-    with pytest.raises((CollectiveTimeoutError, ZeroDivisionError)) as raised:
-        stepped(state, X, ltx.world().rank == 1)
+    with own_axis(timedelta(seconds=0.5)) as axis:
+        stepped = ltx.train_step(ltx.data_parallel(loss, axis=axis), sgd(lr=1.0))
+        state, _ = stepped(stepped.init(P), X, False)
+        before = ltx.tree.map(torch.clone, state.params)
+        with pytest.raises((CollectiveTimeoutError, ZeroDivisionError)) as raised:
+            stepped(state, X, ltx.world().rank == 1)
     # The torn axis is of no use any more; the state is.
-    again = ltx.train_step(ltx.data_parallel(loss), sgd(lr=1.0))
     after = ltx.tree.map(torch.clone, state.params)
-    good, _ = again(state, X, False)
+    good, _ = ltx.train_step(ltx.data_parallel(loss), sgd(lr=1.0))(state, X, False)
     return type(raised.value).__name__, [before, after, good.params]
 
 

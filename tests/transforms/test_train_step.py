@@ -49,7 +49,7 @@ def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> Non
         return on_a_rank(LIKE_DDP[name], seed, EQUAL), training.ddp(seed, EQUAL)
 
     (losses, _), (expected, _) = ranks(2).run(both).replicated()
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-10:].mean() < 0.9 * losses[:10].mean()
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 

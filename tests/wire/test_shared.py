@@ -1,65 +1,81 @@
-"""Lanes: sums through shared memory are those of the sockets."""
+"""The lane through shared memory: sums, order, death of a peer, and when there is none."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from ltx import wire
-from ltx.runtime.pool import Pool
+import ltx
 from ltx.wire.shared import PIECE_BYTES, PIECES
 
-from .conftest import OnFreshAxis
 
-Ranks = Callable[[int], Pool]
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+def lane_of() -> Any:
+    return ltx.axis.find(None).backing.line.bucket_channel(0).lane
 
 
-def _sums(numels: list[int], dtypes: list[torch.dtype], seed: int) -> tuple[bool, list[Tensor], list[Tensor]]:
-    """(are there lanes, sums through the lane, sums through sockets); all sums are under way at once."""
-    line = wire.resolve(None).backing.line
-    channel = line.bucket_channel(0)
-    torch.manual_seed(seed + line.rank)
-    tensors = [(torch.randn(n) * 50).to(dtype) for n in numels for dtype in dtypes]
-    tickets = [channel.issue("sum", x.clone(), "test") for x in tensors]
-    lane = [ticket.wait() for ticket in tickets[::-1]][::-1]  # waiting in another order changes nothing
-    return channel.lane is not None, lane, [line.user.issue("sum", x.clone(), "test").wait() for x in tensors]
+def sums(seed: int, sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Several buffers under way at once, from small to larger than the whole arena."""
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.line.bucket_channel(0)
+    assert channel.lane is not None
+    draw = torch.Generator().manual_seed(seed + rank)
+    buffers = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+    tickets = [channel.issue("sum", buffer, "test") for buffer in buffers]
+    return [ticket.wait() for ticket in tickets]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [2, 3])
-def test_small_sums(ranks: Ranks, n: int, seed: int) -> None:
-    for has_lane, lane, sockets in ranks(n).run(_sums, [1, 2, 3, 1000, 1001], DTYPES, seed):
-        assert has_lane, "ranks of one machine"
-        for a, b in zip(lane, sockets, strict=True):
-            tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(a.dtype, 1e-6)
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=100 * tolerance * (n > 2))
+def test_sums_are_those_of_the_buffers_in_rank_order(
+    ranks: Callable[[int], Any], seed: int, n: int, dtype: Any
+) -> None:
+    sizes = [1, 7, 1000, PIECE_BYTES // 4 + 3, (PIECES + 2) * PIECE_BYTES // dtype.itemsize]
+    got = ranks(n).run(sums, seed, sizes, dtype).replicated()  # bitwise equal on all ranks
+    draws = [torch.Generator().manual_seed(seed + rank) for rank in range(n)]
+    for size, total in zip(sizes, got, strict=True):
+        parts = [torch.randn(size, generator=draw).to(dtype) for draw in draws]
+        expected = parts[0] + parts[1]
+        for part in parts[2:]:
+            expected = expected + part
+        assert torch.equal(total, expected)
 
 
-def test_sums_larger_than_the_lane(ranks: Ranks, seed: int) -> None:
-    piece = PIECE_BYTES // 4
-    numels = [piece - 1, piece, piece + 1, (PIECES + 1) * piece + 7]
-    results = ranks(2).run(_sums, numels, [torch.float32], seed)
-    for a, b, c, d in zip(*results.rank(0)[1:], *results.rank(1)[1:], strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c), "the same bits on both ranks"
-        assert torch.equal(a, d)
+def die_or_wait(rank_that_dies: int) -> str:
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.line.bucket_channel(0)
+    if rank == rank_that_dies:
+        os.kill(os.getpid(), 9)
+    began = time.monotonic()
+    try:
+        channel.issue("sum", torch.ones(10), "test").wait()
+    except ltx.errors.PeerLostError as error:
+        return f"{time.monotonic() - began:.1f} s: {error}"
+    return "no error"
 
 
-def test_lanes_can_be_turned_off(torn: OnFreshAxis) -> None:
-    def has_lane() -> bool:
-        return wire.resolve(None).backing.line.bucket_channel(1).lane is not None
+def test_a_dead_peer_is_noticed(ranks: Callable[[int], Any]) -> None:
+    with pytest.raises(ltx.errors.WorkerError):  # the driver hears of the death itself
+        ranks(2).run(die_or_wait, 1)
+    assert ranks(2).run(lambda: lane_of() is not None).replicated()  # new workers have a new lane
 
-    def without() -> bool:
-        os.environ["LTX_SHARED_MEMORY"] = "0" if wire.resolve(None).backing.rank == 1 else "1"
-        try:
-            return has_lane()
-        finally:
-            del os.environ["LTX_SHARED_MEMORY"]
 
-    assert torn(has_lane).replicated()
-    assert not torn(without).replicated(), "one rank without is enough"
+def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any]) -> None:
+    note = tmp_path / "survivor"
+
+    def run() -> None:
+        note.write_text(die_or_wait(1))
+
+    with pytest.raises(ltx.errors.WorkerError):
+        ranks(2).run(run)
+    deadline = time.monotonic() + 5
+    while not note.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "the process of rank 1 is gone" in note.read_text()
+
+
+def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
+    assert ranks(2).run(lambda: lane_of() is not None).replicated()
+    assert not [name for name in os.listdir("/dev/shm") if "ltx" in name]

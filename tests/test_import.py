@@ -1,0 +1,20 @@
+"""What ``import ltx`` costs: nothing that torch hasn't paid for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, torch
+before = set(sys.modules)
+import ltx
+new = {name for name in set(sys.modules) - before if name.split(".")[0] == "torch"}
+print(sorted(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))))
+print(sorted(name for name in sys.modules if name in ("numpy.testing", "matplotlib", "IPython")))
+"""
+
+
+def test_import_brings_in_neither_dynamo_nor_anything_optional() -> None:
+    printed = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert printed.stdout.split("\n")[:2] == ["[]", "[]"]
