@@ -81,7 +81,10 @@ def set_world_axes(axes: tuple[Axis, ...]) -> None:
 
 def axes_in_scope() -> tuple[Axis, ...]:
     """All axes in scope, innermost last."""
-    return (*_world_axes, *_opened_axes)
+    # A trace that failed leaves its axes behind; their levels are gone.
+    depth = _functorch.maybe_current_level() or 0
+    opened = [axis for axis in _opened_axes if _level_of(axis) <= depth]
+    return (*_world_axes, *opened)
 
 
 def find(name: str | None) -> Axis:
@@ -106,8 +109,15 @@ def find(name: str | None) -> Axis:
 # the level is functorch's own, which exists at trace time and is the same at run time.
 def _open(name: str, size: int) -> int:
     level: int = _functorch.current_level()
+    while _opened_axes and _level_of(_opened_axes[-1]) >= level:  # left behind by a trace that failed
+        _opened_axes.pop()
     _opened_axes.append(Axis(name, size, VmapBacking(level)))
     return level
+
+
+def _level_of(axis: Axis) -> int:
+    assert isinstance(axis.backing, VmapBacking)
+    return axis.backing.level
 
 
 def _close() -> None:

@@ -68,7 +68,7 @@ class Fence(Function):
         ctx.schedule, ctx.dims, *_ = inputs
         # Gradients in flight aren't there to be materialised; tangents are, below.
         ctx.set_materialize_grads(False)
-        ctx.zeros = [] if torch.autograd.forward_ad._current_level < 0 else [_zeros_later(t) for t in output]
+        ctx.zeros = [] if _reverse_only(ctx.schedule) else [_zeros_later(t) for t in output]
 
     @staticmethod
     def backward(ctx: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:
@@ -314,6 +314,12 @@ def _exact_mean(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor])
     else:
         means = iter([t / plan.axis.size for t in apply("psum", (), plan.axis, grads, schedule.compiled)])
     return [None if state else next(means) for state in plan.is_state]
+
+
+def _reverse_only(schedule: Schedule) -> bool:
+    """Whether a forward pass can have no tangents: the common case, which shouldn't pay for them."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return not (forward_mode or schedule.threaded)
 
 
 def _plain() -> bool:

@@ -9,12 +9,12 @@ without anything of ltx.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import ltx
@@ -346,10 +346,8 @@ def attempt(f: Callable[..., Tensor], x: Tensor, t: Tensor, backend: str | None)
         compiled(t, x)  # whatever the graph keeps of its first inputs shows in the second call
         return compiled(x, t).detach()
     except Exception as error:
-        while (
-            forward_ad._current_level >= 0
-        ):  # torch's trace of a jvp that failed leaves it open, and all later ones fail
-            forward_ad.exit_dual_level()
+        with suppress(RuntimeError):  # torch leaves it open when the trace of a jvp fails, and then fails every other
+            torch._C._exit_dual_level(level=0)
         return error
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx.wire.line import close_axis, open_axis
+from ltx.wire.line import open_axis
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, ...]
@@ -51,16 +51,9 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def own_axis(timeout: timedelta = timedelta(minutes=1)) -> Iterator[ltx.Axis]:
+def own_axis(timeout: timedelta = timedelta(minutes=1)) -> ltx.Axis:
     """On two ranks: an axis that no other test uses, for steps that leave it out of order."""
-    group = dist.new_group([0, 1])
-    axis = open_axis("own", group, timeout)
-    try:
-        yield axis
-    finally:
-        close_axis(axis)
-        dist.destroy_process_group(group)
+    return open_axis("own", dist.new_group([0, 1]), timeout)
 
 
 # --- models: forward gives the loss of this rank ---------------------------------------------------------------------
