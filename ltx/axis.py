@@ -187,16 +187,22 @@ def vmap(
         # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
         tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
         results = iter(
-            torch.vmap(one_rank, in_dims=tensor_dims, out_dims=out_dims, randomness=randomness)(
+            torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
                 torch.arange(size), *(leaves[i] for i in positions)
             )
         )
         structure, is_tensor, rest = out_spec[0]
         return tree.unflatten(
-            structure, [next(results) if ok else other for ok, other in zip(is_tensor, rest, strict=True)]
+            structure,
+            [_place(next(results), out_dims) if ok else other for ok, other in zip(is_tensor, rest, strict=True)],
         )
 
     return mapped
+
+
+def _place(result: torch.Tensor, out_dims: int) -> torch.Tensor:
+    # Not torch.vmap's out_dims, which in torch 2.13 is wrong for an output that is the same on all ranks.
+    return result if out_dims == 0 else result.movedim(0, out_dims)
 
 
 def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
@@ -216,24 +222,30 @@ def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
 
 def _prefix_dims(prefix: Any, arg: Tree) -> list[int | None]:
     dims: list[int | None] = []
-    optree.tree_map_(lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, arg, none_is_leaf=True)
+    try:
+        optree.tree_map_(
+            lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, arg, none_is_leaf=True
+        )
+    except ValueError as error:
+        raise AxisError(f"in_dims: {prefix!r} isn't a prefix of its argument: {error}") from None
     return dims
 
 
 def _axis_size(name: str, given: int | None, leaves: list[Any], dims: list[int | None]) -> int:
-    sizes = {
-        leaf.shape[dim]
+    mapped = [
+        (leaf, dim)
         for leaf, dim in zip(leaves, dims, strict=True)
-        if dim is not None and isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-    }
-    if any(
-        dim is not None and isinstance(leaf, torch.Tensor) and leaf.ndim == 0
-        for leaf, dim in zip(leaves, dims, strict=True)
-    ):
-        raise AxisError(
-            f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "
-            "value for each rank."
-        )
+        if dim is not None and isinstance(leaf, torch.Tensor)
+    ]
+    for leaf, dim in mapped:
+        if leaf.ndim == 0:
+            raise AxisError(
+                f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "
+                "value for each rank."
+            )
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise AxisError(f"axis {name!r}: in_dims={dim} is out of range for a tensor of shape {list(leaf.shape)}.")
+    sizes = {leaf.shape[dim] for leaf, dim in mapped}
     if given is not None:
         sizes.add(given)
     if len(sizes) != 1:

@@ -7,6 +7,7 @@ torch's pytree, so ltx's own nodes are registered with both (:func:`register_nod
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -50,7 +51,8 @@ def insertion_order(tree: Tree) -> list[int]:
         """Append the positions of `node`'s leaves, the first of which is `start` in flatten's order; give the next."""
         if isinstance(node, dict) and all(isinstance(key, str) for key in node):
             starts = {}
-            for key in sorted(node):
+            # optree sorts the keys of these two, and leaves an OrderedDict in order.
+            for key in sorted(node) if type(node) in (dict, defaultdict) else node:
                 starts[key] = start
                 start += _leaf_count(node[key])
             for key in node:

@@ -27,7 +27,7 @@ add_rule(
         operation="broadcast",
         before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
         after=lambda result, rank, n, static: result,
-        stacked=lambda xs, n, static: (xs[static[0]], False),
+        stacked=lambda xs, n, static: (xs[static[0]].clone(), False),
         alone=lambda x, static: x,
         transpose=lambda shape, static: ("psum_to", static),
         batched=lambda static: static,

@@ -43,7 +43,7 @@ add_rule(
         operation="all_gather",
         before=lambda x, n, static: x.contiguous(),
         after=lambda result, rank, n, static: _spread(result, static),
-        stacked=lambda xs, n, static: (_spread(xs, static), False),
+        stacked=lambda xs, n, static: (_spread(xs, static).clone(), False),
         alone=lambda x, static: _spread(x.unsqueeze(0), static),
         transpose=lambda shape, static: ("psum_scatter", static),
         batched=_one_more_dim,

@@ -92,7 +92,10 @@ class Linear(Function):
     ) -> tuple[torch.Tensor, ...]:
         rule = RULES[name]
         if axis.backing is None:
-            return tuple(_fresh(rule.alone(x, static), x) for x in xs)
+            # New memory, as on every other backing.
+            return tuple(
+                _fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)]
+            )
         assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
         line: wire.Line = axis.backing.line
         begin = _begin_compiled if compiled else _begin

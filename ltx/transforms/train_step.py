@@ -82,8 +82,6 @@ class TrainStep:
         axis = self.step.axis
         params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
         buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
-        if wire.resolve(axis).backing is None:  # nothing was sent, so nothing was copied
-            params, buffers = tree.map(torch.clone, params), tree.map(torch.clone, buffers)
         sync_state = self.step.init(params)
         if not torch._C._are_functorch_transforms_active():
             sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS
-from ltx.wire.shared import Lane, Passage, wait_for
+from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
 
 # A wait returns to Python this often, so that a signal or an abort is seen at once.
 _TICK = timedelta(seconds=0.1)
+_SHORT_TICK = timedelta(milliseconds=1)
 _DIGEST_PRIME = (1 << 61) - 1
 
 
@@ -46,7 +47,7 @@ class Ticket:
         """Whether :meth:`wait` would return at once."""
         if isinstance(self._work, Passage):
             assert self._channel.lane is not None
-            self._channel.lane.stride()
+            stride_everywhere()
             return self._work.left == 0
         return self._work is None or self._work.is_completed()
 
@@ -78,23 +79,38 @@ class Ticket:
         return self._value
 
     def _block(self, work: dist.Work, began: float) -> None:
-        channel = self._channel
+        ticks = 0
         while True:
             try:
-                work.wait(_TICK)
+                # Peers may wait for this rank's strides in a lane while it waits here.
+                work.wait(_SHORT_TICK if any_busy() else _TICK)
                 return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise PeerLostError(
-                        f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for "
-                        f"its peers, one of which is gone: {error}"
-                    ) from error
+            except RuntimeError:
+                if work.is_completed():  # it failed, or it landed just after the tick
+                    self._finish(work)
+                    return
+            if stride_everywhere() or any_busy():
+                ticks += 1
+                if ticks % 100:
+                    continue
             self._look_around(began)
+
+    def _finish(self, work: dist.Work) -> None:
+        channel = self._channel
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if "Timed out" in str(error):  # gloo's own clock was a little ahead
+                raise self._timed_out() from error
+            raise PeerLostError(
+                f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers, "
+                f"one of which is gone: {error}"
+            ) from error
 
     def _pass(self, passage: Passage, began: float) -> None:
         channel = self._channel
         assert channel.lane is not None
-        while not wait_for(passage, channel.lane, _TICK.total_seconds()):
+        while not wait_for(passage, _TICK.total_seconds()):
             if lost := channel.lane.lost_peers():
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
@@ -109,11 +125,15 @@ class Ticket:
         channel = self._channel
         channel.while_waiting()
         if time.perf_counter() - began > channel.timeout_s:
-            raise CollectiveTimeoutError(
-                f"rank {channel.rank}: {self._label} (issue {channel.issued}) on axis {channel.axis_name!r}, "
-                f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: a peer hasn't issued "
-                "it. Every rank must call the same collectives in the same order."
-            )
+            raise self._timed_out()
+
+    def _timed_out(self) -> CollectiveTimeoutError:
+        channel = self._channel
+        return CollectiveTimeoutError(
+            f"rank {channel.rank}: {self._label} (issue {channel.issued}) on axis {channel.axis_name!r}, "
+            f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: a peer hasn't issued it. Every "
+            "rank must call the same collectives in the same order."
+        )
 
 
 class Channel:

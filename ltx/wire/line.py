@@ -257,6 +257,8 @@ def resolve(axis: Any) -> Axis:
     if isinstance(axis, dist.ProcessGroup):
         known = _lines.get(axis)
         return known if known is not None else open_axis(axis.group_name, axis)
+    if isinstance(axis, int):  # what torch.distributed.new_group gives to those who aren't in the group
+        raise AxisError("this process isn't a member of the process group that was given as an axis.")
     raise AxisError(
         f"an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got {type(axis).__name__}."
     )

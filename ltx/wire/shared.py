@@ -80,11 +80,18 @@ class Lane:
         self.stride()
         return passage
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._to_fill or self._to_sum or self._to_empty)
+
     def stride(self) -> bool:
         """Take every stride that may be taken; whether there was one."""
         moved = False
-        while self._empty() or self._sum() or self._fill():
-            moved = True
+        # Whoever waits strides, perhaps under a transform; these are the wire's own bytes.
+        with torch._C._DisableFuncTorch(), torch.no_grad():
+            while self._empty() or self._sum() or self._fill():
+                moved = True
         return moved
 
     def _least(self, counter: int) -> int:
@@ -162,6 +169,7 @@ class Lane:
 
     def close(self) -> None:
         """Give the memory back."""
+        _lanes[:] = [lane for lane in _lanes if lane is not self]
         self._to_fill.clear()
         self._to_sum.clear()
         self._to_empty.clear()
@@ -174,12 +182,26 @@ class Lane:
         self._locks, self._files, self._maps = [], [], []
 
 
-def wait_for(passage: Passage, lane: Lane, pause_s: float) -> bool:
+# A rank that waits for one thing may be what its peers wait for in another: whoever waits strides in every lane.
+_lanes: list[Lane] = []
+
+
+def stride_everywhere() -> bool:
+    """Take every stride that may be taken in any lane of this process; whether there was one."""
+    return sum(lane.stride() for lane in _lanes if lane.busy) > 0
+
+
+def any_busy() -> bool:
+    """Whether anything is on its way in a lane of this process."""
+    return any(lane.busy for lane in _lanes)
+
+
+def wait_for(passage: Passage, pause_s: float) -> bool:
     """Take strides until `passage` has landed, for at most `pause_s`; whether it has."""
     began = time.perf_counter()
     idle_since = began
     while passage.left:
-        if lane.stride():
+        if stride_everywhere():
             idle_since = time.perf_counter()
             continue
         now = time.perf_counter()
@@ -224,7 +246,9 @@ def open_lane(rank: int, size: int, store: Store) -> Lane | None:
             arenas = []
     store.set(f"lane/{rank}/open", str(len(arenas)))
     if all(int(store.get(f"lane/{other}/open")) == size for other in range(size)):
-        return Lane(rank, arenas, locks, files)
+        lane = Lane(rank, arenas, locks, files)
+        _lanes.append(lane)
+        return lane
     for descriptor in (*locks, *files):
         os.close(descriptor)
     return None

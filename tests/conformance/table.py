@@ -151,7 +151,7 @@ def batch_loss(w: Tensor, batch: Tensor) -> Tensor:
 
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
-PSUM = Op("psum", ltx.psum, sum_of)
+PSUM = Op("psum", ltx.psum, sum_of, compiled=("grad", "hvp", "vmap of grad"))
 DATA_PARALLEL = Op("data_parallel", data_parallel(), rank_losses, replicated=True)
 ROUNDED = replace(DATA_PARALLEL, compiled=("grad",))
 

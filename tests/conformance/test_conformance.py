@@ -53,13 +53,10 @@ BACKINGS = (
 )
 
 EAGER, AOT, INDUCTOR = None, "aot_eager", "inductor"
-EVERY_TRANSFORM = ("psum", "data_parallel")  # also when compiled, on processes
+EVERY_TRANSFORM = "data_parallel"  # also when compiled, on processes
 WITH_INDUCTOR = (
     ("psum", "grad"),
-    ("all_gather tiled", "grad"),
-    ("psum_scatter", "grad"),
     ("data_parallel", "hvp"),
-    ("data_parallel bf16", "grad"),
     ("accumulate", "grad"),
 )
 
@@ -83,8 +80,10 @@ def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transfor
         return (backing.plain or not transform.plain) and (op.from_outside or backing.apply is not _from_outside)
     if mode == INDUCTOR:
         return backing is PROCESSES and (op.name, transform.name) in WITH_INDUCTOR
-    if op.name in EVERY_TRANSFORM:
-        return transform.name == "hvp" or (backing is PROCESSES and not transform.plain)
+    if op.name == EVERY_TRANSFORM:
+        return (
+            transform.name == "hvp" if backing in (SIMULATED, ALONE) else backing is PROCESSES and not transform.plain
+        )
     return backing is PROCESSES and transform.name in op.compiled
 
 

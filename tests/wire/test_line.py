@@ -145,7 +145,7 @@ def test_known_collectives_in_swapped_order_are_caught_at_the_fence(torn: OnFres
     def run() -> tuple[str, float]:
         step = ltx.data_parallel(lambda w: (w**2).sum())
         first, second = torch.ones(2, 3), torch.ones(3, 2)
-        ltx.psum([first, second])
+        ltx.psum(first), ltx.psum(second)
         grads = torch.func.grad(step)(torch.ones(2))
         for x in [first, second][:: 1 - 2 * int(ltx.axis_index())]:
             ltx.psum(x)
@@ -178,13 +178,13 @@ def test_a_peer_that_does_not_come(torn: OnFreshAxis, operation: str, known: boo
         assert isinstance(caught.value, TimeoutError)
         return str(caught.value), time.monotonic() - began
 
-    text, took_s = torn(run, timeout_s=1.0).rank(0)
+    text, took_s = torn(run, timeout_s=0.5).rank(0)
     assert text.startswith("rank 0: ")
-    assert "within 1 s" in text
+    assert "within 0.5 s" in text
     assert "on axis 'data'" in text
     assert operation in text or (known and operation == "data_parallel" and ("bucket 0" in text or "header" in text))
     assert ("ranks [1] didn't come to compare it" in text) != known
-    assert 0.9 < took_s < 5.0
+    assert 0.4 < took_s < 5.0
 
 
 def test_a_signal_is_seen_while_a_rank_waits(torn: OnFreshAxis) -> None:
