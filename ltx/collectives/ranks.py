@@ -78,7 +78,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 "parts, one for each rank of axis "
                 f"{found.name!r}. Drop or pad the remainder, or return ltx.Weighted from the step."
             )
-        length = x.shape[dim] // found.size
+        at, length = dim % x.ndim, x.shape[dim] // found.size
         if isinstance(found.backing, VmapBacking):
             return (
                 x.unflatten(dim, (found.size, length))
@@ -87,7 +87,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 .squeeze(0)
             )
         start = found.backing.rank * length if isinstance(found.backing, GroupBacking) else 0
-        return x.narrow(dim, start, length)
+        return x.narrow(at, start, length)
 
     leaves, spec = tree.flatten(value)
     return tree.unflatten(spec, [part(path, x) for path, x in zip(tree.leaf_paths(value), leaves, strict=True)])

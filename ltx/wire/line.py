@@ -257,7 +257,7 @@ def resolve(axis: Any) -> Axis:
     if isinstance(axis, dist.ProcessGroup):
         known = _lines.get(axis)
         return known if known is not None else open_axis(axis.group_name, axis)
-    if isinstance(axis, int):  # what torch.distributed.new_group gives to those who aren't in the group
+    if axis == dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to those who aren't in a new group
         raise AxisError("this process isn't a member of the process group that was given as an axis.")
     raise AxisError(
         f"an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got {type(axis).__name__}."
