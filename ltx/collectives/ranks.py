@@ -81,8 +81,8 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         at, length = dim % x.ndim, x.shape[dim] // found.size
         if isinstance(found.backing, VmapBacking):
             return (
-                x.unflatten(dim, (found.size, length))
-                .movedim(dim, 0)
+                x.unflatten(at, (found.size, length))
+                .movedim(at, 0)
                 .index_select(0, found.index().reshape(1))
                 .squeeze(0)
             )

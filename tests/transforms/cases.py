@@ -73,9 +73,10 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
-        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
-        self.qkv, self.proj = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        # Without the parameters whose gradients are small differences of large numbers.
+        self.norms = nn.ModuleList([nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8)])
+        self.qkv, self.proj = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embedding.weight
 

@@ -98,9 +98,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "axis_name='model') or name it in ltx.init(mesh={'model': ...}).",
     ),
     "axis of a wrong type": (
-        lambda: ltx.data_parallel(linear, axis=3)(P, X),
+        lambda: ltx.data_parallel(linear, axis=0.5)(P, X),
         AxisError,
-        "an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got int.",
+        "an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got float.",
     ),
     # --- parameters
     "a module": (
