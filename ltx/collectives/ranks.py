@@ -8,6 +8,8 @@ import torch
 
 from ltx import tree, wire
 from ltx.axis import GroupBacking, VmapBacking
+from ltx.collectives.index import axis_index
+from ltx.collectives.psum import axis_size
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -67,27 +69,28 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         tensor([[1, 2],
                 [3, 4]])
     """
-    found = wire.resolve(axis)
+    size = axis_size(axis)
+    # Inside a compiled graph an axis is known by its size and index alone.
+    found = None if torch.compiler.is_compiling() else wire.resolve(axis)
+    backing, name = (None, axis) if found is None else (found.backing, found.name)
+    by_index = torch.compiler.is_compiling() or isinstance(backing, VmapBacking)
 
     def part(path: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.ndim == 0:
             return x
-        if not -x.ndim <= dim < x.ndim or x.shape[dim] % found.size:
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] % size:
             raise AxisError(
-                f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {found.size} equal "
-                "parts, one for each rank of axis "
-                f"{found.name!r}. Drop or pad the remainder, or return ltx.Weighted from the step."
+                f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {size} equal "
+                f"parts, one for each rank of axis {name!r}. Drop or pad the remainder, or return ltx.Weighted from the "
+                "step."
             )
-        at, length = dim % x.ndim, x.shape[dim] // found.size
-        if isinstance(found.backing, VmapBacking):
-            return (
-                x.unflatten(at, (found.size, length))
-                .movedim(at, 0)
-                .index_select(0, found.index().reshape(1))
-                .squeeze(0)
-            )
-        start = found.backing.rank * length if isinstance(found.backing, GroupBacking) else 0
+        at, length = dim % x.ndim, x.shape[dim] // size
+        if by_index:
+            parts = x.unflatten(at, (size, length)).movedim(at, 0)
+            return parts.index_select(0, axis_index(axis).reshape(1)).squeeze(0)
+        start = backing.rank * length if isinstance(backing, GroupBacking) else 0
         return x.narrow(at, start, length)
 
     leaves, spec = tree.flatten(value)
-    return tree.unflatten(spec, [part(path, x) for path, x in zip(tree.leaf_paths(value), leaves, strict=True)])
+    paths = [""] * len(leaves) if torch.compiler.is_compiling() else tree.leaf_paths(value)
+    return tree.unflatten(spec, [part(path, x) for path, x in zip(paths, leaves, strict=True)])
