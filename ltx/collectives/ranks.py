@@ -81,8 +81,8 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] % size:
             raise AxisError(
                 f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {size} equal "
-                f"parts, one for each rank of axis {name!r}. Drop or pad the remainder, or return ltx.Weighted from the "
-                "step."
+                f"parts, one for each rank of axis {name!r}. Drop or pad the remainder, or return ltx.Weighted from "
+                "the step."
             )
         at, length = dim % x.ndim, x.shape[dim] // size
         if by_index:
