@@ -75,8 +75,12 @@ def _leaf_count(node: Tree) -> int:
 
 
 def check_tensors(tree: Tree, what: str) -> None:
-    """Raise :class:`ltx.errors.TreeError` unless `tree` has leaves and every one is a tensor."""
-    leaves = optree.tree_leaves(tree)
+    """Raise :class:`ltx.errors.TreeError` unless every leaf of `tree` is a tensor."""
+    check_leaves(optree.tree_leaves(tree), tree, what)
+
+
+def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
+    """:func:`check_tensors` for a tree whose leaves are at hand."""
     if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return
     path, leaf = next((p, x) for p, x in zip(leaf_paths(tree), leaves, strict=True) if not isinstance(x, torch.Tensor))

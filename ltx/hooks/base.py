@@ -23,11 +23,14 @@ class CommHook:
             second derivatives.
         elementwise: each element's result depends on that element alone.
         state_names: the tensors of one parameter's state; empty for a stateless hook.
+        phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
+            together when they meet a plan; in the backward pass they couldn't, as they arrive in any order.
     """
 
     exact: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
+    phases: ClassVar[int] = 1
 
     def init(self, param: torch.Tensor) -> LeafState:
         """The state of one parameter before the first step: floating tensors by the names in `state_names`."""

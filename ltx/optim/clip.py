@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ltx.errors import OptimError
 from ltx.optim.base import Optimizer
+from ltx.optim.state import TorchState
 from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
@@ -118,5 +119,6 @@ def grad_norm(state: Tree) -> Tensor | None:
     >>> grad_norm((ClipState(torch.tensor(5.0)), ()))
     tensor(5.)
     """
-    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState))
+    # Not into a TorchState, which holds no clipping but hundreds of tensors.
+    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState | TorchState))
     return next((node.norm for node in nodes if isinstance(node, ClipState)), None)

@@ -20,15 +20,17 @@ Run = Callable[[list[Tensor], list[dict[str, Tensor]], list[Tensor]], None]
 
 def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[bool]:
     """For each parameter, whether torch has a fused kernel of `cls` that works for its dtype and device."""
-    devices = set(_get_fused_kernels_supported_devices())
-    fusable = [param.is_floating_point() and param.device.type in devices for param in params]
-    if issubclass(cls, torch.optim.SGD):
-        # Fused SGD on CPU leaves half-precision parameters as they are and fills momentum with garbage, where a vector
-        # lane is full (torch issue 191763, in 2.13 and before).
-        broken = (torch.float16, torch.bfloat16)
-        pairs = zip(fusable, params, strict=True)
-        return [can and not (param.is_cpu and param.dtype in broken) for can, param in pairs]
-    return fusable
+    kinds = [(param.dtype, param.device) for param in params]
+    answers = {kind: _fusable(cls, *kind) for kind in set(kinds)}
+    return [answers[kind] for kind in kinds]
+
+
+def _fusable(cls: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
+    # Fused SGD on CPU leaves half-precision parameters as they are and fills momentum with garbage, where a vector
+    # lane is full (torch issue 191763, in 2.13 and before).
+    if issubclass(cls, torch.optim.SGD) and device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
+        return False
+    return dtype.is_floating_point and device.type in _get_fused_kernels_supported_devices()
 
 
 def run_aligned(run: Run, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]) -> None:

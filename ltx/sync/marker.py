@@ -56,16 +56,41 @@ def _index(axis: Axis) -> torch.Tensor | None:
     return axis.index() if isinstance(axis.backing, VmapBacking) else None
 
 
-class Fence(Function):
-    """``Fence.apply(schedule, dims, index, *tensors)``: identity; its backward lands every bucket."""
+class Peeled(Function):
+    """A Function of ``(schedule, bucket, dims, index, *tensors)`` that is told in `dims` which vmap levels it is below.
+
+    `bucket` is None for those that work on all buckets.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+
+        def vmap(
+            info: Any,
+            in_dims: tuple[Any, ...],
+            schedule: Schedule,
+            bucket: int | None,
+            dims: Dims,
+            index: Any,
+            *tensors: torch.Tensor,
+        ) -> tuple[Any, Any]:
+            here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[4:])
+            outs = cls.apply(schedule, bucket, (here, *dims), None if here else index, *stacked)
+            return outs, (0,) * len(outs)
+
+        cls.vmap = staticmethod(vmap)  # type: ignore[method-assign]
+
+
+class Fence(Peeled):
+    """``Fence.apply(schedule, None, dims, index, *tensors)``: identity; its backward lands every bucket."""
 
     @staticmethod
-    def forward(schedule: Schedule, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         return _views(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.schedule, ctx.dims, *_ = inputs
+        ctx.schedule, _, ctx.dims, *_ = inputs
         # Gradients in flight aren't there to be materialised; tangents are, below.
         ctx.set_materialize_grads(False)
         ctx.zeros = [] if _reverse_only(ctx.schedule) else [_zeros_later(t) for t in output]
@@ -76,24 +101,16 @@ class Fence(Function):
             landed = ctx.schedule.land(in_flight)
         else:
             index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
-            landed = Land.apply(ctx.schedule, ctx.dims, index, *in_flight)
+            landed = Land.apply(ctx.schedule, None, ctx.dims, index, *in_flight)
         ctx.schedule.again = False
-        return (None, None, None, *landed)
+        return (None, None, None, None, *landed)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        return _views([zero() if t is None else t for t, zero in zip(tangents[3:], ctx.zeros, strict=True)])
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, dims: Dims, index: Any, *tensors: torch.Tensor
-    ) -> tuple[Any, Any]:
-        here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[3:])
-        outs = Fence.apply(schedule, (here, *dims), None if here else index, *stacked)
-        return outs, (0,) * len(outs)
+        return _views([zero() if t is None else t for t, zero in zip(tangents[4:], ctx.zeros, strict=True)])
 
 
-class Mark(Function):
+class Mark(Peeled):
     """``Mark.apply(schedule, bucket, dims, index, *parameters, *states) -> (*parameters, token)``: starts the bucket.
 
     Identity on the parameters. The cotangent of a state is its next value.
@@ -120,27 +137,13 @@ class Mark(Function):
             # On the wire they aren't results yet, only memory: let go of them.
             return (None, None, None, None, *(started if ctx.schedule.threaded else (None,) * len(tensors)))
         index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
-        return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, link, index, *tensors))
+        return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, index, link, *tensors))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         # A token's tangent, though zero, keeps this rank in step with its peers in forward over reverse mode.
         count = len(ctx.schedule.plan.buckets[ctx.bucket].members)
         return (*_views(tangents[4 : 4 + count]), torch.zeros_like(ctx.saved_tensors[-1]))
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        schedule: Schedule,
-        bucket: int,
-        dims: Dims,
-        index: Any,
-        *tensors: torch.Tensor,
-    ) -> tuple[Any, Any]:
-        here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[4:])
-        outs = Mark.apply(schedule, bucket, (here, *dims), None if here else index, *stacked)
-        return outs, (0,) * len(outs)
 
 
 class Tie(Function):
@@ -210,12 +213,12 @@ class Begin(Function):
         return Begin.apply(schedule), None  # torch wants to see a rule; without tensors it never calls it
 
 
-class Launch(Function):
-    """``Launch.apply(schedule, bucket, dims, link, index, *gradients, *states)``: start a bucket's reduction."""
+class Launch(Peeled):
+    """``Launch.apply(schedule, bucket, dims, index, link, *gradients, *states)``: start a bucket's reduction."""
 
     @staticmethod
     def forward(
-        schedule: Schedule, bucket: int, dims: Dims, link: torch.Tensor, index: Any, *tensors: torch.Tensor
+        schedule: Schedule, bucket: int, dims: Dims, index: Any, link: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[Any, ...]:
         started = schedule.start(bucket, dims, tensors)
         return started if schedule.threaded else _views(started)
@@ -236,33 +239,17 @@ class Launch(Function):
         given = tangents[5 : 5 + ctx.count]
         return (*(z() if t is None else t for t, z in zip(given, ctx.zeros, strict=True)), *(None,) * ctx.states)
 
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        schedule: Schedule,
-        bucket: int,
-        dims: Dims,
-        link: torch.Tensor,
-        index: Any,
-        *tensors: torch.Tensor,
-    ) -> tuple[Any, Any]:
-        here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[5:])
-        link = link if in_dims[3] is None else link.sum(in_dims[3])
-        outs = Launch.apply(schedule, bucket, (here, *dims), link, None if here else index, *stacked)
-        return outs, (0,) * len(outs)
 
-
-class Land(Function):
-    """``Land.apply(schedule, dims, index, *in_flight)``: all reduced gradients and next states."""
+class Land(Peeled):
+    """``Land.apply(schedule, None, dims, index, *in_flight)``: all reduced gradients and next states."""
 
     @staticmethod
-    def forward(schedule: Schedule, dims: Dims, index: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:
+    def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *in_flight: torch.Tensor) -> tuple[Any, ...]:
         return schedule.land(in_flight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.schedule, ctx.dims, *_ = inputs
+        ctx.schedule, _, ctx.dims, *_ = inputs
         ctx.zeros = [_zeros_later(t) for t in output]
         ctx.mark_non_differentiable(*(t for t, state in zip(output, ctx.schedule.plan.is_state, strict=True) if state))
 
@@ -270,20 +257,12 @@ class Land(Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         # This pass goes on to the markers, which from here on reduce gradients of gradients.
         ctx.schedule.again = True
-        return (None, None, None, *_exact_mean(ctx.schedule, ctx.dims, cotangents))
+        return (None, None, None, None, *_exact_mean(ctx.schedule, ctx.dims, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        filled = [z() if t is None else t for t, z in zip(tangents[3:], ctx.zeros, strict=True)]
+        filled = [z() if t is None else t for t, z in zip(tangents[4:], ctx.zeros, strict=True)]
         return tuple(_exact_mean(ctx.schedule, ctx.dims, filled))
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], schedule: Schedule, dims: Dims, index: Any, *in_flight: torch.Tensor
-    ) -> tuple[Any, Any]:
-        here, stacked = _peel(schedule.plan.axis, info.batch_size, in_flight, in_dims[3:])
-        outs = Land.apply(schedule, (here, *dims), None if here else index, *stacked)
-        return outs, (0,) * len(outs)
 
 
 def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -338,7 +317,7 @@ def mark(
         for bucket in plan.buckets
     ]
     index = _index(plan.axis)
-    fenced = iter(Fence.apply(schedule, (), index, *(t for tensors in per_bucket for t in tensors)))
+    fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
     marked: dict[int, torch.Tensor] = {}
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
@@ -370,8 +349,8 @@ def reduce_gradients(
     in_flight: list[torch.Tensor] = []
     for bucket in plan.buckets:
         tensors = [*(grads[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
-        in_flight.extend(Launch.apply(schedule, bucket.index, (), link, index, *tensors))
-    landed = iter(Land.apply(schedule, (), index, *in_flight))
+        in_flight.extend(Launch.apply(schedule, bucket.index, (), index, link, *tensors))
+    landed = iter(Land.apply(schedule, None, (), index, *in_flight))
     reduced: dict[int, torch.Tensor] = {}
     advanced: dict[int, list[torch.Tensor]] = {}
     for bucket in plan.buckets:

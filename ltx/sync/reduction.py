@@ -76,6 +76,11 @@ class Reducer(Protocol):
         """Whether each element's result depends on that element alone, so that samples may share a buffer."""
         ...
 
+    @property
+    def phases(self) -> int:
+        """The most asks that a reduction yields."""
+        ...
+
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that shares of gradients of `dtype` are packed in."""
         ...
@@ -90,6 +95,7 @@ class ExactMean:
 
     exact = True
     elementwise = True
+    phases = 1
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Gradients travel as they are."""

@@ -14,7 +14,9 @@ dimensions; `dims` lists them, outermost first, True for the simulated axis itse
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,7 +25,7 @@ from torch._C import _functorch
 
 from ltx import wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
-from ltx.errors import UnsupportedError
+from ltx.errors import StrategyError, UnsupportedError
 from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import (
     EXACT_MEAN,
@@ -92,7 +94,7 @@ class Plan:
         return Share(flat, bucket, self.axis.size, self.states_of(bucket, states), self.step)
 
 
-class Schedule:
+class Schedule(ABC):
     """How one backward pass is reduced.
 
     Attributes:
@@ -114,16 +116,17 @@ class Schedule:
         """What this pass does to its buckets."""
         return EXACT_MEAN if self.again else self.plan.hook
 
+    @abstractmethod
     def begin(self) -> None:
         """The backward pass begins."""
 
+    @abstractmethod
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Bucket `index` is ready. Gives tensors of the same shapes, which :meth:`land` is given and may replace."""
-        raise NotImplementedError
 
+    @abstractmethod
     def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """All buckets were started: the reduced gradients and next states, bucket after bucket."""
-        raise NotImplementedError
 
     def _check_batchable(self, dims: Dims, states: Sequence[torch.Tensor]) -> None:
         if dims and not (self.hook.elementwise and (self.again or not states)):
@@ -169,12 +172,14 @@ class WireSchedule(Schedule):
         self.deferred = deferred
         self.line: wire.Line = plan.axis.backing.line
         self.header: wire.HeaderTicket | None = None
+        self._passage: wire.BackwardPass | None = None
         self._ready: dict[int, tuple[Dims, Sequence[torch.Tensor]]] = {}
         self._flights: list[_Flight] = []
         self._packed: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
 
     def send_header(self, total: torch.Tensor, weight: torch.Tensor) -> wire.HeaderTicket:
         """Issue the header ahead of the buckets."""
+        self.line.passes.rejoin()
         channel = self.line.bucket_channel(0)
         if self.plan.agreement is not None:
             channel.advance(self.plan.agreement)
@@ -185,13 +190,38 @@ class WireSchedule(Schedule):
     def begin(self) -> None:
         self._reset()
         if self.header is None:
+            # A deferred pass, whose header is out already, is its train step's to watch.
+            self._passage = self.line.passes.enter()
             nothing = torch.zeros((), dtype=torch.float64, device=self.line.device)
             self.send_header(nothing, nothing)
+
+    def abandon(self, reason: BaseException) -> None:
+        """Say that this pass won't go on, if it has begun."""
+        if self.header is not None:
+            self.line.passes.leave(f"{type(reason).__name__}: {reason}")
 
     def _reset(self) -> None:
         self._flights, self._packed = [], {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with self._watched():
+            self._launch(index, dims, tensors)
+            self._poll()
+        return tuple(tensors)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """What is raised in a hook, or by the wire, ends this pass: let the peers know."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UnsupportedError) and not self._flights:
+                self._forget()  # the program's mistake, which all ranks see before the first bucket
+            else:
+                self.abandon(error)
+            raise
+
+    def _launch(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> None:
         bucket, hook = self.plan.buckets[index], self.hook
         count = len(bucket.members)
         grads, states = tensors[:count], tensors[count:]
@@ -207,8 +237,6 @@ class WireSchedule(Schedule):
             flight = _Flight(hook.reduce(share), ready.shape[:-1])
             self._flights.append(flight)
             self._advance(place, flight, None)
-        self._poll()
-        return tuple(tensors)
 
     def _advance(self, place: int, flight: _Flight, result: torch.Tensor | None) -> None:
         """Run a reduction up to its next collective, and issue that."""
@@ -217,6 +245,11 @@ class WireSchedule(Schedule):
         except StopIteration as end:
             flight.landed, flight.ticket = end.value, None
             return
+        if flight.phase == self.hook.phases:
+            raise StrategyError(
+                f"rank {self.line.rank}: {self.hook!r} asks for more than {flight.phase} collectives in bucket "
+                f"{place}. Say how many it may ask for: phases: ClassVar[int] = ..."
+            )
         channel = self.line.bucket_channel(flight.phase)
         flight.phase += 1
         flight.ticket = channel.issue(ask.operation, ask.buffer, f"bucket {place}") if ask.buffer.numel() else None
@@ -255,14 +288,28 @@ class WireSchedule(Schedule):
 
     def finish(self) -> wire.Header | None:
         """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
-        header, self.header = self.header, None
-        self._reset()
+        header = self.header
+        self._forget()
+        self.line.passes.complete()
         return header.wait() if header is not None else None
+
+    def _forget(self) -> None:
+        self.header = None
+        if self._passage is not None:
+            self._passage.done()
+        self._reset()
+
+    def drain(self) -> None:
+        """Land everything, for nobody."""
+        for _ in self.land_each():
+            pass
+        self.finish()
 
     def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if self.deferred:
             return tuple(tensors)  # in flight: whoever asked for that calls land_each and finish
-        outs = [t for _, grads, states in self.land_each() for t in (*grads, *states)]
+        with self._watched():
+            outs = [t for _, grads, states in self.land_each() for t in (*grads, *states)]
         self.finish()
         return tuple(outs)
 
@@ -318,6 +365,9 @@ class GraphSchedule(Schedule):
 
 class OnceSchedule(Schedule):
     """Reductions on simulated ranks and in a world of one, each done whole when its bucket is ready."""
+
+    def begin(self) -> None:
+        pass
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook

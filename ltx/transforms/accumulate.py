@@ -208,7 +208,7 @@ class _Sums:
                 "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "
                 "micro-batch)."
             ) from None
-        refuse_captured(self.call.step.fn, [value], [*leaves, *tensors])
+        refuse_captured(self.call.step.fn, value, [*leaves, *tensors])
         grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
         filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
         return filled, _detached(parts[-1])

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ltx import tree
 from ltx.errors import StepError
+from ltx.typing import Tree
 
 # Steps whose graph was looked at once. The graph of a step has thousands of nodes; its captures don't change.
 _looked_at: WeakSet[Any] = WeakSet()
@@ -40,8 +41,8 @@ def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | Non
     return None
 
 
-def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> None:
-    """Raise if `outputs` depend on parameters that aren't among `given`.
+def refuse_captured(fn: Any, outputs: Tree, given: Tree) -> None:
+    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, what it was called with.
 
     Looks once at each function, and only under plain autograd: under torch.func nothing but arguments is
     differentiated.
@@ -51,7 +52,7 @@ def refuse_captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> No
             return
     except TypeError:  # can't be hashed
         return
-    variable = captured(outputs, given)
+    variable = captured(tree.flatten(outputs)[0], tree.flatten(given)[0])
     if variable is not None:
         raise StepError(
             f"the step uses a parameter of shape {list(variable.shape)} that isn't one of its arguments, so its "

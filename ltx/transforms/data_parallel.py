@@ -7,24 +7,23 @@ gradient with respect to a replicated argument is reduced over the axis.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 
-from ltx import collectives, tree, wire
+from ltx import tree, wire
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import StepError, StrategyError, SyncStateError, WeightError
+from ltx.errors import StepError, StrategyError, SyncStateError
 from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
 from ltx.sync.reduction import LeafState
-from ltx.sync.schedule import Schedule
 from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
-from ltx.transforms.sync_state import Synced, SyncState, _values
-from ltx.transforms.weighted import Weighted
+from ltx.transforms.run import Marked, Run, refuse_gradients
+from ltx.transforms.sync_state import Synced, SyncState
 from ltx.typing import Step, Tree
 
 
@@ -95,12 +94,12 @@ class DataParallel:
             for path, leaf in zip(tree.leaf_paths(params), leaves, strict=True)
             if leaf.is_floating_point() and (state := self.strategy.init(leaf))
         }
-        return SyncState.new(states, leaves[0].device if leaves else torch.device("cpu"))
+        return SyncState.new(states)
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, deferred: bool = False, step: int | None = None
     ) -> Run:
-        """Call the step on marked parameters.
+        """Call the step on marked parameters and tie its output.
 
         `deferred`: the fence won't wait (see WireSchedule). `step`: the number of steps so far, where the caller counts
         them; else the communication state does.
@@ -109,25 +108,37 @@ class DataParallel:
         leaves, spec = tree.flatten(params)
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
-            return self._run_in_graph(args, kwargs, params, leaves, spec, counted if step is None else step)
-        tree.check_tensors(params, f"argument {self.argnums} of the step")
+            marked = self._mark_in_graph(params, leaves, counted if step is None else step)
+        else:
+            tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
+            counted = sync_state.checked_step() if sync_state is not None else 0
+            marked = self._mark(params, leaves, spec, sync_state, counted if step is None else step, deferred)
+        given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
+        output = self.fn(*self._replaced(args, given), **kwargs)
+        if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
+            refuse_captured(self.fn, output, (marked.leaves, args, kwargs))
+        refuse_gradients(output, leaves, spec)
+        tied = marked.tied(output)
+        return Run(tied, self.axis, marked.schedule, mean=self.outputs == "mean", blocked=self.blocked)
+
+    def _mark(
+        self, params: Tree, leaves: list[Any], spec: Any, sync_state: SyncState | None, step: int, deferred: bool
+    ) -> Marked:
         axis = wire.resolve(self.axis)
-        wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
-        counted = sync_state.checked_step() if sync_state is not None else 0
-        step = counted if step is None else step
         hook = None if self.blocked else self.strategy.hook(step)
-        if not wanted or hook is None or (axis.size == 1 and hook.exact and not hook.state_names):
-            return self._run_local(args, kwargs, params, sync_state if wanted else None, axis)
+        if hook is None or (axis.size == 1 and hook.exact and not hook.state_names):
+            return self._mark_nothing(leaves, sync_state, axis)
+        wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
+        if not wanted:
+            return Marked(leaves)
         paths = functools.cache(lambda: tree.leaf_paths(params))
         states = self._states(sync_state, paths, wanted, hook)
-        place = {leaf: i for i, leaf in enumerate(wanted)}
-        arrival = [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
         plan = synchronise.make_plan(
             self.strategy,
             hook,
             axis,
             [leaves[i] for i in wanted],
-            arrival,
+            _arrival(params, wanted),
             tuple(tuple(state) for state in states),
             step,
             lambda: [paths()[i] for i in wanted],
@@ -136,63 +147,33 @@ class DataParallel:
         )
         schedule = synchronise.wire_schedule(plan, deferred)
         marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
-        filled = list(leaves)
-        for i, leaf in zip(wanted, marked, strict=True):
-            filled[i] = leaf
-        output = self.fn(*self._replaced(args, tree.unflatten(spec, filled)), **kwargs)
-        if not torch._C._are_functorch_transforms_active():
-            refuse_captured(self.fn, tree.flatten(output)[0], [*marked, *tree.flatten((args, kwargs))[0]])
         carried = {paths()[i] for i in wanted} if sync_state is not None else set()
         kept = self._kept(sync_state, carried, hook.state_names)
-        return Run.tied(self, output, params, axis, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
+        filled = _filled(leaves, wanted, marked)
+        return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
-    def _run_local(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        params: Tree,
-        state: SyncState | None,
-        axis: Axis,
-    ) -> Run:
-        output = self.fn(*self._replaced(args, params), **kwargs)
-        if state is None:
-            return Run.tied(self, output, params, axis, list, None)
+    def _mark_nothing(self, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
+        if sync_state is None or not any(synchronise.tracked(leaf) for leaf in leaves):
+            return Marked(leaves)
         # Blocked, the state passes through unchanged; else this was a step, if one in which nobody talked.
-        kept = [(x, x.detach()) for x in tree.flatten(state)[0]] if self.blocked else self._kept(state, set(), ())
+        if self.blocked:
+            kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
+        else:
+            kept = self._kept(sync_state, set(), ())
         nothing = synchronise.no_schedule(axis)
-        return Run.tied(self, output, params, axis, lambda outs: marker.tie(nothing, [], outs, kept), None)
+        return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
 
-    def _run_in_graph(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        params: Tree,
-        leaves: list[Any],
-        spec: Any,
-        step: int,
-    ) -> Run:
+    def _mark_in_graph(self, params: Tree, leaves: list[Any], step: int) -> Marked:
         key = "" if self.blocked else synchronise.prepare_trace(self.strategy, self.axis, step)
         if key == "":
-            output = self.fn(*self._replaced(args, params), **kwargs)
-            return Run.tied(self, output, params, None, list, None)
+            return Marked(leaves)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
-        place = {leaf: i for i, leaf in enumerate(wanted)}
-        arrival = tuple(place[i] for i in reversed(tree.insertion_order(params)) if i in place)
         names = tuple(() for _ in wanted)
+        arrival = tuple(_arrival(params, wanted))
         outs = synchronise.mark_in_graph(key, arrival, names, step, *[leaves[i] for i in wanted])
         tokens = outs[len(wanted) :]
-        filled = list(leaves)
-        for i, leaf in zip(wanted, outs[: len(wanted)], strict=True):
-            filled[i] = leaf
-        output = self.fn(*self._replaced(args, tree.unflatten(spec, filled)), **kwargs)
-        return Run.tied(
-            self,
-            output,
-            params,
-            None,
-            lambda tied: list(synchronise.tie_in_graph(key, len(tokens), 0, *tokens, *tied)),
-            None,
-        )
+        filled = _filled(leaves, wanted, outs[: len(wanted)])
+        return Marked(filled, lambda tied: list(synchronise.tie_in_graph(key, len(tokens), 0, *tokens, *tied)))
 
     def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
@@ -269,99 +250,17 @@ class DataParallel:
         return sync_gradients(output, self.strategy, axis=self.axis)[0]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One call of a step, before its value is made: the output on this rank, tied to the markers.
-
-    Attributes:
-        step: the transformed step.
-        axis: where it ran; None inside a compiled graph.
-        output: what the user's function returned, its floating tensors tied.
-        schedule: the schedule of the backward pass, if there will be one.
-    """
-
-    step: DataParallel
-    axis: Axis | None
-    output: Any
-    schedule: Schedule | None
-
-    @staticmethod
-    def tied(
-        step: DataParallel,
-        output: Any,
-        params: Tree,
-        axis: Axis | None,
-        tie: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        schedule: Schedule | None,
-    ) -> Run:
-        """Check the output and tie its floating tensors."""
-        _refuse_gradients(output, params)
-        leaves, spec = tree.flatten(output)
-        ties = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        if ties:
-            for i, x in zip(ties, tie([leaves[i] for i in ties]), strict=True):
-                leaves[i] = x
-        elif schedule is not None:
-            raise StepError("the step returned no floating tensor, so its parameters have no gradient.")
-        return Run(step, axis, tree.unflatten(spec, leaves), schedule)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the step returned a :class:`Weighted`, alone or first in a tuple."""
-        return isinstance(self.output, Weighted) or (
-            isinstance(self.output, tuple) and len(self.output) > 0 and isinstance(self.output[0], Weighted)
-        )
-
-    def value(self) -> Any:
-        """What the caller of the step gets."""
-        output = self.output
-        if self.weighted:
-            first = output if isinstance(output, Weighted) else output[0]
-            mean = self._weighted_mean(first)
-            return mean if isinstance(output, Weighted) else (mean, *output[1:])
-        if self.step.outputs == "mean" and not self.step.blocked:
-            return tree.map(
-                lambda x: (
-                    collectives.pmean(x, self.step.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-                ),
-                output,
-            )
-        return output
-
-    def _weighted_mean(self, output: Weighted) -> torch.Tensor:
-        total, weight = output.checked()
-        if not self.step.blocked:
-            total, weight = collectives.psum((total, weight), self.step.axis)
-        if not torch.compiler.is_compiling() and bool((_values(weight) == 0).any()):
-            whose = "this rank's weight is 0" if self.step.blocked else "the weights of all ranks add up to 0"
-            raise WeightError(
-                f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
-                "them."
-            )
-        return total / weight
+def _arrival(params: Tree, wanted: list[int]) -> list[int]:
+    """The places among `wanted` leaves in the order in which their gradients are expected."""
+    place = {leaf: i for i, leaf in enumerate(wanted)}
+    return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
 
 
-def _refuse_gradients(output: Any, params: Tree) -> None:
-    """A gradient or new parameters made inside the step would be local, without a word: raise instead."""
-    candidates = [output]
-    if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
-        candidates.append(output[0])
-    leaves, spec = tree.flatten(params)
-    if len(leaves) == 1 and leaves[0].ndim == 0:
-        return  # a loss looks like that too
-    for candidate in candidates:
-        outs, out_spec = tree.flatten(candidate)
-        if out_spec == spec and all(
-            isinstance(out, torch.Tensor) and out.shape == leaf.shape for out, leaf in zip(outs, leaves, strict=True)
-        ):
-            path = tree.leaf_paths(params)[0] if not torch.compiler.is_compiling() else "..."
-            raise StepError(
-                "the step returned a tree with the structure and shapes of its parameters "
-                f"(first leaf {path!r}, shape {list(leaves[0].shape)}). Gradients taken inside a data-parallel step, "
-                "and parameters updated with them, are local to the rank. Either return the loss and differentiate the "
-                'wrapped step; or wrap with returns="grads", which reduces the returned gradients; or call '
-                "ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or a one-element list."
-            )
+def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for i, value in zip(places, values, strict=True):
+        filled[i] = value
+    return filled
 
 
 @overload

@@ -36,33 +36,39 @@ class SyncState:
     step: int = 0
 
     @staticmethod
-    def new(leaves: dict[str, LeafState], device: torch.device) -> SyncState:
-        """A state that nobody has used."""
-        return SyncState(leaves, torch.ones((), device=device), torch.zeros((), device=device))
+    def new(leaves: dict[str, LeafState]) -> SyncState:
+        """A state that nobody has used. Its guards stay on the CPU, where every step reads them."""
+        return SyncState(leaves, torch.ones(()), torch.zeros(()))
 
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
         if torch.compiler.is_compiling():
             return self.step
-        uses, clock = _values(self.uses), _values(self.clock)
-        if not bool((uses == 1).all()):
+        uses, clock = _numbers(self.uses), _numbers(self.clock)
+        if any(count != 1 for count in uses):
             raise SyncStateError(
-                f"this communication state was used {uses.max().item():g} times in one loss, or its gradients were "
+                f"this communication state was used {max(uses):g} times in one loss, or its gradients were "
                 "accumulated. Its next value is its gradient, so it must go through exactly one call of the step; for "
                 "several backward passes take the state that each one gives (ltx.grad_and_value), or set .grad to "
                 "None between them."
             )
-        return self.step + int(clock.max().item())
+        return self.step + int(max(clock))
 
     def advanced(self) -> SyncState:
         """The same state with its steps counted in the structure, as ltx's own transformations return it."""
         return replace(self, step=self.step + 1, clock=torch.zeros_like(self.clock))
 
 
-def _values(x: torch.Tensor) -> torch.Tensor:
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """`x` without the wrappers of torch.func's levels: what the values are."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x.detach()
+
+
+def _numbers(x: torch.Tensor) -> list[float]:
+    values = unwrapped(x)
+    return [values.item()] if values.ndim == 0 else values.flatten().tolist()
 
 
 tree.register_node(

@@ -70,6 +70,7 @@ def make_plan(
             offer=list(order),
         )
         order = tuple(agreement.offer)
+        line.open_phases(hook.phases)
     stateful = any(names)
     return _plan(axis, hook, sizes, leaves, order, names, step if stateful else 0, agreement)
 
@@ -81,10 +82,10 @@ def names_text(names: Names) -> str:
 
 def tracked(tensor: torch.Tensor) -> bool:
     """Whether a gradient with respect to `tensor` is wanted, by plain autograd or at any level of torch.func."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
     if not torch._C._are_functorch_transforms_active():
         return tensor.requires_grad and torch.is_grad_enabled()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
     # At each level `requires_grad` speaks of that level alone.
     while not tensor.requires_grad:
         if not _functorch.is_functorch_wrapped_tensor(tensor):

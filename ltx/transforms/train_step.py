@@ -13,7 +13,8 @@ from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, TreeError, WeightError
 from ltx.optim import Optimizer, grad_norm
 from ltx.sync.schedule import WireSchedule
-from ltx.transforms.data_parallel import DataParallel, Run
+from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.run import Run
 from ltx.transforms.sync_state import Synced, SyncState
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
@@ -110,27 +111,31 @@ class TrainStep:
         with torch.enable_grad():
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=steps)
             loss, buffers, aux = self._outputs(run, state.buffers)
-        total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, torch.ones_like(loss))
+        total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
         if schedule is not None:
-            schedule.send_header(total.detach(), weight)
+            schedule.send_header(total.detach(), torch.ones_like(total) if weight is None else weight)
         update = _Update(self, state, [leaves[i] for i in trained], trained, sync_leaves)
         if schedule is not None:
-            update.backward(total, weight)
-            params, opt_state, sync_flat, header = update.land(schedule, isinstance(loss, Weighted))
+            try:
+                update.backward(total)
+                params, opt_state, sync_flat, header = update.land(schedule, weighted=weight is not None)
+            except BaseException as error:
+                schedule.abandon(error)
+                raise
+            mean = (header.total / header.weight).to(total.dtype)
         else:
-            header = _header_at_once(total, weight, axis)
-            params, opt_state, sync_flat = update.at_once(total, weight, header, isinstance(loss, Weighted))
+            mean, divisor = _mean_at_once(total, weight, axis)
+            params, opt_state, sync_flat = update.at_once(total, divisor)
         entries = tree.unflatten(sync_spec, sync_flat)
         params, entries = strategy.after_update(params, entries, steps, axis)
-        if self.donate:
+        if self.donate and sync_flat:
             # The next step writes into the parameters; a strategy may have returned one tensor as both.
             entries = _unshared(entries, params)
         next_sync = SyncState(entries, sync.uses, sync.clock, steps + 1)
         if self.donate:
             state.donate()
         next_state = TrainState(params, buffers, opt_state, next_sync, state.step + 1, state.kinds)
-        mean = (header.total / header.weight).to(total.dtype)
         return next_state, Metrics(mean, aux, grad_norm(opt_state))
 
     def _arguments(self, params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
@@ -209,24 +214,23 @@ class _Update:
     trained: list[int]  # their positions among the parameters' leaves
     sync_leaves: list[torch.Tensor]
 
-    def backward(self, total: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor | None]:
+    def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of `total` with respect to parameters and communication state."""
         inputs = [*self.leaves, *self.sync_leaves]
         if not inputs or not total.requires_grad:
             return [None] * len(inputs)
-        return list(torch.autograd.grad(total, inputs, allow_unused=True))
+        # Not autograd.grad: accumulating lays each gradient out as its parameter, which the optimizers' kernels want,
+        # while it is still in the cache.
+        torch.autograd.backward(total, inputs=inputs)
+        return [x.grad for x in inputs]
 
-    def at_once(
-        self, total: torch.Tensor, weight: torch.Tensor, header: wire.Header, weighted: bool
-    ) -> tuple[Tree, Tree, list[torch.Tensor]]:
-        """Without a wire: all gradients are there after the backward pass."""
-        found = self.backward(total, weight)
+    def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> tuple[Tree, Tree, list[torch.Tensor]]:
+        """Without a wire: all gradients are there after the backward pass. `divisor`: that of a Weighted's."""
+        found = self.backward(total)
         count = len(self.leaves)
-        grads = [
-            torch.zeros_like(x) if g is None else _as_laid_out(g, x) for x, g in zip(self.leaves, found, strict=False)
-        ]
-        if weighted:
-            grads = [g / header.weight.to(g.dtype) for g in grads]
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
+        if divisor is not None:
+            grads = [g / divisor.to(g.dtype) for g in grads]
         states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
         return *self._apply(grads), [x.detach() for x in states]
 
@@ -257,6 +261,7 @@ class _Update:
         assert schedule.header is not None
         weight = float(schedule.header.wait().weight)
         if weight == 0:
+            schedule.drain()  # every rank raises: leave the channels in step
             raise WeightError(
                 "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. "
                 "Give at least one rank a sample, or skip the step on all of them."
@@ -265,12 +270,10 @@ class _Update:
 
     def _apply(self, grads: list[torch.Tensor]) -> tuple[Tree, Tree]:
         leaves, spec = tree.flatten(self.state.params)
-        everything: list[Any] = [None] * len(leaves)
-        for i, g in zip(self.trained, grads, strict=True):
-            everything[i] = g
-        by_leaf = tree.unflatten(
-            spec, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, everything, strict=True)]
-        )
+        if len(grads) < len(leaves):
+            by_place = dict(zip(self.trained, grads, strict=True))
+            grads = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
+        by_leaf = tree.unflatten(spec, grads)
         return self.train.optimizer.apply(by_leaf, self.state.opt_state, self.state.params, donate=self.train.donate)
 
     def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
@@ -300,23 +303,25 @@ class _Update:
         return [x.detach() for x in tree.flatten(entries)[0]]
 
 
-def _header_at_once(total: torch.Tensor, weight: torch.Tensor, axis: Axis) -> wire.Header:
+def _mean_at_once(
+    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(mean loss, sum of the weights), without a header; None for the weights of an unweighted step."""
+    total = total.detach()
+    if weight is None:
+        mean: torch.Tensor = collectives.pmean(total, axis) if axis.size > 1 else total
+        return mean, None
     if axis.size > 1:
-        total, weight = collectives.psum((total.detach(), weight), axis)
+        total, weight = collectives.psum((total, weight), axis)
     if bool(weight == 0):
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
-    return wire.Header(total.detach().double(), weight.double())
+    return total / weight, weight
 
 
 def _unshared(tensors: Tree, others: Tree) -> Tree:
     """`tensors`, those that share memory with one of `others` as copies."""
     owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
     return tree.map(lambda x: x.clone() if x.untyped_storage().data_ptr() in owned else x, tensors)
-
-
-def _as_laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """`grad` with its parameter's strides, as ``loss.backward()`` leaves it: optimizers' kernels want them equal."""
-    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
 def _detach(x: Any) -> Any:

@@ -14,5 +14,6 @@ from ltx.wire.line import close_axis as close_axis
 from ltx.wire.line import open_axes as open_axes
 from ltx.wire.line import open_axis as open_axis
 from ltx.wire.line import resolve as resolve
+from ltx.wire.passes import BackwardPass as BackwardPass
 from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature

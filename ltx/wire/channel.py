@@ -142,6 +142,7 @@ class Channel:
     def __init__(
         self,
         name: str,
+        address: str,
         axis_name: str,
         group: dist.ProcessGroup,
         timeout_s: float,
@@ -149,6 +150,7 @@ class Channel:
         lane: Lane | None = None,
     ):
         self.name = name
+        self.address = address  # the name, and which one of this name it is: what a peer calls it
         self.axis_name = axis_name
         self.group = group
         self.rank = group.rank()

@@ -6,6 +6,7 @@ the group, in the same order, and closed by ``ltx.shutdown``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -20,15 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError
+from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
+from ltx.wire.operations import open_group, unregister
+from ltx.wire.passes import Passes
 from ltx.wire.shared import open_lane
 from ltx.wire.signature import Agreement, Signature, explain_mismatch
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
-
-
-_openings: dict[str, int] = {}
 
 
 class Line:
@@ -42,36 +42,59 @@ class Line:
         self.timeout_s = timeout.total_seconds()
         self._global_ranks = dist.get_process_group_ranks(group)
         self._timeout = timeout
-        # PrefixStore over the store that the process group itself met through; the group's name keeps lines apart.
-        # A group that is opened again after a shutdown must not find what was compared before.
-        opening = _openings[f"{group.group_name}/{name}"] = _openings.get(f"{group.group_name}/{name}", 0) + 1
-        self._store = PrefixStore(f"ltx/{group.group_name}/{name}/{opening}/", c10d._get_default_store())
+        # Lines are told apart by their ranks, name and number of opening, as each rank counts its own in the store. So
+        # one that is opened again after a shutdown doesn't find what was there before.
+        store = c10d._get_default_store()
+        label = f"ltx/{name}/{hashlib.sha1(repr(self._global_ranks).encode()).hexdigest()}"
+        self._label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
+        self._store = PrefixStore(f"{self._label}/", store)
         self._known: dict[Any, Agreement] = {}
         self._answered: set[str] = set()
         self._phases: list[Channel] = []
+        self._left: list[Channel] = []  # bucket channels of passes that were left halfway
+        self.passes = Passes(self._store, self.rank, self.size, name, self.timeout_s, self._tear, self._renew)
         self.user = self._open_channel("user")
         self.background = self._open_channel("background")
-        self.bucket_channel(0)
+        self.open_phases(1)
 
-    def _open_channel(self, name: str, lanes: bool = False) -> Channel:
-        # Local synchronisation: only the ranks of this line take part, and the group's name is drawn from them.
-        group = dist.new_group(
+    def _open_channel(self, name: str, lanes: bool = False, generation: int = 0) -> Channel:
+        address = f"{name}.{generation}" if generation else name
+        group = open_group(
             self._global_ranks,
-            timeout=self._timeout,
-            backend=dist.get_backend(self.group),
-            use_local_synchronization=True,
-            group_desc=f"ltx:{self.name}:{name}",
+            f"{self._label}/{address}",
+            dist.get_backend(self.group),
+            self._timeout,
+            f"ltx:{self.name}:{name}",
         )
         lane = None
         if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
-            lane = open_lane(self.rank, self.size, PrefixStore(f"{name}/", self._store))
-        return Channel(name, self.name, group, self.timeout_s, self._answer, lane)
+            lane = open_lane(self.rank, self.size, PrefixStore(f"{address}/", self._store))
+        return Channel(name, address, self.name, group, self.timeout_s, self._answer, lane)
+
+    def open_phases(self, count: int) -> None:
+        """Have `count` bucket channels at least. Waits for all ranks where one is missing, so all must come here."""
+        while len(self._phases) < count:
+            name = f"buckets {len(self._phases)}"
+            self._phases.append(self._open_channel(name, lanes=True, generation=self.passes.reunions))
 
     def bucket_channel(self, phase: int) -> Channel:
-        """The channel for the `phase`-th collective of each bucket; later ones are opened on first use."""
-        while len(self._phases) <= phase:
-            self._phases.append(self._open_channel(f"buckets {len(self._phases)}", lanes=True))
+        """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
+
+    def _tear(self, error: LtxError) -> None:
+        for channel in self._phases:
+            channel.torn = channel.torn or error
+            # Compiled graphs find a process group by its name: what is left on this one isn't for them either.
+            unregister(channel.group)
+
+    def _renew(self) -> None:
+        """New bucket channels. The old process groups stay until the end: to destroy one may wait for its peers."""
+        self._left.extend(self._phases)
+        for channel in self._phases:
+            if channel.lane is not None:
+                channel.lane.close()
+        count, self._phases = len(self._phases), []
+        self.open_phases(count)
 
     @property
     def device(self) -> torch.device:
@@ -81,8 +104,8 @@ class Line:
 
     @property
     def channels(self) -> list[Channel]:
-        """All channels, in the order of opening."""
-        return [self.user, self.background, *self._phases]
+        """All channels."""
+        return [self.user, self.background, *self._phases, *self._left]
 
     def close(self) -> None:
         """Give the channels' process groups back."""
@@ -120,7 +143,7 @@ class Line:
         channel.advance(self.meet(channel, key, describe))
 
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
-        place = f"{channel.name}/{channel.compared}/{channel.issued}"
+        place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
         self._store.set(f"{place}/{self.rank}", json.dumps([signature.to_json(), offer]))
         self._store.set(f"latest/{self.rank}", place)
@@ -171,13 +194,18 @@ class Line:
             ) from error
 
     def _answer(self) -> None:
-        """Called while this rank waits: does a peer stand at an issue that this rank made with another signature?"""
+        """Called while this rank waits: may it wait for ever?
+
+        It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
+        made with another signature.
+        """
+        self.passes.look()
         for rank in range(self.size):
             place = self._standing(rank)
             if rank == self.rank or place == "" or place in self._answered:
                 continue
-            name, _, position = place.rsplit("/", 2)
-            channel = next((c for c in self.channels if c.name == name), None)
+            address, _, position = place.rsplit("/", 2)
+            channel = next((c for c in self.channels if c.address == address), None)
             if channel is None or channel.issued <= int(position):
                 continue
             self._answered.add(place)

@@ -1,17 +1,19 @@
 """What can be issued: each operation's call into torch.distributed and its share of the wire.
 
 This table is the only place in ltx that calls a collective of torch.distributed. Every call is asynchronous and works
-on contiguous buffers that the caller has made for it.
+on contiguous buffers that the caller has made for it. The process groups that they run on are opened here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 # torch 2.13 has the pair *_single and warns about *_tensor; 2.11 has only *_tensor.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,3 +52,31 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_scatter": Operation(_scatter_sum, lambda nbytes, n: nbytes * (n - 1) // n),
     "broadcast": Operation(_broadcast, lambda nbytes, n: nbytes * (n - 1) // n),
 }
+
+
+def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
+    """A process group over the global `ranks` that they alone open, called `name` on all of them.
+
+    ``dist.new_group(..., use_local_synchronization=True)`` makes names up from the number of groups that a process has
+    at the moment. So ranks that differ in their other groups wait for each other for ever, and a name is used again
+    after its group was destroyed, whose addresses are still in the store.
+    """
+    make: Any = c10d._new_process_group_helper
+    group: dist.ProcessGroup = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        c10d.Backend(backend),
+        c10d._get_default_store(),
+        name,
+        timeout=timeout,
+        group_desc=description,
+    )[0]
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def unregister(group: dist.ProcessGroup) -> None:
+    """Compiled graphs, which find a group by its name, raise from now on."""
+    forget: Any = c10d._unregister_process_group  # type: ignore[attr-defined]
+    forget(group.group_name)

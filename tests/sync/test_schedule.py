@@ -6,13 +6,16 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ltx
+from ltx import wire
 from ltx.hooks import Ask, CommHook, Reduction, Share
 from ltx.runtime.pool import Pool
 
@@ -25,6 +28,8 @@ NAMES = ["e", "c", "a", "f", "b", "d"]  # in the order of the forward pass
 @dataclass(frozen=True)
 class InTwoPhases(CommHook):
     """The mean as a reduce-scatter and an all-gather: two collectives that wait for each other."""
+
+    phases: ClassVar[int] = 2
 
     def reduce(self, share: Share) -> Reduction:
         n, numel = share.axis_size, share.flat.numel()
@@ -48,6 +53,8 @@ class OftenInTwoPhases(InTwoPhases):
 @dataclass(frozen=True)
 class InThreePhases(CommHook):
     """A sum between two that add nothing."""
+
+    phases: ClassVar[int] = 3
 
     def reduce(self, share: Share) -> Reduction:
         zero = yield Ask("sum", torch.zeros_like(share.flat[:1]))
@@ -140,6 +147,117 @@ def test_any_order_of_arrival_on_processes(ranks: Ranks, n: int, summed: bool, s
     want = _expected(params, n, summed)
     for got in ranks(n).run(_gradients, params, HOOKS, seed, summed, timeout_s=25.0).replicated():
         torch.testing.assert_close(got, want)
+
+
+def test_channels_of_later_phases_open_while_peers_wait(ranks: Ranks, seed: int) -> None:
+    """On new axes, where the second and third phase of a hook have no channel yet when the first gradients arrive."""
+    params = _params()
+
+    def run() -> list[Params]:
+        rank = int(ltx.axis_index())
+        drawn = random.Random(seed + rank)
+        found = []
+        for _ in range(8):
+            axis = _fresh_axis()
+            step = ltx.data_parallel(_loss, _strategy(InThreePhases()), axis=axis)
+            delays_s = [drawn.choice([0.0, 0.01, 0.03]) for _ in NAMES]
+            found.append(torch.func.grad(step)(params, rank, delays_s, [], False))
+            wire.close_axis(axis)
+        return found
+
+    for got in ranks(3).run(run, timeout_s=40.0).replicated():
+        torch.testing.assert_close(got, _expected(params, 3, False))
+
+
+@dataclass(frozen=True)
+class SaysTwoAsksThree(InThreePhases):
+    phases: ClassVar[int] = 2
+
+
+def _fresh_axis() -> ltx.Axis:
+    return wire.open_axis("fresh", dist.new_group(list(range(dist.get_world_size()))), timedelta(seconds=10))
+
+
+def test_a_hook_that_asks_for_more_than_it_says(ranks: Ranks) -> None:
+    params = _params()
+
+    def run() -> str:
+        step = ltx.data_parallel(_loss, _strategy(SaysTwoAsksThree()), axis=_fresh_axis())
+        with pytest.raises(ltx.errors.LtxError) as caught:
+            torch.func.grad(step)(params, int(ltx.axis_index()), [0.0] * len(NAMES), [], False)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    # Whoever comes to it first tells the other, who may be waiting.
+    found = list(ranks(2).run(run, timeout_s=40.0))
+    assert any(text.startswith("StrategyError") for text in found)
+    assert all("asks for more than 2 collectives" in text and "phases" in text for text in found)
+
+
+class Fails(torch.autograd.Function):
+    """Identity whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ZeroDivisionError("no derivative")
+
+
+@pytest.mark.parametrize("where", list(NAMES))
+@pytest.mark.parametrize("how", ["backward", "func.grad", "train_step"])
+def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, how: str) -> None:
+    """The other is told so, and nothing that comes after pairs with what the pass left behind."""
+    params = _params()
+
+    def run() -> tuple[str, list[Params]]:
+        axis = _fresh_axis()
+
+        def loss(params: Params, fail: bool) -> Tensor:
+            return sum(((Fails.apply(p) if fail and name == where else p) ** 2).sum() for name, p in params.items())
+
+        step = ltx.data_parallel(loss, _strategy(ltx.hooks.AllReduce()), axis=axis)
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0), donate=False)
+        state = train.init(params)
+
+        def once(fail: bool) -> Params:
+            if how == "train_step":
+                after = train(state, fail)[0].params
+                return {name: p - after[name] for name, p in params.items()}
+            if how == "func.grad":
+                return torch.func.grad(step)(params, fail)
+            leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+            step(leaves, fail).backward()
+            return {name: p.grad for name, p in leaves.items()}
+
+        once(False)
+        # Rank 1 waits for the rest of the pass that rank 0 has left, and is told so.
+        failure = ZeroDivisionError if ltx.axis_index(axis) == 0 else ltx.errors.DeadlockDetectedError
+        with pytest.raises(failure) as caught:
+            once(ltx.axis_index(axis) == 0)
+        return str(caught.value), [once(False), once(False)]
+
+    (left, results), (waited, others) = ranks(2).run(run, timeout_s=50.0)
+    assert left == "no derivative"
+    assert "rank 1: rank 0 has left a backward pass on axis 'fresh' halfway" in waited
+    torch.testing.assert_close(results, others, rtol=0, atol=0)
+    torch.testing.assert_close(results, [{name: 2 * p for name, p in params.items()}] * 2)
+
+
+def test_gradients_of_the_batch_alone_leave_the_axis_in_step(ranks: Ranks) -> None:
+    def run() -> list[Tensor]:
+        step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
+        p = {"w": torch.ones(3, requires_grad=True)}
+        found = []
+        for _ in range(3):
+            x = torch.full((3,), 1.0 + float(ltx.axis_index()), requires_grad=True)
+            found.append(torch.autograd.grad(step(p, x), x)[0])
+            found.append(torch.autograd.grad(step(p, x), p["w"])[0])
+        return found
+
+    for found in ranks(2).run(run, timeout_s=40.0):
+        torch.testing.assert_close(found, [torch.ones(3), torch.full((3,), 1.5)] * 3)
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: type(hook).__name__)

@@ -6,13 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ltx
+from ltx import wire
 from ltx.errors import CollectiveTimeoutError, RankMismatchError
 from ltx.runtime.failures import CallFailedError
 from ltx.runtime.pool import Pool
@@ -223,3 +226,33 @@ def test_orders_of_arrival_that_differ_are_rank_0_s(torn: OnFreshAxis) -> None:
 
     got = torn(run).replicated()
     assert {name: x.tolist() for name, x in got.items()} == {"x": [0.0, 0.0], "y": [1.5, 1.5], "z": [3.0, 3.0]}
+
+
+def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
+    """Ranks 0 and 1 hold a pair's channels besides, so the next line is not the same number of groups away."""
+
+    def run() -> float:
+        pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+        opened = [wire.open_axis("pair", pair, timedelta(seconds=10))] if dist.get_rank() < 2 else []
+        opened.append(wire.open_axis("everyone", everyone, timedelta(seconds=10)))
+        try:
+            return float(ltx.psum(torch.tensor(1.0 + dist.get_rank()), opened[-1]))
+        finally:
+            for axis in opened:
+                wire.close_axis(axis)
+
+    assert ranks(3).run(run, timeout_s=30.0).replicated() == 6.0
+
+
+def test_an_axis_opened_again_and_again(ranks: Ranks) -> None:
+    def run() -> list[float]:
+        found = []
+        for k in range(5):
+            group = dist.new_group([0, 1])
+            axis = wire.open_axis("again", group, timedelta(seconds=10))
+            found.append(float(ltx.psum(torch.tensor(float(k)), axis)))
+            wire.close_axis(axis)
+            dist.destroy_process_group(group)
+        return found
+
+    assert ranks(2).run(run, timeout_s=40.0).replicated() == [0.0, 2.0, 4.0, 6.0, 8.0]

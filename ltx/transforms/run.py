@@ -1,0 +1,125 @@
+"""One call of a step: its marked parameters, its tied output, and the value that the caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ltx import collectives, tree
+from ltx.errors import StepError, WeightError
+from ltx.sync.schedule import Schedule
+from ltx.transforms.sync_state import unwrapped
+from ltx.transforms.weighted import Weighted
+
+
+@dataclass(frozen=True)
+class Marked:
+    """What a step is given, and what will be done to what it returns.
+
+    Attributes:
+        leaves: the parameters, marked or as they are.
+        tie: ties floating tensors to the markers; None if there are none.
+        schedule: the schedule of the backward pass on an axis, if there will be one; None inside a compiled graph.
+    """
+
+    leaves: list[Any]
+    tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+    schedule: Schedule | None = None
+
+    def tied(self, output: Any) -> Any:
+        """`output` with its floating tensors tied."""
+        if self.tie is None:
+            return output
+        leaves, spec = tree.flatten(output)
+        ties = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if ties:
+            for i, x in zip(ties, self.tie([leaves[i] for i in ties]), strict=True):
+                leaves[i] = x
+        elif self.schedule is not None:
+            raise StepError("the step returned no floating tensor, so its parameters have no gradient.")
+        return tree.unflatten(spec, leaves)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a step, before its value is made.
+
+    Attributes:
+        output: what the user's function returned, tied to the markers.
+        axis: the step's.
+        schedule: as in :class:`Marked`.
+        mean: the value is the mean over ranks.
+        blocked: the value and its gradients are this rank's own.
+    """
+
+    output: Any
+    axis: Any
+    schedule: Schedule | None
+    mean: bool
+    blocked: bool
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the step returned a :class:`Weighted`, alone or first in a tuple."""
+        return isinstance(self.output, Weighted) or (
+            isinstance(self.output, tuple) and len(self.output) > 0 and isinstance(self.output[0], Weighted)
+        )
+
+    def value(self) -> Any:
+        """What the caller of the step gets."""
+        output = self.output
+        if self.weighted:
+            first = output if isinstance(output, Weighted) else output[0]
+            mean = self._weighted_mean(first)
+            return mean if isinstance(output, Weighted) else (mean, *output[1:])
+        if self.mean and not self.blocked:
+            return tree.map(
+                lambda x: (
+                    collectives.pmean(x, self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                ),
+                output,
+            )
+        return output
+
+    def _weighted_mean(self, output: Weighted) -> torch.Tensor:
+        total, weight = output.checked()
+        if not self.blocked:
+            total, weight = collectives.psum((total, weight), self.axis)
+        if not torch.compiler.is_compiling() and bool((unwrapped(weight) == 0).any()):
+            whose = "this rank's weight is 0" if self.blocked else "the weights of all ranks add up to 0"
+            raise WeightError(
+                f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
+                "them."
+            )
+        return total / weight
+
+
+def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
+    """Raise if `output` looks like the parameters (`leaves` and `spec`).
+
+    A gradient or new parameters made inside the step would be local, without a word.
+    """
+    if isinstance(output, torch.Tensor) and output.ndim == 0:
+        return  # a loss, whatever else it may be
+    if len(leaves) == 1 and leaves[0].ndim == 0:
+        return  # looks like a loss
+    candidates = [output]
+    if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
+        candidates.append(output[0])
+    for candidate in candidates:
+        outs, out_spec = tree.flatten(candidate)
+        if out_spec == spec and all(
+            isinstance(out, torch.Tensor) and out.shape == leaf.shape for out, leaf in zip(outs, leaves, strict=True)
+        ):
+            params = tree.unflatten(spec, leaves)
+            path = tree.leaf_paths(params)[0] if not torch.compiler.is_compiling() else "..."
+            raise StepError(
+                "the step returned a tree with the structure and shapes of its parameters "
+                f"(first leaf {path!r}, shape {list(leaves[0].shape)}). Gradients taken inside a data-parallel step, "
+                "and parameters updated with them, are local to the rank. Either return the loss and differentiate the "
+                'wrapped step; or wrap with returns="grads", which reduces the returned gradients; or call '
+                "ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or a one-element list."
+            )

@@ -1,0 +1,141 @@
+"""Backward passes on a line, and how its ranks find together again after one that was left halfway.
+
+The engine drops a pass in which something raises, without a word to the nodes that it doesn't run. What the ranks have
+issued by then differs, and the next issue would pair with one of the dropped pass. So a rank that leaves a pass says so
+in the store; peers that wait for the rest of it read that and raise, leaving it too; and at the next pass all of them
+meet and go on with new channels.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
+
+
+class BackwardPass:
+    """One pass, until everything it has issued has landed (:meth:`done`)."""
+
+    def __init__(self) -> None:
+        self.task: int = torch._C._current_graph_task_id()
+        self.is_done = False
+        if self.task >= 0:
+            # At the end of a pass that went well, also of one that wanted no gradient of a parameter.
+            torch.autograd.Variable._execution_engine.queue_callback(self.done)
+
+    def done(self) -> None:
+        """Nothing more is to come of it."""
+        self.is_done = True
+
+
+class Passes:
+    """The passes on one line.
+
+    Args:
+        store: what the ranks of the line share.
+        rank, size, axis_name, timeout_s: the line's.
+        tear: makes the bucket channels refuse issues.
+        renew: replaces them, on all ranks together.
+
+    Attributes:
+        reunions: how often the ranks have found together again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        axis_name: str,
+        timeout_s: float,
+        tear: Callable[[LtxError], None],
+        renew: Callable[[], None],
+    ):
+        self._store, self._rank, self._size = store, rank, size
+        self._axis_name, self._timeout_s = axis_name, timeout_s
+        self._tear, self._renew = tear, renew
+        self._under_way: list[BackwardPass] = []
+        self._completed = 0
+        self._has_left = False
+        self.reunions = 0
+
+    def enter(self) -> BackwardPass:
+        """A pass begins. The engine having dropped an earlier one shows here."""
+        entered = BackwardPass()
+        self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
+        # One that is under way in the same run of the engine goes on beside this one.
+        if any(earlier.task == -1 or earlier.task != entered.task for earlier in self._under_way):
+            self.leave("something was raised in it")
+        self._under_way = [earlier for earlier in self._under_way if not self._has_left]
+        self._under_way.append(entered)
+        return entered
+
+    def complete(self) -> None:
+        """A pass has landed whole on this rank, and so could on all."""
+        self._completed += 1
+
+    def leave(self, why: str) -> None:
+        """The pass under way won't go on."""
+        if self._has_left:
+            return
+        self._has_left = True
+        self._tear(
+            DeadlockDetectedError(
+                f"rank {self._rank}: a backward pass on axis {self._axis_name!r} was left halfway ({why}), and its "
+                "peers wait for the rest of it."
+            )
+        )
+        self._store.set(self._key(self._rank), json.dumps([self._completed, why]))
+
+    def look(self) -> None:
+        """Called while this rank waits: raise if what it waits for won't come."""
+        if self._has_left:
+            return
+        for rank in range(self._size):
+            if rank != self._rank and self._store.check([self._key(rank)]):
+                _, why = json.loads(self._store.get(self._key(rank)))
+                raise DeadlockDetectedError(
+                    f"rank {self._rank}: rank {rank} has left a backward pass on axis {self._axis_name!r} halfway "
+                    f"({why}), so what this rank waits for won't come. Once every rank has left it, the next pass goes "
+                    "on as usual."
+                )
+
+    def rejoin(self) -> None:
+        """Before a pass: if the last one was left, wait until all ranks have left it and go on with new channels.
+
+        Raises:
+            CollectiveTimeoutError: a peer hasn't left it within the axis' timeout.
+            ReplicaDivergedError: on every rank, once: some had completed that pass, others not. The channels are new.
+        """
+        if not self._has_left:
+            return
+        keys = {rank: self._key(rank) for rank in range(self._size)}
+        deadline, pause_s = time.monotonic() + self._timeout_s, 0.001
+        while not self._store.check(list(keys.values())):
+            if time.monotonic() > deadline:
+                absent = [rank for rank, key in keys.items() if not self._store.check([key])]
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: a backward pass on axis {self._axis_name!r} was left halfway, and ranks "
+                    f"{absent} haven't come to begin the next one within {self._timeout_s:g} s."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        completed = {rank: json.loads(self._store.get(key))[0] for rank, key in keys.items()}
+        self._has_left, self._completed = False, 0
+        self.reunions += 1
+        self._renew()
+        if len(set(completed.values())) > 1:
+            counts = ", ".join(f"rank {rank}: {count}" for rank, count in completed.items())
+            raise ReplicaDivergedError(
+                f"axis {self._axis_name!r}: some ranks left a backward pass halfway when others had completed it "
+                f"(passes completed: {counts}), so what they made of it differs. Go on from values that all ranks "
+                "share: ltx.broadcast them, or load a checkpoint. The axis works again."
+            )
+
+    def _key(self, rank: int) -> str:
+        return f"left/{self.reunions}/{rank}"

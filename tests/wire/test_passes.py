@@ -1,0 +1,68 @@
+"""A backward pass that was left halfway, seen from the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import ltx
+from ltx import wire
+from ltx.errors import CollectiveTimeoutError, ReplicaDivergedError
+from ltx.runtime.pool import Pool
+
+from .conftest import OnFreshAxis
+
+Ranks = Callable[[int], Pool]
+
+
+def _line() -> wire.Line:
+    line: wire.Line = wire.resolve("data").backing.line
+    return line
+
+
+def _gradient() -> float:
+    step = ltx.data_parallel(lambda w: w * (1.0 + ltx.axis_index()))
+    return float(torch.func.grad(step)(torch.tensor(1.0)))
+
+
+def test_some_had_completed_it(torn: OnFreshAxis) -> None:
+    """Told once, on every rank; then the axis works."""
+
+    def run() -> tuple[str, float]:
+        _gradient()
+        if _line().rank == 1:
+            _line().passes.complete()
+        _line().passes.leave("an interrupt")
+        with pytest.raises(ReplicaDivergedError) as caught:
+            _gradient()
+        return str(caught.value), _gradient()
+
+    for message, gradient in torn(run):
+        assert "passes completed: rank 0: 1, rank 1: 2" in message
+        assert gradient == 1.5
+
+
+def test_a_peer_that_does_not_leave_it(torn: OnFreshAxis) -> None:
+    def run() -> str:
+        _gradient()
+        if _line().rank == 1:
+            return ""
+        _line().passes.leave("an interrupt")
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            _gradient()
+        return str(caught.value)
+
+    assert "ranks [1] haven't come to begin the next one within 2 s" in torn(run, timeout_s=2.0).rank(0)
+
+
+def test_left_again_and_again(torn: OnFreshAxis) -> None:
+    def run() -> list[float]:
+        found = []
+        for _ in range(3):
+            _line().passes.leave("an interrupt")
+            found.append(_gradient())
+        return found
+
+    assert torn(run).replicated() == [1.5, 1.5, 1.5]
