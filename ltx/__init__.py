@@ -15,16 +15,24 @@ from ltx.axis import vmap as vmap
 # --- collectives
 from ltx.collectives import AllGatherGrad as AllGatherGrad
 from ltx.collectives import all_gather as all_gather
+from ltx.collectives import all_gather_object as all_gather_object
+from ltx.collectives import all_to_all as all_to_all
 from ltx.collectives import axis_index as axis_index
 from ltx.collectives import axis_size as axis_size
 from ltx.collectives import barrier as barrier
 from ltx.collectives import broadcast as broadcast
 from ltx.collectives import broadcast_object as broadcast_object
+from ltx.collectives import gather_all_tensors as gather_all_tensors
+from ltx.collectives import pmax as pmax
 from ltx.collectives import pmean as pmean
+from ltx.collectives import pmin as pmin
+from ltx.collectives import ppermute as ppermute
 from ltx.collectives import psum as psum
 from ltx.collectives import psum_scatter as psum_scatter
 from ltx.collectives import pvary as pvary
 from ltx.collectives import rank_seed as rank_seed
+from ltx.collectives import reduce as reduce
+from ltx.collectives import reduce_boolean_decision as reduce_boolean_decision
 from ltx.collectives import shard as shard
 
 # --- world and running

@@ -16,6 +16,10 @@ class AxisError(LtxError, ValueError):
     """An axis that isn't in scope, or that can't do what was asked of it."""
 
 
+class CollectiveError(LtxError, ValueError):
+    """An argument of a collective that isn't among those it knows."""
+
+
 class WorldError(LtxError, RuntimeError):
     """The world of processes can't be set up as asked."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ltx.collectives.linear import Rule, Static, add_rule, collective
+from ltx.collectives.scale import GradScale, scale_gradient
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -31,7 +32,7 @@ add_rule(
         alone=lambda x, static: x,
         transpose=lambda shape, static: ("psum_to", static),
         batched=lambda static: static,
-        argument=lambda static: static[0],
+        arguments=lambda static: static,
     )
 )
 
@@ -49,13 +50,14 @@ add_rule(
 )
 
 
-def broadcast(value: Tree, src: int = 0, axis: Any = None) -> Tree:
+def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
     """Rank `src`'s tree, on every rank.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; only `src`'s values matter.
         src: an index on the axis (not a global rank), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
+        grad_scale: "mean" divides the gradient by n, as Horovod does.
 
     Returns:
         What each rank sees: new tensors with the values of rank `src`.
@@ -78,4 +80,4 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None) -> Tree:
             raise AxisError(f"broadcast: src={src} isn't an index on an axis of {n} ranks, 0 to {n - 1}.")
         return (src,)
 
-    return collective("broadcast", value, axis, static)
+    return collective("broadcast", scale_gradient(value, axis, grad_scale, lambda n: 1 / n), axis, static)

@@ -8,6 +8,7 @@ With ``tiled`` the ranks' parts lie one after another on an existing dimension i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import torch
 from ltx import tree
 from ltx.collectives.linear import Rule, Static, add_rule, collective
 from ltx.collectives.psum import countable
+from ltx.collectives.scale import GradScale, scale_gradient
+from ltx.collectives.uneven import all_gather_uneven, psum_scatter_uneven
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -64,7 +67,16 @@ add_rule(
 )
 
 
-def all_gather(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = False, sync_grads: bool = True) -> Tree:
+def all_gather(
+    value: Tree,
+    axis: Any = None,
+    *,
+    dim: int = 0,
+    tiled: bool = False,
+    sync_grads: bool = True,
+    splits: Sequence[int] | None = None,
+    grad_scale: GradScale = "sum",
+) -> Tree:
     """Every rank's tensor, on every rank.
 
     Args:
@@ -74,6 +86,9 @@ def all_gather(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = Fal
             concatenated.
         tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
         sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
+        splits: with `tiled`, the length of each rank's part along `dim`, where they differ: the same list on every
+            rank. Only between processes. For shapes that ranks don't know of each other see :func:`gather_all_tensors`.
+        grad_scale: "mean" divides the gradient by n, as Horovod does.
 
     Returns:
         What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.
@@ -91,13 +106,27 @@ def all_gather(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = Fal
         >>> gathered[0], gathered[1]
         (tensor([1., 2.]), tensor([1., 2.]))
     """
-    gathered = collective(
-        "all_gather", value, axis, lambda x, n: _static("all_gather", x, dim, tiled, new_dim=not tiled)
-    )
+    scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)
+    if splits is not None:
+        if not tiled:
+            raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
+        gathered = all_gather_uneven(scaled, axis, dim, tuple(splits))
+    else:
+        gathered = collective(
+            "all_gather", scaled, axis, lambda x, n: _static("all_gather", x, dim, tiled, new_dim=not tiled)
+        )
     return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
 
 
-def psum_scatter(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
+def psum_scatter(
+    value: Tree,
+    axis: Any = None,
+    *,
+    dim: int = 0,
+    tiled: bool = False,
+    splits: Sequence[int] | None = None,
+    grad_scale: GradScale = "sum",
+) -> Tree:
     """This rank's part of the sum over ranks.
 
     Args:
@@ -107,6 +136,9 @@ def psum_scatter(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = F
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
         tiled: split a dimension into chunks instead of taking it away.
+        splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. Only
+            between processes.
+        grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
 
     Returns:
         What each rank sees: its own part, without dimension `dim` or with it n times smaller.
@@ -135,7 +167,12 @@ def psum_scatter(value: Tree, axis: Any = None, *, dim: int = 0, tiled: bool = F
             )
         return found
 
-    return collective("psum_scatter", countable(value), axis, static)
+    scaled = scale_gradient(countable(value), axis, grad_scale, lambda n: n)
+    if splits is not None:
+        if not tiled:
+            raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
+        return psum_scatter_uneven(scaled, axis, dim, tuple(splits))
+    return collective("psum_scatter", scaled, axis, static)
 
 
 def _static(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool) -> Static:

@@ -22,6 +22,7 @@ from torch._C import _functorch
 
 from ltx import tree, wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 from ltx.wire import traced
 
@@ -43,7 +44,7 @@ class Rule:
         alone: ``(x, static)`` -> the value on an axis of size 1.
         transpose: ``(shape of x, static)`` -> name and static arguments of the transpose.
         batched: `static` once x has got one more dimension in front.
-        argument: the wire operation's argument from `static`.
+        arguments: the wire operation's arguments from `static`.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Rule:
     alone: Callable[[torch.Tensor, Static], torch.Tensor]
     transpose: Callable[[torch.Size, Static], tuple[str, Static]]
     batched: Callable[[Static], Static]
-    argument: Callable[[Static], int] = lambda static: 0
+    arguments: Callable[[Static], Static] = lambda static: ()
 
 
 RULES: dict[str, Rule] = {}
@@ -137,9 +138,9 @@ class Linear(Function):
         *xs: torch.Tensor,
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims = RULES[name], in_dims[5:]
-        if isinstance(axis.backing, VmapBacking) and _peeled_level() == axis.backing.level:
+        if isinstance(axis.backing, VmapBacking) and peeled_level() == axis.backing.level:
             results = [
-                rule.stacked(_stack(x, dim, axis.size), axis.size, static) for x, dim in zip(xs, dims, strict=True)
+                rule.stacked(stack(x, dim, axis.size), axis.size, static) for x, dim in zip(xs, dims, strict=True)
             ]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
         outs: list[torch.Tensor] = []
@@ -149,12 +150,13 @@ class Linear(Function):
         return tuple(outs), tuple(None if dim is None else 0 for dim in dims)
 
 
-def _peeled_level() -> int:
+def peeled_level() -> int:
     """The vmap level whose rule is being run: functorch has taken it off the stack for that."""
     return (_functorch.maybe_current_level() or 0) + 1
 
 
-def _stack(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
+def stack(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
+    """The values of all simulated ranks, on a new dimension in front."""
     return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -165,17 +167,18 @@ def _fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _begin(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
     if rule.operation is None:
         return lambda: rule.before(x, line.size, static)
-    key = _key(rule.name, x, static)
+    key = key_of(rule.name, x, static)
     line.issue_agreed(
         line.user, key, lambda: wire.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else "")
     )
     buffer = rule.before(x, line.size, static)
     if buffer.numel() == 0:
         return lambda: _empty_result(rule, buffer, line.size)
-    return line.user.issue(rule.operation, buffer, rule.name, rule.argument(static)).wait
+    return line.user.issue(rule.operation, buffer, rule.name, rule.arguments(static)).wait
 
 
-def _key(name: str, x: torch.Tensor, static: Static) -> tuple[Any, ...]:
+def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
+    """What tells the signature of a single tensor's collective apart from others."""
     return (name, x.shape, x.dtype, static)
 
 
@@ -195,7 +198,7 @@ def _begin_compiled(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static
         return lambda: _empty_result(rule, buffer, n)
     # Functional gathers work on dim 0; the wire's on a new one.
     flat = buffer if rule.operation != "reduce_scatter" else buffer.flatten(0, 1) if buffer.ndim > 1 else buffer
-    started = traced.start(rule.operation, flat, n, name, rule.argument(static))
+    started = traced.start(rule.operation, flat, n, name, rule.arguments(static))
 
     def finish() -> torch.Tensor:
         landed = traced.wait(started)
@@ -250,18 +253,10 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
     leaves, spec = tree.flatten(value)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        tree.check_tensors(value, f"{name}: its argument")
+        check_dense(name, leaves, value)
         found = wire.resolve(axis)
         groups = [static(x, found.size) for x in leaves]
-        if isinstance(found.backing, GroupBacking):
-            # As a tree, with its paths; the Function compares tensor by tensor what its derivatives issue.
-            line: wire.Line = found.backing.line
-            call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
-            arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
-            agreed = line.meet(
-                line.user, call, lambda: wire.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
-            )
-            line.adopt((_key(name, x, group) for x, group in zip(leaves, groups, strict=True)), agreed)
+        meet_as_tree(name, value, leaves, spec, groups, found)
         if len(set(groups)) == 1:
             return tree.unflatten(spec, apply(name, groups[0], found, leaves))
         return tree.unflatten(
@@ -270,6 +265,37 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
     key = prepare_trace(axis)
     size = traced_size(key)
     return tree.unflatten(spec, [in_graph(name, static(x, size), key, x)[0] for x in leaves])
+
+
+def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
+    """Raise unless every leaf is a tensor that lies in memory by strides."""
+    tree.check_leaves(leaves, value, f"{name}: its argument")
+    if all(x.layout is torch.strided for x in leaves):
+        return
+    path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.layout is not torch.strided)
+    raise UnsupportedError(
+        f"{name}: leaf {path!r} has layout {x.layout}, and only ltx.psum and ltx.pmean take sparse tensors (COO). Use "
+        "x.to_dense()."
+    )
+
+
+def meet_as_tree(name: str, value: Tree, leaves: list[Any], spec: Any, groups: list[Static], axis: Axis) -> None:
+    """Let the ranks compare a collective of a tree, with its paths.
+
+    The Functions compare tensor by tensor, as what their derivatives issue has no tree.
+    """
+    if not isinstance(axis.backing, GroupBacking):
+        return
+    line: wire.Line = axis.backing.line
+    call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
+    arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
+    agreed = line.meet(line.user, call, lambda: wire.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
+    line.adopt((key_of(name, x, group) for x, group in zip(leaves, groups, strict=True)), agreed)
+
+
+def traced_axis(key: str) -> Axis:
+    """The axis that :func:`prepare_trace` has named."""
+    return _traced_axes[key]
 
 
 def traced_size(key: str) -> int:

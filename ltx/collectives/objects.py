@@ -1,4 +1,7 @@
-"""Objects between ranks: broadcast_object and barrier. They have no gradient and no simulated form but the barrier."""
+"""Objects between ranks: broadcast_object, all_gather_object, barrier.
+
+They have no gradient, and but for the barrier no simulated form.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 
 from ltx import wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.collectives.uneven import told
 from ltx.errors import AxisError
 
 T = TypeVar("T")
@@ -44,33 +48,75 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     line = _line("broadcast_object", found)
     if line is None:
         return obj
-    error = ""
-    payload = b""
-    if line.rank == src:
-        try:
-            payload = cloudpickle.dumps(obj)
-        except Exception as failure:  # whatever pickling raises must reach every rank
-            error = f"{type(failure).__name__}: {failure}"
-            payload = error.encode()
-    header = _broadcast_bytes_tensor(line, torch.tensor([len(payload), bool(error)]), src)
+    payload, broken = _pickled(obj) if line.rank == src else (b"", False)
+    header = _broadcast_bytes_tensor(line, torch.tensor([len(payload), broken]), src)
     length, failed = int(header[0]), bool(header[1])
     body = torch.empty(length, dtype=torch.uint8, device=line.device)
     if line.rank == src and length:
         body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     if length:
-        body = line.user.issue("broadcast", body, "broadcast_object", src).wait()
-    here = body.cpu()
-    data = ctypes.string_at(here.data_ptr(), length) if length else b""  # without NumPy, which torch can do without
+        body = line.user.issue("broadcast", body, "broadcast_object", (src,)).wait()
+    data = _bytes_of(body.cpu())
     if failed:
         raise TypeError(f"broadcast_object: rank {src}'s object can't be pickled: {data.decode()}")
     return obj if line.rank == src else pickle.loads(data)
+
+
+def all_gather_object(obj: T, axis: Any = None) -> list[T]:
+    """Every rank's object, on every rank.
+
+    Args:
+        obj: anything cloudpickle can carry, of any size on each rank. Tensors in it arrive on the device they were on.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: a list of the ranks' objects by rank: copies, and at its own place the object itself.
+
+    Raises:
+        AxisError: `axis` isn't in scope or is simulated.
+        TypeError: a rank's object can't be pickled; on every rank, so that nobody waits.
+
+    Example:
+        >>> import ltx
+        >>> ltx.all_gather_object("here")  # a world of one
+        ['here']
+    """
+    found = wire.resolve(axis)
+    line = _line("all_gather_object", found)
+    if line is None:
+        return [obj]
+    payload, failed = _pickled(obj)
+    sizes = told("all_gather_object", [len(payload), int(failed)], found)
+    most = max(length for length, _ in sizes)
+    body = torch.zeros(most, dtype=torch.uint8, device=line.device)
+    if payload:
+        body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    rows = line.user.issue("all_gather", body, "all_gather_object").wait().cpu()
+    texts = [_bytes_of(row[:length]) for row, (length, _) in zip(rows, sizes, strict=True)]
+    for rank, (text, (_, broken)) in enumerate(zip(texts, sizes, strict=True)):
+        if broken:
+            raise TypeError(f"all_gather_object: rank {rank}'s object can't be pickled: {text.decode()}")
+    return [obj if rank == line.rank else pickle.loads(text) for rank, text in enumerate(texts)]
+
+
+def _pickled(obj: Any) -> tuple[bytes, bool]:
+    """The object as bytes, or what went wrong, which must reach every rank."""
+    try:
+        return cloudpickle.dumps(obj), False
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}".encode(), True
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    # Without NumPy, which torch can do without.
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
 
 
 def _broadcast_bytes_tensor(line: wire.Line, header: torch.Tensor, src: int) -> torch.Tensor:
     line.issue_agreed(
         line.user, ("broadcast_object", src), lambda: wire.Signature("broadcast_object", (), f"src={src}")
     )
-    return line.user.issue("broadcast", header.to(line.device), "broadcast_object", src).wait()
+    return line.user.issue("broadcast", header.to(line.device), "broadcast_object", (src,)).wait()
 
 
 def barrier(name: str | None = None, axis: Any = None) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ltx import tree, wire
 from ltx.collectives.linear import Rule, add_rule, collective, prepare_trace, traced_size
+from ltx.collectives.sparse import is_sparse, psum_sparse
 from ltx.typing import Tree
 
 add_rule(
@@ -50,7 +51,8 @@ def psum(value: Tree, axis: Any = None) -> Tree:
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; any dtype (booleans count as
-            int64), any strides.
+            int64), any strides. Sparse COO tensors may have their entries at other places on each rank; theirs is a
+            coalesced COO tensor again, which moves the entries alone.
         axis: name, ``ltx.Axis``, ProcessGroup or one-dimensional DeviceMesh; the innermost axis if None.
 
     Returns:
@@ -72,7 +74,10 @@ def psum(value: Tree, axis: Any = None) -> Tree:
 
     Source: ``jax.lax.psum`` under ``shard_map``; the transpose is that of the global linear map.
     """
-    return collective("psum", countable(value), axis, lambda x, n: ())
+    value = countable(value)
+    if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
+        return tree.map(lambda x: psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), value)
+    return collective("psum", value, axis, lambda x, n: ())
 
 
 def pmean(value: Tree, axis: Any = None) -> Tree:

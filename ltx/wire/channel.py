@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire import ledger
-from ltx.wire.operations import OPERATIONS
+from ltx.wire.operations import OPERATIONS, Arguments
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
 
@@ -171,7 +171,7 @@ class Channel:
         self.issued += 1
         self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
 
-    def issue(self, operation: str, buffer: torch.Tensor, label: str, argument: int = 0) -> Ticket:
+    def issue(self, operation: str, buffer: torch.Tensor, label: str, arguments: Arguments = ()) -> Ticket:
         """Start `operation` on a contiguous `buffer` that now belongs to the wire."""
         if self.torn is not None:
             raise type(self.torn)(
@@ -185,7 +185,7 @@ class Channel:
         if self.lane is not None and operation == "sum" and buffer.device.type == "cpu":
             return Ticket(self, self.lane.add(buffer), buffer, label, event)
         try:
-            work, value = entry.start(self.group, buffer, argument)
+            work, value = entry.start(self.group, buffer, arguments)
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r} could not be issued: {error}"

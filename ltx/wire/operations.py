@@ -20,37 +20,65 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+#: Static arguments of an operation.
+Arguments = tuple[int, ...]
+Started = tuple[dist.Work, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Operation:
     """How one kind of collective is started, and how many bytes a rank sends for it."""
 
-    start: Callable[[dist.ProcessGroup, torch.Tensor, int], tuple[dist.Work, torch.Tensor]]
+    start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
     wire_bytes: Callable[[int, int], int]  # (bytes of the buffer, ranks) -> bytes sent by one rank
 
 
-def _sum(group: dist.ProcessGroup, buffer: torch.Tensor, _arg: int) -> tuple[dist.Work, torch.Tensor]:
-    return dist.all_reduce(buffer, group=group, async_op=True), buffer
+def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
+    return lambda group, buffer, _: (dist.all_reduce(buffer, op, group=group, async_op=True), buffer)
 
 
-def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _arg: int) -> tuple[dist.Work, torch.Tensor]:
+def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
     out = buffer.new_empty((group.size(), *buffer.shape))
     return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out
 
 
-def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, _arg: int) -> tuple[dist.Work, torch.Tensor]:
+def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
     out = buffer.new_empty(buffer.shape[1:])
     return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out
 
 
-def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, source: int) -> tuple[dist.Work, torch.Tensor]:
-    return dist.broadcast(buffer, group_src=source, group=group, async_op=True), buffer
+def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer
+
+
+def _exchange(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+    out = torch.empty_like(buffer)
+    return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out
+
+
+def _permute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    sent, received = permuted_splits(arguments, group.rank(), group.size(), buffer.numel())
+    out = torch.zeros_like(buffer)
+    flat = (out.flatten()[: sum(received)], buffer.flatten()[: sum(sent)])
+    return dist.all_to_all_single(*flat, received, sent, group=group, async_op=True), out
+
+
+def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
+    """How many elements `rank` sends to and receives from each rank; `permutation`: source, destination, source, ..."""
+    pairs = list(zip(permutation[::2], permutation[1::2], strict=True))
+    sent = [numel if (rank, other) in pairs else 0 for other in range(size)]
+    return sent, [numel if (other, rank) in pairs else 0 for other in range(size)]
 
 
 OPERATIONS: dict[str, Operation] = {
-    "sum": Operation(_sum, lambda nbytes, n: 2 * nbytes * (n - 1) // n),
+    "sum": Operation(_all_reduce(dist.ReduceOp.SUM), lambda nbytes, n: 2 * nbytes * (n - 1) // n),
+    "max": Operation(_all_reduce(dist.ReduceOp.MAX), lambda nbytes, n: 2 * nbytes * (n - 1) // n),
+    "min": Operation(_all_reduce(dist.ReduceOp.MIN), lambda nbytes, n: 2 * nbytes * (n - 1) // n),
     "all_gather": Operation(_gather, lambda nbytes, n: nbytes * (n - 1)),
     "reduce_scatter": Operation(_scatter_sum, lambda nbytes, n: nbytes * (n - 1) // n),
     "broadcast": Operation(_broadcast, lambda nbytes, n: nbytes * (n - 1) // n),
+    "exchange": Operation(_exchange, lambda nbytes, n: nbytes * (n - 1) // n),
+    "permute": Operation(_permute, lambda nbytes, n: nbytes),
 }
 
 

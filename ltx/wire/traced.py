@@ -7,27 +7,50 @@ traced. Same operations and arguments as :mod:`ltx.wire.operations`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 
-_Start = Callable[[torch.Tensor, int, str, int], torch.Tensor]
+from ltx.wire.operations import Arguments, permuted_splits
+
+_resolve: Callable[[str], Any] = c10d._resolve_process_group  # type: ignore[attr-defined,assignment]
+_Start = Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
 
 
 def _ops() -> torch._ops._OpNamespace:
     return torch.ops._c10d_functional
 
 
+def _exchange(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tensor:
+    parts = [x.shape[0] // n] * n
+    out: torch.Tensor = _ops().all_to_all_single(x, parts, parts, group)
+    return out
+
+
+def _permute(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    rank = _resolve(group).rank()
+    sent, received = permuted_splits(arguments, rank, n, x.numel())
+    flat = _ops().all_to_all_single(x.flatten()[: sum(sent)], received, sent, group)
+    out: torch.Tensor = flat if sum(received) else torch.zeros_like(x) + flat.sum()  # keeps the exchange in the graph
+    return out.reshape(x.shape)
+
+
 _STARTS: dict[str, _Start] = {
-    "sum": lambda x, n, group, arg: _ops().all_reduce(x, "sum", group),
-    "all_gather": lambda x, n, group, arg: _ops().all_gather_into_tensor(x, n, group),
-    "reduce_scatter": lambda x, n, group, arg: _ops().reduce_scatter_tensor(x, "sum", n, group),
-    "broadcast": lambda x, n, group, arg: _ops().broadcast(x, arg, group),
+    "sum": lambda x, n, group, _: _ops().all_reduce(x, "sum", group),
+    "max": lambda x, n, group, _: _ops().all_reduce(x, "max", group),
+    "min": lambda x, n, group, _: _ops().all_reduce(x, "min", group),
+    "all_gather": lambda x, n, group, _: _ops().all_gather_into_tensor(x, n, group),
+    "reduce_scatter": lambda x, n, group, _: _ops().reduce_scatter_tensor(x, "sum", n, group),
+    "broadcast": lambda x, n, group, arguments: _ops().broadcast(x, arguments[0], group),
+    "exchange": _exchange,
+    "permute": _permute,
 }
 
 
-def start(operation: str, buffer: torch.Tensor, size: int, group_name: str, argument: int = 0) -> torch.Tensor:
+def start(operation: str, buffer: torch.Tensor, size: int, group_name: str, arguments: Arguments = ()) -> torch.Tensor:
     """Begin `operation`; the result may be used only through :func:`wait`."""
-    return _STARTS[operation](buffer.contiguous(), size, group_name, argument)
+    return _STARTS[operation](buffer.contiguous(), size, group_name, arguments)
 
 
 def wait(value: torch.Tensor) -> torch.Tensor:

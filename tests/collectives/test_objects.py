@@ -74,3 +74,33 @@ def test_barriers_of_different_names(ranks: Ranks) -> None:
     assert "axis 'data': ranks disagree on the operation" in text
     assert "rank 0: barrier 'load'; rank 1: barrier 'save'" in text
     assert after == 2, "nothing was issued, so the ranks go on in step"
+
+
+def test_all_gather_object(ranks: Ranks) -> None:
+    """Objects of unequal sizes; at its own place each rank finds its very object."""
+
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        mine = {"rank": rank, "text": "x" * 1000 * rank, "tensor": torch.full((rank,), 1.0), "fn": lambda: rank}
+        found = ltx.all_gather_object(mine)
+        assert found[rank] is mine
+        return [(x["rank"], len(x["text"]), x["tensor"].tolist(), x["fn"]()) for x in found]
+
+    assert ranks(3).run(run).replicated() == [(0, 0, [], 0), (1, 1000, [1.0], 1), (2, 2000, [1.0, 1.0], 2)]
+    assert ltx.all_gather_object("alone") == ["alone"]
+
+
+def test_all_gather_object_that_cannot_be_pickled(ranks: Ranks) -> None:
+    def run() -> str:
+        with pytest.raises(TypeError) as caught:
+            ltx.all_gather_object(1 if ltx.axis_index() == 0 else (i for i in range(3)))
+        return str(caught.value) + f" {ltx.psum(torch.ones(1)).item()}"
+
+    message = ranks(2).run(run).replicated()
+    assert "rank 1's object can't be pickled" in message
+    assert message.endswith(" 2.0")
+
+
+def test_all_gather_object_has_no_simulated_form() -> None:
+    with pytest.raises(AxisError, match="no simulated form"):
+        ltx.vmap(lambda x: ltx.all_gather_object(1) and x)(torch.ones(2))

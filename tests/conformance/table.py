@@ -117,6 +117,16 @@ def on_each(f: Callable[[Tensor, int], Tensor], xs: Tensor) -> Tensor:
     return torch.stack([f(x, rank) for rank, x in enumerate(xs)])
 
 
+def ring(n: int) -> list[tuple[int, int]]:
+    return [(rank, (rank + 1) % n) for rank in range(n)]
+
+
+def exchanged(xs: Tensor) -> Tensor:
+    """Rank r's chunks of dimension 1, one below the other."""
+    n = len(xs)
+    return torch.stack([torch.cat([x.chunk(n, 1)[rank] for x in xs]) for rank in range(n)])
+
+
 def rank_loss(w: Tensor, rank: Tensor | int) -> Tensor:
     return torch.cos(w * (rank + 2) / 2).sum() + torch.tanh(w.sum(1)).sum() * (1 + rank)
 
@@ -176,6 +186,17 @@ OPS = (
         lambda xs: torch.stack(xs.sum(0).chunk(len(xs), 1)),
     ),
     Op("broadcast", lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1), lambda xs: everywhere(xs[-1], len(xs))),
+    Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs))),
+    Op("pmin", ltx.pmin, lambda xs: everywhere(xs.amin(0), len(xs)), compiled=("grad",)),
+    Op("pmax of ties", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), replicated=True, compiled=()),
+    Op("all_to_all", lambda x: ltx.all_to_all(x, 1, 0), exchanged),
+    Op("ppermute in a ring", lambda x: ltx.ppermute(x, ring(ltx.axis_size())), lambda xs: xs.roll(1, 0)),
+    Op(
+        "ppermute to one",
+        lambda x: ltx.ppermute(x, [(0, ltx.axis_size() - 1)]),
+        lambda xs: on_each(lambda x, rank: xs[0] if rank == len(xs) - 1 else torch.zeros_like(x), xs),
+    ),
+    Op("reduce product", lambda x: ltx.reduce(x, "product"), lambda xs: everywhere(xs.prod(0), len(xs)), compiled=()),
     Op("axis_index", lambda x: x * ltx.axis_index(), lambda xs: on_each(lambda x, rank: x * rank, xs)),
     Op(
         "shard",

@@ -47,6 +47,14 @@ CASES = (
     Case("psum_scatter", (0, 1), lambda n: (2 * n, 3)),
     Case("psum_scatter", (1, 1), lambda n: (2, 3 * n)),
     Case("psum_scatter", (0, 0), lambda n: (n,)),
+    Case("all_to_all", (0, 0), lambda n: (2 * n, 3)),
+    Case("all_to_all", (0, 1), lambda n: (2 * n, 3)),
+    Case("all_to_all", (1, 0), lambda n: (1, n, 3)),
+    Case("all_to_all", (2, 1), lambda n: (1, 2, 2 * n)),
+    Case("ppermute", ()),
+    Case("ppermute", (0, 1)),
+    Case("ppermute", (0, 1, 1, 0)),
+    Case("ppermute", (1, 1), lambda n: ()),
 )
 
 Found = tuple[Tensor, ...]

@@ -1,0 +1,180 @@
+"""pmax and pmin: extrema over ranks, elementwise.
+
+    y_r = max_s x_s      x̄_r = m_r · (sum_s ȳ_s) / (sum_s m_s),   m_r = (x_r == y_r)
+
+Ranks that tie share the cotangent equally, as ``torch.amax`` does. A NaN on any rank is a NaN on all: backends keep or
+drop it by the order in which they meet it, so a flag travels along that says whether there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltx import tree, wire
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.collectives.linear import (
+    Function,
+    apply,
+    check_dense,
+    key_of,
+    meet_as_tree,
+    peeled_level,
+    prepare_trace,
+    stack,
+    traced_axis,
+)
+from ltx.errors import UnsupportedError
+from ltx.typing import Tree
+from ltx.wire import traced
+
+
+class Extremum(Function):
+    """``Extremum.apply("max" or "min", axis, compiled, index, x)``; `index` as in Linear."""
+
+    @staticmethod
+    def forward(which: str, axis: Axis, compiled: bool, index: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        if axis.backing is None or x.numel() == 0:
+            return x.clone()
+        assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
+        line: wire.Line = axis.backing.line
+        return _compiled(line, which, x) if compiled else _eager(line, which, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.which, ctx.axis, ctx.compiled, _, x = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+        if not x.is_floating_point():
+            ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        x, y = ctx.saved_tensors
+        mine = (x == y).to(x.dtype)
+        total, ties = apply("psum", (), ctx.axis, [cotangent, mine], ctx.compiled)
+        return None, None, None, None, mine * total / ties
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
+        x, y = ctx.saved_tensors
+        mine = (x == y).to(x.dtype)
+        tangent = tangents[-1] if tangents[-1] is not None else torch.zeros_like(x)
+        total, ties = apply("psum", (), ctx.axis, [mine * tangent, mine], ctx.compiled)
+        return total / ties
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        which: str,
+        axis: Axis,
+        compiled: bool,
+        index: torch.Tensor | None,
+        x: torch.Tensor,
+    ) -> tuple[torch.Tensor, int | None]:
+        dim = in_dims[4]
+        if isinstance(axis.backing, VmapBacking) and peeled_level() == axis.backing.level:
+            xs = stack(x, dim, axis.size)
+            if xs.dtype == torch.bool:
+                return (xs.any(0) if which == "max" else xs.all(0)), None
+            return (xs.amax(0) if which == "max" else xs.amin(0)), None
+        return Extremum.apply(which, axis, compiled, index, x), dim
+
+
+def _eager(line: wire.Line, which: str, x: torch.Tensor) -> torch.Tensor:
+    name = f"p{which}"
+    line.issue_agreed(line.user, key_of(name, x), lambda: wire.Signature.of(name, ["<tensor>"], [x]))
+    if not x.is_floating_point():
+        return line.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+    sign = 1 if which == "max" else -1
+    buffer = x.new_empty(x.numel() + 1)
+    buffer[:-1].view(x.shape).copy_(x)
+    # amax gives NaN if there is one. The flag lies behind the values, as the extremum that the operation looks for.
+    buffer[-1] = sign * buffer[:-1].amax().isnan()
+    found = line.user.issue(which, buffer, name).wait()
+    value = found[:-1].view(x.shape)
+    if found[-1] != 0:
+        nans = line.user.issue("max", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        value.masked_fill_(nans.bool(), torch.nan)
+    return value
+
+
+def _compiled(line: wire.Line, which: str, x: torch.Tensor) -> torch.Tensor:
+    # What is done may not depend on values here, so the places of NaN always travel too.
+    n, group = line.size, line.user.group.group_name
+    value = traced.wait(traced.start(which, x.clone(memory_format=torch.contiguous_format), n, group))
+    if not x.is_floating_point():
+        return value
+    nans = traced.wait(traced.start("max", x.isnan().to(torch.uint8), n, group))
+    return torch.where(nans.bool(), torch.nan, value)
+
+
+def _extremum(which: str, value: Tree, axis: Any) -> Tree:
+    leaves, spec = tree.flatten(value)
+    if torch.compiler.is_compiling():
+        key = _prepare_trace(axis)
+        return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
+    check_dense(f"p{which}", leaves, value)
+    for path, x in zip(tree.leaf_paths(value), leaves, strict=True):
+        if x.is_complex():
+            raise UnsupportedError(f"p{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
+    found = wire.resolve(axis)
+    meet_as_tree(f"p{which}", value, leaves, spec, [() for _ in leaves], found)
+    index = found.index() if isinstance(found.backing, VmapBacking) else None
+    return tree.unflatten(spec, [Extremum.apply(which, found, False, index, x) for x in leaves])
+
+
+def _prepare_trace(axis: Any) -> str:
+    torch.compiler.allow_in_graph(extremum_in_graph)
+    return prepare_trace(axis)
+
+
+_prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tensor:
+    """The node that a compiled graph holds for an extremum."""
+    axis = traced_axis(axis_key)
+    index = axis.index() if isinstance(axis.backing, VmapBacking) else None
+    found: torch.Tensor = Extremum.apply(which, axis, True, index, x)
+    return found
+
+
+def pmax(value: Tree, axis: Any = None) -> Tree:
+    """The maximum over ranks of every element of a tree.
+
+    Args:
+        value: tree of real or boolean tensors, the same structure, shapes and dtypes on every rank; any strides.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the same tree of new tensors, shapes and dtypes as given. NaN on any rank gives NaN.
+
+    Gradient:
+        m · psum(ȳ) / psum(m) with m = (x == y): ranks that tie share it equally. None for integers and booleans.
+
+    Raises:
+        UnsupportedError: complex tensors.
+        AxisError, TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pmax)(torch.tensor([[1.0, 4.0], [3.0, 2.0]]))
+        tensor([[3., 4.],
+                [3., 4.]])
+    """
+    return _extremum("max", value, axis)
+
+
+def pmin(value: Tree, axis: Any = None) -> Tree:
+    """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pmin)(torch.tensor([[1.0, 4.0], [3.0, 2.0]]))
+        tensor([[1., 2.],
+                [1., 2.]])
+    """
+    return _extremum("min", value, axis)

@@ -1,0 +1,165 @@
+"""all_to_all and ppermute: every rank's parts go to other ranks.
+
+all_to_all:  y_r = [(x_0)_r, ..., (x_{n-1})_r]    transpose:  all_to_all with the two dimensions exchanged
+ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with the pairs turned round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ltx.collectives.linear import Rule, Static, add_rule, collective
+from ltx.collectives.uneven import all_to_all_uneven
+from ltx.errors import AxisError
+from ltx.typing import Tree
+
+
+def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """n equal chunks of dimension `dim`, on a new dimension in front."""
+    chunks: torch.Tensor = x.unflatten(dim, (n, x.shape[dim] // n))
+    return chunks.movedim(dim, 0)
+
+
+def _join(chunks: torch.Tensor, dim: int) -> torch.Tensor:
+    """Inverse of :func:`_cut`."""
+    return chunks.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
+    split, concat = static
+    chunks = torch.stack([_cut(x, n, split) for x in xs.unbind(0)])  # (source, destination, *chunk)
+    return torch.stack([_join(received, concat) for received in chunks.unbind(1)]), True
+
+
+add_rule(
+    Rule(
+        name="all_to_all",
+        operation="exchange",
+        before=lambda x, n, static: _cut(x, n, static[0]).clone(memory_format=torch.contiguous_format),
+        after=lambda result, rank, n, static: _join(result, static[1]),
+        stacked=_exchanged,
+        alone=lambda x, static: x,
+        transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
+        batched=lambda static: (static[0] + 1, static[1] + 1),
+    )
+)
+
+
+def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
+    source_of = dict(zip(static[1::2], static[::2], strict=True))
+    nothing = torch.zeros_like(xs[0])
+    return torch.stack([xs[source_of[r]] if r in source_of else nothing for r in range(n)]), True
+
+
+def _turned_round(static: Static) -> Static:
+    return tuple(rank for pair in zip(static[1::2], static[::2], strict=True) for rank in pair)
+
+
+add_rule(
+    Rule(
+        name="ppermute",
+        operation="permute",
+        before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+        after=lambda result, rank, n, static: result,
+        stacked=_moved,
+        alone=lambda x, static: x if static else torch.zeros_like(x),
+        transpose=lambda shape, static: ("ppermute", _turned_round(static)),
+        batched=lambda static: static,
+        arguments=lambda static: static,
+    )
+)
+
+
+def all_to_all(
+    value: Tree, split_dim: int, concat_dim: int, axis: Any = None, *, splits: Sequence[int] | None = None
+) -> Tree:
+    """Exchange parts: each rank's chunk r of dimension `split_dim` goes to rank r.
+
+    Args:
+        value: tree of tensors; ``shape[split_dim]`` must be a multiple of the axis' size n.
+        split_dim: the dimension that is cut into n equal chunks.
+        concat_dim: the dimension along which the n chunks that arrive are concatenated, in the order of their sources.
+        axis: as in :func:`ltx.psum`.
+        splits: the lengths of the n chunks, which may differ from one another and from rank to rank; they add up to
+            ``shape[split_dim]``. Ranks tell each other their splits at every call. Only between processes, and not in
+            compiled graphs.
+
+    Returns:
+        What each rank sees: a tree of new tensors with ``split_dim`` n times shorter and ``concat_dim`` n times longer.
+        With `splits`: a pair of that and the lengths of what came from each rank, a tuple of ints.
+
+    Gradient:
+        all_to_all(ȳ, concat_dim, split_dim); with `splits` the parts go back where they came from.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or a dimension doesn't fit.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> x = torch.tensor([[1, 2], [3, 4]])  # row r is rank r's
+        >>> ltx.vmap(lambda x: ltx.all_to_all(x, 0, 0))(x)
+        tensor([[1, 3],
+                [2, 4]])
+
+    Source: ``jax.lax.all_to_all`` with ``tiled=True``; Horovod's ``alltoall`` for `splits`.
+    """
+    if splits is not None:
+        return all_to_all_uneven(value, split_dim, concat_dim, axis, tuple(splits))
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
+            if not -x.ndim <= dim < x.ndim:
+                raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        if x.shape[split_dim] % n:
+            raise AxisError(
+                f"all_to_all over {n} ranks: dimension {split_dim} of a tensor of shape {list(x.shape)} must be a "
+                f"multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits=."
+            )
+        return (split_dim % x.ndim, concat_dim % x.ndim)
+
+    return collective("all_to_all", value, axis, static)
+
+
+def ppermute(value: Tree, perm: Sequence[tuple[int, int]], axis: Any = None) -> Tree:
+    """Send each rank's tensor to at most one other.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank.
+        perm: pairs (source, destination) of indices on the axis, the same on every rank. No rank may occur twice as a
+            source, or twice as a destination.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the tree of the rank that it is the destination of; zeros if it is nobody's.
+
+    Gradient:
+        ppermute(ȳ) with the pairs turned round.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or `perm` isn't such a list.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.ppermute(x, [(0, 1), (1, 2)]))(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([0., 1., 2.])
+
+    Source: ``jax.lax.ppermute``.
+    """
+    pairs = [tuple(pair) for pair in perm]
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        for pair in pairs:
+            if len(pair) != 2 or not all(isinstance(rank, int) and 0 <= rank < n for rank in pair):
+                raise AxisError(f"ppermute: perm holds {pair!r}, not a (source, destination) of ranks 0 to {n - 1}.")
+        for what, place in (("source", 0), ("destination", 1)):
+            ranks = [pair[place] for pair in pairs]
+            if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+                raise AxisError(f"ppermute: rank {twice[0]} is the {what} of more than one pair in {pairs}.")
+        return tuple(rank for pair in sorted(pairs) for rank in pair)
+
+    return collective("ppermute", value, axis, static)

@@ -1,0 +1,197 @@
+"""Collectives of unequal shapes: pad to the largest, use the even collective, cut the padding off.
+
+Built of differentiable collectives and views alone, so gradients follow; padding has none. Simulated ranks have equal
+shapes by their nature, so there is no simulated form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ltx import tree, wire
+from ltx.axis import Axis, VmapBacking
+from ltx.collectives.linear import apply, collective
+from ltx.errors import AxisError, RankMismatchError, UnsupportedError
+from ltx.typing import Tree
+
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
+_MOST_DIMS = 32
+
+
+def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Tensor]:
+    """Every rank's tensor, whatever their shapes.
+
+    Args:
+        tensor: any shape, number of dimensions and strides, empty ones too; the same dtype on every rank.
+        axis: as in :func:`ltx.psum`; real ranks only.
+
+    Returns:
+        What each rank sees: a list of new tensors by rank, each in its own shape.
+
+    Gradient:
+        Each rank gets the sum over ranks of the cotangents of its own tensor.
+
+    Raises:
+        AxisError: `axis` isn't in scope or is simulated.
+        RankMismatchError: ranks' dtypes differ; on all ranks.
+        UnsupportedError: inside a compiled graph, where shapes are fixed.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.gather_all_tensors(torch.tensor([1.0, 2.0]))  # a world of one
+        [tensor([1., 2.])]
+
+    Source: Lightning's ``gather_all_tensors`` (1.7), whose results carry no gradient.
+    """
+    tree.check_tensors(tensor, "gather_all_tensors: its argument")
+    found = _real(axis, "gather_all_tensors", "Simulated ranks have equal shapes: use ltx.all_gather.")
+    shapes = _shapes_of_all(tensor, found)
+    most = max(shape.numel() for shape in shapes)
+    flat = torch.nn.functional.pad(tensor.reshape(-1), (0, most - tensor.numel()))
+    (gathered,) = apply("all_gather", (0, 0), found, [flat])
+    return [row[: shape.numel()].reshape(shape) for row, shape in zip(gathered.unbind(0), shapes, strict=True)]
+
+
+def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> list[torch.Size]:
+    """The ranks' shapes, which they tell each other at every call; raises if their dtypes differ."""
+    if tensor.dtype not in _DTYPES or tensor.ndim > _MOST_DIMS:
+        raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
+    header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
+    rows = told("gather_all_tensors", header, axis)
+    shapes = [torch.Size(row[2 : 2 + row[0]]) for row in rows]
+    if len({row[1] for row in rows}) > 1:
+        each = "; ".join(
+            f"rank {rank}: {tree.describe(torch.empty(shape, dtype=_DTYPES[row[1]], device='meta'))}"
+            for rank, (row, shape) in enumerate(zip(rows, shapes, strict=True))
+        )
+        raise RankMismatchError(
+            f"axis {axis.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ, dtypes may not: "
+            "cast them to one dtype."
+        )
+    return shapes
+
+
+def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
+    """Every rank's list of integers, all of one length."""
+    if axis.backing is None:
+        return [numbers]
+    line: wire.Line = axis.backing.line  # type: ignore[union-attr]
+    line.issue_agreed(
+        line.user, (what, "lengths", len(numbers)), lambda: wire.Signature(what, (), f"{len(numbers)} lengths")
+    )
+    with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
+        mine = torch.tensor(numbers, dtype=torch.int64, device=line.device)
+        rows: list[list[int]] = line.user.issue("all_gather", mine, f"{what}: lengths").wait().tolist()
+    return rows
+
+
+def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...]) -> Tree:
+    """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
+    found = _real(axis, "all_gather(splits=)", "Simulated ranks have equal shapes: leave splits out.")
+    _check_splits("all_gather", splits, found.size)
+    here = _rank(found)
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        at = _dim("all_gather", x, dim)
+        if x.shape[at] != splits[here]:
+            raise AxisError(
+                f"all_gather: rank {here}'s part has length {x.shape[at]} along dimension {dim}, but "
+                f"splits[{here}] is {splits[here]}."
+            )
+        gathered = collective("all_gather", _padded(x, at, max(splits)), found, lambda x, n: (0, 0))
+        return torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, splits, strict=True)], at)
+
+    return tree.map(one, value)
+
+
+def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...]) -> Tree:
+    """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
+    found = _real(axis, "psum_scatter(splits=)", "Simulated ranks have equal shapes: leave splits out.")
+    _check_splits("psum_scatter", splits, found.size)
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        at = _dim("psum_scatter", x, dim)
+        _check_sum("psum_scatter", splits, x, at)
+        parts = torch.stack([_padded(part, at, max(splits)) for part in x.split(splits, at)])
+        mine: torch.Tensor = collective("psum_scatter", parts, found, lambda x, n: (0, 0))
+        return mine.narrow(at, 0, splits[_rank(found)])
+
+    return tree.map(one, value)
+
+
+def all_to_all_uneven(
+    value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: tuple[int, ...]
+) -> tuple[Tree, tuple[int, ...]]:
+    """all_to_all of chunks whose lengths along `split_dim` are `splits`; and the lengths of what has come."""
+    found = _real(axis, "all_to_all(splits=)", "Simulated ranks have equal shapes: leave splits out.")
+    _check_splits("all_to_all", splits, found.size)
+    for x in tree.flatten(value)[0]:
+        _check_sum("all_to_all", splits, x, _dim("all_to_all", x, split_dim))
+    table = told("all_to_all", list(splits), found)
+    received = tuple(row[_rank(found)] for row in table)
+    most = max(length for row in table for length in row)
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        at, to = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
+        chunks = torch.stack([_padded(chunk, at, most) for chunk in x.split(splits, at)])
+        arrived = collective("all_to_all", chunks, found, lambda x, n: (0, 0))
+        return torch.cat([chunk.narrow(at, 0, n) for chunk, n in zip(arrived, received, strict=True)], to)
+
+    if split_dim != concat_dim and len(set(received)) > 1:
+        raise AxisError(
+            f"all_to_all: chunks of lengths {list(received)} along dimension {split_dim} can't be concatenated along "
+            f"dimension {concat_dim}. Use concat_dim={split_dim}."
+        )
+    return tree.map(one, value), received
+
+
+def _real(axis: Any, what: str, instead: str) -> Axis:
+    if torch.compiler.is_compiling():
+        _refuse_trace(what)
+    found = wire.resolve(axis)
+    if isinstance(found.backing, VmapBacking):
+        raise AxisError(f"{what} has no simulated form. {instead}")
+    return found
+
+
+def _refuse_trace(what: str) -> None:
+    raise UnsupportedError(
+        f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
+        "of the compiled function."
+    )
+
+
+_refuse_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _rank(axis: Axis) -> int:
+    return axis.backing.rank if axis.backing is not None else 0  # type: ignore[union-attr]
+
+
+def _dim(what: str, x: torch.Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise AxisError(f"{what}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+    return dim % x.ndim
+
+
+def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
+
+
+def _check_splits(what: str, splits: Sequence[int], n: int) -> None:
+    if len(splits) != n or not all(isinstance(length, int) and length >= 0 for length in splits):
+        raise AxisError(f"{what}: splits must be {n} lengths, one for each rank, got {list(splits)}.")
+
+
+def _check_sum(what: str, splits: Sequence[int], x: torch.Tensor, dim: int) -> None:
+    if sum(splits) != x.shape[dim]:
+        raise AxisError(
+            f"{what}: splits {list(splits)} add up to {sum(splits)}, but dimension {dim} of a tensor of shape "
+            f"{list(x.shape)} has length {x.shape[dim]}."
+        )
