@@ -2,8 +2,8 @@
 
     y_r = max_s x_s      x̄_r = m_r · (sum_s ȳ_s) / (sum_s m_s),   m_r = (x_r == y_r)
 
-Ranks that tie share the cotangent equally, as ``torch.amax`` does. A NaN on any rank is a NaN on all: backends keep or
-drop it by the order in which they meet it, so a flag travels along that says whether there is one.
+Ranks that tie share the cotangent equally, as ``torch.amax`` does. A NaN on any rank is a NaN on all. gloo and NCCL
+keep or drop it by the order in which they meet it, so over them a flag travels along that says whether there is one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Extremum(Function):
 def _eager(line: wire.Line, which: str, x: torch.Tensor) -> torch.Tensor:
     name = f"p{which}"
     line.issue_agreed(line.user, key_of(name, x), lambda: wire.Signature.of(name, ["<tensor>"], [x]))
-    if not x.is_floating_point():
+    if not x.is_floating_point() or line.user.takes_lane(x):  # which compares as torch.maximum does
         return line.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
     sign = 1 if which == "max" else -1
     buffer = x.new_empty(x.numel() + 1)

@@ -213,8 +213,19 @@ def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compile
     """The collective `name` of each of `xs` on `axis`."""
     if not xs:
         return []
+    if not compiled and not _differentiated(xs):
+        return list(Linear.forward(name, static, axis, compiled, None, *xs))
     index = axis.index() if isinstance(axis.backing, VmapBacking) else None
     return list(Linear.apply(name, static, axis, compiled, index, *xs))
+
+
+def _differentiated(xs: list[torch.Tensor]) -> bool:
+    """Whether anybody may look through a Function, which to enter takes 40 µs."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+    )
 
 
 # --- inside a compiled graph -----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ add_rule(
     Rule(
         name="all_to_all",
         operation="exchange",
-        before=lambda x, n, static: _cut(x, n, static[0]).clone(memory_format=torch.contiguous_format),
+        before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
         after=lambda result, rank, n, static: _join(result, static[1]),
         stacked=_exchanged,
         alone=lambda x, static: x,
@@ -62,7 +62,7 @@ add_rule(
     Rule(
         name="ppermute",
         operation="permute",
-        before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+        before=lambda x, n, static: x.contiguous(),
         after=lambda result, rank, n, static: result,
         stacked=_moved,
         alone=lambda x, static: x if static else torch.zeros_like(x),

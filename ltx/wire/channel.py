@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError
+from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS, Arguments
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
@@ -119,6 +119,12 @@ class Ticket:
             self._look_around(began)
         if self._event is not None:
             self._event.landed_s = passage.landed_s
+        if passage.refused:
+            raise RankMismatchError(
+                f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r}: a peer has issued another "
+                "collective here, or the same ones in another order. Nothing of it was used. Wrap the program in "
+                "ltx.debug_checks() to see which call differs."
+            )
 
     def _look_around(self, began: float) -> None:
         """What a rank that has waited for a while does: see whether its peers wait for something else."""
@@ -157,7 +163,7 @@ class Channel:
         self.size = group.size()
         self.timeout_s = timeout_s
         self.while_waiting = while_waiting
-        self.lane = lane  # the short way for sums, where all ranks share a machine
+        self.lane = lane  # the short way, where all ranks share a machine
         self.torn: LtxError | None = None  # what left an issue behind that never completed
         self.issued = 0
         self.compared = 0
@@ -171,6 +177,10 @@ class Channel:
         self.issued += 1
         self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
 
+    def takes_lane(self, buffer: torch.Tensor) -> bool:
+        """Whether what is issued on `buffer` goes through shared memory."""
+        return self.lane is not None and buffer.device.type == "cpu"
+
     def issue(self, operation: str, buffer: torch.Tensor, label: str, arguments: Arguments = ()) -> Ticket:
         """Start `operation` on a contiguous `buffer` that now belongs to the wire."""
         if self.torn is not None:
@@ -182,8 +192,8 @@ class Channel:
         event = ledger.note(
             self.name, operation, label, entry.wire_bytes(buffer.numel() * buffer.element_size(), self.size)
         )
-        if self.lane is not None and operation == "sum" and buffer.device.type == "cpu":
-            return Ticket(self, self.lane.add(buffer), buffer, label, event)
+        if self.lane is not None and self.takes_lane(buffer):
+            return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest), label, event)
         try:
             work, value = entry.start(self.group, buffer, arguments)
         except RuntimeError as error:

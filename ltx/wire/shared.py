@@ -1,17 +1,20 @@
-"""A lane: sums between processes of one machine through shared memory, instead of through its loopback device.
+"""A lane: collectives between processes of one machine through shared memory, instead of through its loopback device.
 
-Sockets copy each byte through the kernel twice and keep a thread busy; shared memory is a copy. A sum of n ranks'
-buffers goes in pieces, each in three strides:
+Sockets copy each byte through the kernel twice and keep a thread busy; shared memory is a copy. What n ranks exchange
+goes in pieces, each in three strides:
 
-    1. every rank copies its piece into its own arena             -> filled
-    2. rank r sums part r of the piece over all arenas, in rank
-       order, into its own arena                                  -> summed
-    3. every rank copies all parts out of the arenas              -> emptied
+    1. every rank copies what it gives of its piece into its own arena                         -> filled
+    2. in a reduction, rank r reduces part r of the piece over all arenas, in rank order,
+       into its own arena                                                                      -> reduced
+    3. every rank copies what it takes out of the arenas                                       -> emptied
 
-Each rank owns three counters that only it writes, of the pieces it has filled, summed and emptied; it takes a stride
+Each rank owns three counters that only it writes, of the pieces it has filled, reduced and emptied; it takes a stride
 when its peers' counters say that it may. Strides are taken by whoever issues or waits, so there is no thread and no
 lock. Nothing ever blocks but a wait, which looks every 0.1 s whether its peers live: each holds a lock on a file of its
 own, which the kernel lets go when the process dies.
+
+Beside each piece lies a tag: the digest of all that its rank has issued on the channel so far. Where tags differ, ranks
+have issued different things, and the piece is refused on all of them.
 
 The memory has no name in any file system, so that nothing is left behind, whatever happens. Counters are aligned words;
 that others see them in the order of the writes before them is what x86-64 promises, so other processors take the
@@ -28,6 +31,7 @@ import platform
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,17 +45,183 @@ PIECES = 8
 _COUNTERS_BYTES = 4096
 _WORD = 8
 _LINE_WORDS = 64 // _WORD  # one cache line a counter
-_FILLED, _SUMMED, _EMPTIED = (i * _LINE_WORDS for i in range(3))
+_FILLED, _REDUCED, _EMPTIED = (i * _LINE_WORDS for i in range(3))
+_TAGS = 3 * _LINE_WORDS  # one a slot
+_TAG_MASK = (1 << 62) - 1
 _SETTING = "LTX_SHARED_MEMORY"
 
 
 @dataclass(eq=False)
 class Passage:
-    """A buffer on its way through a lane, piece by piece. It holds the sum once `left` is 0."""
+    """A buffer on its way through a lane, piece by piece. Its value is there once `left` is 0."""
 
-    pieces: int
-    left: int
+    left: int = 0
     landed_s: float = 0.0
+    refused: bool = False  # ranks have issued different things
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A piece of a buffer.
+
+    Attributes:
+        numel, dtype: what it takes in an arena.
+        give: copies this rank's share into its slot.
+        take: copies this rank's share of the result out of all ranks' slots.
+        reduce: how two slots are combined in a reduction: ``(a, b, out=)``.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    give: Callable[[torch.Tensor], object]
+    take: Callable[[list[torch.Tensor]], object]
+    reduce: Callable[..., torch.Tensor] | None = None
+
+
+Pieces = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...], int, int], Iterator[Piece]]
+
+
+def _spans(length: int, most: int) -> Iterator[slice]:
+    return (slice(start, min(start + most, length)) for start in range(0, length, most))
+
+
+def _part(piece: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The part of a piece that `rank` reduces."""
+    length = piece.numel()
+    return piece[length * rank // size : length * (rank + 1) // size]
+
+
+def _giving(piece: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    return lambda slot: slot.view(piece.shape).copy_(piece)
+
+
+def _taking(source: int, to: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+    return lambda slots: to.copy_(slots[source])
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+def _reduced(reduce: Callable[..., torch.Tensor]) -> Pieces:
+    def pieces(
+        buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+    ) -> Iterator[Piece]:
+        flat = buffer.view(-1)
+        for at in _spans(flat.numel(), PIECE_BYTES // flat.element_size()):
+            piece = flat[at]
+
+            def take(slots: list[torch.Tensor], piece: torch.Tensor = piece) -> None:
+                for other, slot in enumerate(slots):
+                    _part(piece, other, size).copy_(_part(slot, other, size))
+
+            yield Piece(piece.numel(), piece.dtype, _giving(piece), take, reduce)
+
+    return pieces
+
+
+def _gathered(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Piece]:
+    flat, rows = buffer.view(-1), out.view(size, -1)
+    for at in _spans(flat.numel(), PIECE_BYTES // flat.element_size()):
+        piece = flat[at]
+
+        def take(slots: list[torch.Tensor], at: slice = at) -> None:
+            for row, slot in zip(rows, slots, strict=True):
+                row[at].copy_(slot)
+
+        yield Piece(piece.numel(), piece.dtype, _giving(piece), take)
+
+
+def _sent(buffer: torch.Tensor, out: torch.Tensor, gives: bool, source: int | None) -> Iterator[Piece]:
+    """This rank gives its buffer if it `gives`, and takes that of `source`."""
+    flat, result = buffer.view(-1), out.view(-1)
+    for at in _spans(flat.numel(), PIECE_BYTES // flat.element_size()):
+        piece, arrived = flat[at], result[at]
+        give = _giving(piece) if gives else _nothing
+        take = _nothing if source is None else _taking(source, arrived)
+        yield Piece(piece.numel(), piece.dtype, give, take)
+
+
+def _broadcast(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Piece]:
+    return _sent(buffer, out, rank == arguments[0], None if rank == arguments[0] else arguments[0])
+
+
+def _permuted(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Piece]:
+    source_of = dict(zip(arguments[1::2], arguments[::2], strict=True))
+    return _sent(buffer, out, rank in source_of.values(), source_of.get(rank))
+
+
+def _rows(
+    buffer: torch.Tensor, size: int, take: Callable[[list[torch.Tensor], slice], object], rank: int
+) -> Iterator[Piece]:
+    """Every rank gives a row to each; `take` is handed the rows for this rank and where they belong."""
+    rows = buffer.view(size, -1)
+    for at in _spans(rows.shape[1], max(PIECE_BYTES // (rows.element_size() * size), 1)):
+        piece = rows[:, at]
+
+        def take_mine(slots: list[torch.Tensor], at: slice = at) -> None:
+            take([slot.view(size, -1)[rank] for slot in slots], at)
+
+        yield Piece(piece.numel(), piece.dtype, _giving(piece), take_mine)
+
+
+def _exchanged(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Piece]:
+    result = out.view(size, -1)
+
+    def take(rows: list[torch.Tensor], at: slice) -> None:
+        for mine, row in zip(result, rows, strict=True):
+            mine[at].copy_(row)
+
+    return _rows(buffer, size, take, rank)
+
+
+def _scattered(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Piece]:
+    result = out.view(-1)
+
+    def take(rows: list[torch.Tensor], at: slice) -> None:
+        total = torch.add(rows[0], rows[1], out=result[at])
+        for row in rows[2:]:
+            total += row
+
+    return _rows(buffer, size, take, rank)
+
+
+#: The operations of :mod:`ltx.wire.operations`: ``(buffer, out, arguments, rank, size)`` -> pieces.
+_PIECES: dict[str, Pieces] = {
+    "sum": _reduced(torch.add),
+    "max": _reduced(torch.maximum),
+    "min": _reduced(torch.minimum),
+    "all_gather": _gathered,
+    "reduce_scatter": _scattered,
+    "broadcast": _broadcast,
+    "exchange": _exchanged,
+    "permute": _permuted,
+}
+
+
+def _result(operation: str, buffer: torch.Tensor, size: int) -> torch.Tensor:
+    """Memory for the value: the buffer itself where the operation works in place."""
+    match operation:
+        case "all_gather":
+            return buffer.new_empty((size, *buffer.shape))
+        case "reduce_scatter":
+            return buffer.new_empty(buffer.shape[1:])
+        case "exchange":
+            return torch.empty_like(buffer)
+        case "permute":
+            return torch.zeros_like(buffer)
+        case _:
+            return buffer
 
 
 class Lane:
@@ -65,32 +235,36 @@ class Lane:
         self._files = files
         self._counters = [memoryview(arena).cast("q") for arena in arenas]
         self._bytes = [torch.frombuffer(arena, dtype=torch.uint8, offset=_COUNTERS_BYTES) for arena in arenas]
-        # (piece of a buffer, its passage), waiting for each stride in order.
-        self._to_fill: deque[tuple[torch.Tensor, Passage]] = deque()
-        self._to_sum: deque[tuple[torch.Tensor, Passage]] = deque()
-        self._to_empty: deque[tuple[torch.Tensor, Passage]] = deque()
+        # (piece, its passage, its tag), waiting for each stride in order.
+        self._to_fill: deque[tuple[Piece, Passage, int]] = deque()
+        self._to_reduce: deque[tuple[Piece, Passage]] = deque()
+        self._to_empty: deque[tuple[Piece, Passage]] = deque()
         self._done = [0, 0, 0]
 
-    def add(self, buffer: torch.Tensor) -> Passage:
-        """Begin to sum a contiguous `buffer` in place over the ranks. Never blocks."""
-        flat = buffer.view(-1)
-        pieces = flat.split(max(PIECE_BYTES // flat.element_size(), 1))
-        passage = Passage(len(pieces), len(pieces))
-        self._to_fill.extend((piece, passage) for piece in pieces)
+    def begin(
+        self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int
+    ) -> tuple[Passage, torch.Tensor]:
+        """Begin `operation` on a contiguous `buffer`: its passage, and what will hold the value. Never blocks."""
+        passage = Passage()
+        with torch._C._DisableFuncTorch(), torch.no_grad():
+            out = _result(operation, buffer, self.size)
+            for piece in _PIECES[operation](buffer, out, arguments, self.rank, self.size):
+                passage.left += 1
+                self._to_fill.append((piece, passage, tag & _TAG_MASK))
         self.stride()
-        return passage
+        return passage, out
 
     @property
     def busy(self) -> bool:
         """Whether anything is on its way."""
-        return bool(self._to_fill or self._to_sum or self._to_empty)
+        return bool(self._to_fill or self._to_reduce or self._to_empty)
 
     def stride(self) -> bool:
         """Take every stride that may be taken; whether there was one."""
         moved = False
         # Whoever waits strides, perhaps under a transform; these are the wire's own bytes.
         with torch._C._DisableFuncTorch(), torch.no_grad():
-            while self._empty() or self._sum() or self._fill():
+            while self._empty() or self._reduce() or self._fill():
                 moved = True
         return moved
 
@@ -101,57 +275,53 @@ class Lane:
         self._done[which] += 1
         self._counters[self.rank][counter] = self._done[which]
 
-    def _slot(self, rank: int, place: int, piece: torch.Tensor) -> torch.Tensor:
+    def _slots(self, place: int, piece: Piece) -> list[torch.Tensor]:
         start = (place % PIECES) * PIECE_BYTES
-        nbytes = piece.numel() * piece.element_size()
-        return self._bytes[rank][start : start + nbytes].view(piece.dtype)
+        end = start + piece.numel * piece.dtype.itemsize
+        return [arena[start:end].view(piece.dtype) for arena in self._bytes]
 
     def _fill(self) -> bool:
         place = self._done[0]
         # A slot is free once every rank has emptied the piece that lay in it.
         if not self._to_fill or place >= self._least(_EMPTIED) + PIECES:
             return False
-        piece, passage = self._to_fill.popleft()
-        self._slot(self.rank, place, piece).copy_(piece)
+        piece, passage, tag = self._to_fill.popleft()
+        self._counters[self.rank][_TAGS + place % PIECES] = tag
+        piece.give(self._slots(place, piece)[self.rank])
         self._tell(0, _FILLED)
-        self._to_sum.append((piece, passage))
+        self._to_reduce.append((piece, passage))
         return True
 
-    def _sum(self) -> bool:
+    def _reduce(self) -> bool:
         place = self._done[1]
-        if not self._to_sum or self._least(_FILLED) <= place:
+        if not self._to_reduce or self._least(_FILLED) <= place:
             return False
-        piece, passage = self._to_sum.popleft()
-        parts = [self._part(self._slot(rank, place, piece), self.rank) for rank in range(self.size)]
-        if parts[0].numel():
-            if self.size == 2:
-                torch.add(parts[0], parts[1], out=parts[self.rank])
-            else:
-                total = parts[0] + parts[1]
-                for part in parts[2:]:
-                    total += part
-                parts[self.rank].copy_(total)
-        self._tell(1, _SUMMED)
+        piece, passage = self._to_reduce.popleft()
+        passage.refused |= len({words[_TAGS + place % PIECES] for words in self._counters}) > 1
+        if piece.reduce is not None and not passage.refused:
+            parts = [_part(slot, self.rank, self.size) for slot in self._slots(place, piece)]
+            if parts[0].numel():
+                # In rank order, whoever does it; the last step writes into this rank's own arena.
+                total = parts[0]
+                for part in parts[1:-1]:
+                    total = piece.reduce(total, part)
+                piece.reduce(total, parts[-1], out=parts[self.rank])
+        self._tell(1, _REDUCED)
         self._to_empty.append((piece, passage))
         return True
 
     def _empty(self) -> bool:
         place = self._done[2]
-        if not self._to_empty or self._least(_SUMMED) <= place:
+        if not self._to_empty or self._least(_REDUCED) <= place:
             return False
         piece, passage = self._to_empty.popleft()
-        for rank in range(self.size):
-            self._part(piece, rank).copy_(self._part(self._slot(rank, place, piece), rank))
+        if not passage.refused:
+            piece.take(self._slots(place, piece))
         self._tell(2, _EMPTIED)
         passage.left -= 1
         if passage.left == 0:
             passage.landed_s = time.perf_counter()
         return True
-
-    def _part(self, piece: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of a piece that `rank` sums."""
-        length = piece.numel()
-        return piece[length * rank // self.size : length * (rank + 1) // self.size]
 
     def lost_peers(self) -> list[int]:
         """The ranks whose processes have died."""
@@ -171,7 +341,7 @@ class Lane:
         """Give the memory back."""
         _lanes[:] = [lane for lane in _lanes if lane is not self]
         self._to_fill.clear()
-        self._to_sum.clear()
+        self._to_reduce.clear()
         self._to_empty.clear()
         self._bytes = []
         for words in self._counters:

@@ -17,11 +17,13 @@ from ltx.runtime.pool import Pool
 OnFreshAxis = Callable[..., PerRank[Any]]
 
 
-def _run(fn: Callable[[], Any], timeout_s: float) -> Any:
+def _run(fn: Callable[[], Any], timeout_s: float, sockets: bool) -> Any:
     """fn() where the only axis in scope is a new one. It is left open: its channels may be waiting for ever."""
     world_axes = axes_in_scope()
     group = dist.new_group(list(range(dist.get_world_size())))
-    set_world_axes((wire.open_axis("data", group, timedelta(seconds=timeout_s)),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LTX_SHARED_MEMORY", "0" if sockets else "1")
+        set_world_axes((wire.open_axis("data", group, timedelta(seconds=timeout_s)),))
     try:
         return fn()
     finally:
@@ -30,6 +32,9 @@ def _run(fn: Callable[[], Any], timeout_s: float) -> Any:
 
 @pytest.fixture(scope="session")
 def torn() -> Iterator[OnFreshAxis]:
-    """``torn(f)`` is what f() gave on each of 2 ranks that share a new axis, on workers that nobody else uses."""
+    """``torn(f)`` is what f() gave on each of 2 ranks that share a new axis, on workers that nobody else uses.
+
+    With ``sockets=True`` the axis does without shared memory.
+    """
     with Pool(2, timeout_s=50.0) as pool:
-        yield lambda fn, timeout_s=10.0: pool.run(_run, fn, timeout_s)
+        yield lambda fn, timeout_s=10.0, sockets=False: pool.run(_run, fn, timeout_s, sockets)

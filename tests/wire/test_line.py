@@ -156,9 +156,29 @@ def test_known_collectives_in_swapped_order_are_caught_at_the_fence(torn: OnFres
             torch.func.grad(step)(torch.ones(2))
         return str(caught.value), grads.sum().item()
 
-    text, grads = torn(run).replicated()
+    text, grads = torn(run, sockets=True).replicated()
     assert "ranks have issued different collectives, or the same ones in another order" in text
     assert grads == 4.0
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 2)), ((2, 3), (40, 50)), ((0, 3), (3,))], ids=str)
+def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(torn: OnFreshAxis, shapes: Any) -> None:
+    """At once, whatever their sizes, and with the values as they were."""
+
+    def run() -> tuple[str, Tensor]:
+        calls = [lambda: ltx.psum(torch.ones(shapes[0])), lambda: ltx.all_gather(torch.ones(shapes[1]))]
+        for call in calls:
+            call()
+        x = torch.ones(shapes[int(ltx.axis_index())])
+        here = calls[:: 1 - 2 * int(ltx.axis_index())]
+        with pytest.raises(RankMismatchError) as caught:
+            _ = [call() for call in here]
+        return str(caught.value), x
+
+    for rank, (text, x) in enumerate(torn(run)):
+        assert f"rank {rank}: " in text
+        assert "a peer has issued another collective here" in text
+        assert torch.equal(x, torch.ones(shapes[rank]))
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
