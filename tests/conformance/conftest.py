@@ -7,6 +7,9 @@ import secrets
 
 import pytest
 
+# A script that is run by hand: pytest would import it for its doctests, and it needs JAX.
+collect_ignore = ["jax_table.py"]
+
 
 @pytest.fixture(scope="module")
 def drawn() -> int:
