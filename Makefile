@@ -1,5 +1,5 @@
 # make demo   the main job: installs what it needs, trains, prints a table
-# make test   the whole test suite
+# make test   the test suite; make test-full adds every transform of every operation, compiled
 # make lint   style, types, import contract
 #
 # Each makes what it needs in .venv; a second call finds it there. PYTHON=python3.12 chooses the interpreter.
@@ -15,7 +15,7 @@ PYTEST ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format notebooks bench clean
+.PHONY: demo test test-full lint format notebooks bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -23,6 +23,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-full: $(VENV)/.test
+	$(BIN)/python -m pytest --full $(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -17,6 +17,18 @@ from ltx.runtime.pool import Pool
 RUN_TIMEOUT_S = 50.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also the tests that are marked full, which take an hour")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --full, leave out what is marked full."""
+    if not config.getoption("--full"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
     """``ranks(n)`` is a pool of n workers, started at the first call and shared by the whole session.

@@ -72,7 +72,8 @@ def psum(value: Tree, axis: Any = None) -> Tree:
         tensor([[4., 6.],
                 [4., 6.]])
 
-    Source: ``jax.lax.psum`` under ``shard_map``; the transpose is that of the global linear map.
+    Source: ``jax.lax.psum`` under ``vmap``, ``pmap`` and ``shard_map(check_vma=False)``: the transpose is that of the
+    global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
     """
     value = countable(value)
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
@@ -114,7 +115,8 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
         >>> ltx.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)  # each rank has the gradient of the sum
         tensor([4., 4.])
 
-    Source: ``jax.lax.pvary``; the f operator of Megatron-LM (arXiv:1909.08053, section 3).
+    Source: ``jax.lax.pcast(..., to="varying")`` under ``shard_map``, formerly ``pvary``;
+    the f operator of Megatron-LM (arXiv:1909.08053, section 3).
     """
     return collective("pvary", value, axis, lambda x, n: ())
 

@@ -87,14 +87,24 @@ def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transfor
     return backing is PROCESSES and transform.name in op.compiled
 
 
-ROWS = [
-    Row(backing, mode, op, transform)
-    for mode in (EAGER, AOT, INDUCTOR)
-    for backing in BACKINGS
-    for op in OPS
-    for transform in TRANSFORMS
-    if _is_in_table(backing, mode, op, transform)
-]
+def _is_in_full_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
+    """Compiled, every operation under every transform; takes most of an hour, so only with --full."""
+    return mode is not EAGER and backing is PROCESSES and not transform.plain
+
+
+def _rows(within: Callable[[Backing, str | None, Op, Transform], bool]) -> list[Row]:
+    return [
+        Row(backing, mode, op, transform)
+        for mode in (EAGER, AOT, INDUCTOR)
+        for backing in BACKINGS
+        for op in OPS
+        for transform in TRANSFORMS
+        if within(backing, mode, op, transform)
+    ]
+
+
+ROWS = _rows(_is_in_table)
+FULL_ROWS = [row for row in _rows(_is_in_full_table) if row not in ROWS]
 MARKS = {EAGER: (), AOT: (pytest.mark.slow_compile,), INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor)}
 
 
@@ -104,7 +114,8 @@ def outcome(ranks: Ranks, drawn: int) -> Callable[[Row], Outcome]:
     done: dict[tuple[str, str | None, str], dict[str, Outcome]] = {}
 
     def on_processes(row: Row, xs: Tensor, ts: Tensor) -> dict[str, Outcome]:
-        wanted = tuple(r.transform.name for r in ROWS if (r.backing, r.mode, r.op) == (row.backing, row.mode, row.op))
+        group = [r for r in ROWS if (r.backing, r.mode, r.op) == (row.backing, row.mode, row.op)]
+        wanted = tuple(r.transform.name for r in (group if row in group else [row]))
         by_rank = ranks(row.backing.size).run(on_one_rank, row.op.name, wanted, xs, ts, row.mode)
         return {name: _stacked([by_name[name] for by_name in by_rank]) for name in wanted}
 
@@ -112,10 +123,10 @@ def outcome(ranks: Ranks, drawn: int) -> Callable[[Row], Outcome]:
         xs, ts = draw(row.op, row.backing.size, drawn)
         if row.backing.apply is not None:
             return row.backing.apply(row.op, row.transform, xs, ts, row.mode)
-        key = (row.backing.name, row.mode, row.op.name)
-        if key not in done:
-            done[key] = on_processes(row, xs, ts)
-        return done[key][row.transform.name]
+        found = done.setdefault((row.backing.name, row.mode, row.op.name), {})
+        if row.transform.name not in found:
+            found.update(on_processes(row, xs, ts))
+        return found[row.transform.name]
 
     return get
 
@@ -130,7 +141,13 @@ def _check(got: Outcome, want: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * max(1.0, float(want.abs().max())))
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=MARKS[row.mode]) for row in ROWS])
+@pytest.mark.parametrize(
+    "row",
+    [
+        *(pytest.param(row, id=str(row), marks=MARKS[row.mode]) for row in ROWS),
+        *(pytest.param(row, id=str(row), marks=(*MARKS[row.mode], pytest.mark.full)) for row in FULL_ROWS),
+    ],
+)
 def test_conformance(row: Row, outcome: Callable[[Row], Outcome], drawn: int) -> None:
     print(f"LTX_SEED={drawn} repeats this test's random numbers")
     xs, ts = draw(row.op, row.backing.size, drawn)

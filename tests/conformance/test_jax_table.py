@@ -21,9 +21,6 @@ Fn = Callable[[Tensor], Tensor]
 Row = dict[str, Any]
 Values = dict[str, Tensor]
 
-#: What ltx doesn't have yet. Whoever adds one takes it out, and its rows are compared.
-PENDING: tuple[str, ...] = ()
-
 #: op -> ltx's call on one rank, by the argument names of the table.
 CALLS: dict[str, Callable[..., Tensor]] = {
     "psum": lambda x: ltx.psum(x),
@@ -36,7 +33,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "all_to_all": lambda x, split_dim, concat_dim: ltx.all_to_all(x, split_dim, concat_dim),
     "axis_index": lambda x: x * ltx.axis_index(),
 }
-OPS = [op for op in CALLS if op not in PENDING]
+OPS = list(CALLS)
 
 GIVEN = ("input", "cotangent", "tangent")
 WANTED = ("output", "gradient", "jvp", "curved", "hvp")
@@ -123,11 +120,5 @@ def test_processes(op: str, n: int, ranks: Ranks) -> None:
         check(row, {name: torch.stack([values[i][name] for values in by_rank]) for name in by_rank[0][i]})
 
 
-def test_pending_ops_are_not_there() -> None:
-    there = [op for op in PENDING if hasattr(ltx, op)]
-    assert not there, f"ltx has {there}: take them out of PENDING, so that they are compared with JAX"
-
-
 def test_every_op_of_the_table_is_called() -> None:
     assert {row["op"] for row in table()["rows"]} == set(CALLS)
-    assert set(PENDING) <= set(CALLS)

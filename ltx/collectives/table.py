@@ -1,0 +1,100 @@
+"""The table of collectives: what each computes, its gradient, and what it sends.
+
+``python -m ltx.collectives.table`` prints it as Markdown; ``docs/collectives.md`` is that page. What a rule of
+:mod:`ltx.collectives.linear` says of itself (its transpose, its operation on the wire) is read from the rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ltx.collectives import broadcast, extremum, gather, permute, psum  # noqa: F401  # they add the rules
+from ltx.collectives.linear import RULES, Static
+from ltx.wire.operations import OPERATIONS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One public collective.
+
+    Attributes:
+        name: as ``ltx.<name>``.
+        forward: what rank r gets, from x_s of every rank s.
+        gradient: the cotangent of x_r, from ȳ_s of every rank s, where it isn't that of the rule's transpose.
+        rule: the linear rule it follows, if it is one.
+        operation: what it issues on the wire, where that isn't the rule's.
+        static: arguments with which the rule is shown.
+        simulated: whether simulated ranks have it.
+    """
+
+    name: str
+    forward: str
+    gradient: str = ""
+    rule: str = ""
+    static: Static = ()
+    operation: str = ""
+    simulated: bool = True
+
+
+ROWS = (
+    Row("psum", "Σ_s x_s", rule="psum"),
+    Row("pmean", "Σ_s x_s / n; integers give floats", gradient="psum(ȳ) / n", rule="psum"),
+    Row("pmax", "max_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="max"),
+    Row("pmin", "min_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="min"),
+    Row("pvary", "x_r", rule="pvary"),
+    Row("all_gather", "[x_0, ..., x_{n-1}], stacked or concatenated", rule="all_gather", static=(0, 0)),
+    Row("psum_scatter", "part r of Σ_s x_s", rule="psum_scatter", static=(0, 0)),
+    Row("all_to_all", "[(x_0)_r, ..., (x_{n-1})_r]", rule="all_to_all", static=(0, 1)),
+    Row("ppermute", "x_src, 0 without a source", rule="ppermute", static=(0, 1)),
+    Row("broadcast", "x_src", rule="broadcast", static=(0,)),
+    Row("reduce", "the reduction that is named", gradient="that of the reduction"),
+    Row("gather_all_tensors", "the list of all x_s, of any shapes", gradient="Σ_s ȳ_s[r]", simulated=False),
+    Row("reduce_boolean_decision", "whether all, or any, say True", gradient="none", simulated=False),
+    Row("all_gather_object", "the list of all objects", gradient="none", simulated=False),
+    Row("broadcast_object", "the object of rank src", gradient="none", simulated=False),
+    Row("barrier", "nothing, once all are there", gradient="none"),
+)
+
+_SAID = {"psum_to": "psum(ȳ) on src, 0 elsewhere", "ppermute": "ppermute(ȳ), pairs turned round"}
+
+
+def gradient_of(row: Row) -> str:
+    """The gradient as the table says it."""
+    if row.gradient or not row.rule:
+        return row.gradient
+    name, _ = RULES[row.rule].transpose(torch.Size((2, 2)), row.static)
+    return _SAID.get(name, f"{name}(ȳ)")
+
+
+def sent(row: Row) -> str:
+    """What a rank sends of a tensor of 1 byte an element, as part of its size, on four ranks."""
+    operation = row.operation or (RULES[row.rule].operation if row.rule else None)
+    if operation is None:
+        return ""
+    n, size = 4, 400
+    times = OPERATIONS[operation].wire_bytes(size, n) / size
+    return f"{times:g}"
+
+
+def markdown() -> str:
+    """The page."""
+    lines = [
+        "# Collectives",
+        "",
+        "Rank r of n gets y_r; the loss is the sum over ranks of each rank's loss, ȳ_r = ∂loss / ∂y_r. Printed by",
+        "`python -m ltx.collectives.table`.",
+        "",
+        "| `ltx.` | y_r | gradient | simulated | sent by each of 4 ranks, of the size of x |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{row.name}` | {row.forward} | {gradient_of(row)} | {'yes' if row.simulated else 'no'} | {sent(row)} |"
+        for row in ROWS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
