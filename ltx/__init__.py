@@ -26,6 +26,7 @@ from ltx.collectives import psum_scatter as psum_scatter
 from ltx.collectives import pvary as pvary
 from ltx.collectives import rank_seed as rank_seed
 from ltx.collectives import shard as shard
+from ltx.collectives import weighted_mean as weighted_mean
 
 # --- world and running
 from ltx.runtime.init import init as init

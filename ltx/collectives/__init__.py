@@ -13,3 +13,4 @@ from ltx.collectives.psum import psum as psum
 from ltx.collectives.psum import pvary as pvary
 from ltx.collectives.ranks import rank_seed as rank_seed
 from ltx.collectives.ranks import shard as shard
+from ltx.collectives.weighted_mean import weighted_mean as weighted_mean

@@ -149,6 +149,15 @@ def batch_loss(w: Tensor, batch: Tensor) -> Tensor:
     return torch.stack([torch.sin(w * sample).sum() for sample in batch.unbind()]).mean()
 
 
+def weight_of(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def weighted_mean_of(xs: Tensor) -> Tensor:
+    weights = xs.square().mean((1, 2))
+    return everywhere(torch.einsum("rij,r->ij", xs, weights) / weights.sum(), len(xs))
+
+
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
 PSUM = Op("psum", ltx.psum, sum_of, compiled=("grad", "hvp", "vmap of grad"))
@@ -160,6 +169,12 @@ OPS = (
     replace(PSUM, name="psum with equal losses", equal=True, compiled=()),
     Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs)),
     Op("pmean", ltx.pmean, mean_of),
+    Op(
+        "weighted_mean",
+        lambda x: ltx.weighted_mean(x, weight_of(x)),
+        weighted_mean_of,
+        compiled=("grad", "hvp", "vmap of grad"),
+    ),
     # From outside, copies are inputs of their own and pvary is no more than the identity.
     Op("pvary", ltx.pvary, lambda ws: SumOfCopies.apply(mean_of(ws), len(ws)), replicated=True, from_outside=False),
     Op("all_gather", ltx.all_gather, lambda xs: everywhere(xs, len(xs))),
