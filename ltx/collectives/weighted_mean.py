@@ -110,6 +110,6 @@ def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: A
         )
     if bool((unwrapped(whole) == 0).any()):
         raise WeightError(
-            "weighted_mean: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a weight, "
-            "or leave the call out on all of them."
+            "weighted_mean: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a "
+            "weight, or leave the call out on all of them."
         )
