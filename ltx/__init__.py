@@ -6,6 +6,7 @@ A step is a pure function. Distribution is a transformation of it. A strategy is
 # --- submodules
 from ltx import errors as errors
 from ltx import hooks as hooks
+from ltx import nn as nn
 from ltx import optim as optim
 
 # --- axes

@@ -158,6 +158,16 @@ def weighted_mean_of(xs: Tensor) -> Tensor:
     return everywhere(torch.einsum("rij,r->ij", xs, weights) / weights.sum(), len(xs))
 
 
+def batch_norm(x: Tensor) -> Tensor:
+    """One channel, so that a world of one has two values too."""
+    slope, shift = torch.tensor([[1.5], [0.5]], dtype=torch.float64)
+    return ltx.nn.sync_batch_norm(x.unsqueeze(1), None, None, slope, shift, eps=0.1)[0].squeeze(1)
+
+
+def batch_norm_of(xs: Tensor) -> Tensor:
+    return 1.5 * (xs - xs.mean()) / (xs.var(correction=0) + 0.1).sqrt() + 0.5
+
+
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
 PSUM = Op("psum", ltx.psum, sum_of, compiled=("grad", "hvp", "vmap of grad"))
@@ -191,6 +201,7 @@ OPS = (
         lambda xs: torch.stack(xs.sum(0).chunk(len(xs), 1)),
     ),
     Op("broadcast", lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1), lambda xs: everywhere(xs[-1], len(xs))),
+    Op("sync_batch_norm", batch_norm, batch_norm_of, compiled=("grad", "hvp", "vmap of grad")),
     Op("axis_index", lambda x: x * ltx.axis_index(), lambda xs: on_each(lambda x, rank: x * rank, xs)),
     Op(
         "shard",
