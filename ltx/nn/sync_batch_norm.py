@@ -80,23 +80,67 @@ def sync_batch_norm(
     Source: as at the top of the file; ``torch.nn.SyncBatchNorm`` and ``horovod.torch.SyncBatchNorm``.
     """
     _check(x, running_mean, running_var, weight, bias, training, momentum)
-    if not training or _fused(momentum, axis):
-        return _in_one_process(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    channels = (1, -1, *[1] * (x.ndim - 2))
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    count, mean, var = _statistics(wide, axis)
-    scale = (var + eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight
-    y = (wide - mean.reshape(channels)) * scale.reshape(channels)
-    if bias is not None:
-        y = y + bias.reshape(channels)
+    kernels = _kernels_take(x, [t for t in (running_mean, running_var, weight, bias) if t is not None])
+    if running_mean is not None and running_var is not None and not training:
+        if kernels:
+            y = nn.functional.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
+        else:
+            y = _normalised(x, running_mean.detach(), running_var.detach(), weight, bias, eps)
+        return y, running_mean, running_var
+    if kernels and not isinstance(momentum, torch.Tensor) and _alone(axis):
+        _check_count(_values(x))
+        moved_mean, moved_var = _copy(running_mean), _copy(running_var)
+        y = nn.functional.batch_norm(x, moved_mean, moved_var, weight, bias, True, momentum, eps)
+        return y, moved_mean, moved_var
+    count, mean, var = _statistics(x.to(_wide(x)), axis)
     unbiased = var * (count / (count - 1).clamp(min=1))
     return (
-        y.to(x.dtype),
+        _normalised(x, mean, var, weight, bias, eps),
         _moved(running_mean, mean, momentum, count),
         _moved(running_var, unbiased, momentum, count),
     )
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _kernels_take(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether torch's own kernels know these dtypes together."""
+    dtypes = {t.dtype for t in others}
+    return len(dtypes) < 2 and dtypes <= {x.dtype, _wide(x)}
+
+
+def _alone(axis: Any) -> bool:
+    """In a world of one, and outside of transforms, under which torch's kernels can't move running statistics."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and collectives.axis_size(axis) == 1
+    )
+
+
+def _copy(running: torch.Tensor | None) -> torch.Tensor | None:
+    return None if running is None else running.detach().clone()
+
+
+def _normalised(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    channels = (1, -1, *[1] * (x.ndim - 2))
+    wide = _wide(x)
+    scale = (var.to(wide) + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
+    y = (x.to(wide) - mean.to(wide).reshape(channels)) * scale.reshape(channels)
+    if bias is not None:
+        y = y + bias.reshape(channels)
+    return y.to(x.dtype)
 
 
 def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,7 +159,9 @@ def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor,
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_count(int(unwrapped(count).min()))
     divisor = count.clamp(min=1)
-    mean = (counts * means).sum(0) / divisor
+    # Near a mean that is large against the deviations, M itself would be rounded three times.
+    near = ((counts * means).sum(0) / divisor).detach()
+    mean = near + (counts * (means - near)).sum(0) / divisor
     return count, mean, (squares + counts * (means - mean).square()).sum(0) / divisor
 
 
@@ -139,38 +185,6 @@ def _moved(
         return None
     running, found = running.detach(), found.detach().to(running.dtype)
     return torch.where(count.detach() > 1, running * (1 - momentum) + found * momentum, running)
-
-
-def _fused(momentum: float | torch.Tensor, axis: Any) -> bool:
-    """Whether torch's own kernels do: alone, outside of transforms, under which they can't move running statistics."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not isinstance(momentum, torch.Tensor)
-        and collectives.axis_size(axis) == 1
-    )
-
-
-def _in_one_process(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    training: bool,
-    momentum: Any,
-    eps: float,
-) -> Normed:
-    if training:
-        _check_count(_values(x))
-        running_mean, running_var = _copy(running_mean), _copy(running_var)
-    rate = momentum if training else 0.0
-    y = nn.functional.batch_norm(x, running_mean, running_var, weight, bias, training, rate, eps)
-    return y, running_mean, running_var
-
-
-def _copy(running: torch.Tensor | None) -> torch.Tensor | None:
-    return None if running is None else running.detach().clone()
 
 
 def _check(

@@ -58,7 +58,9 @@ def uneven(
         the loss (``ltx.Weighted(loss, 1) if weight > 0 else ltx.Weighted(torch.zeros(()), 0)``, if the step has no
         collectives of its own), or give it harmless inputs: ``x = torch.where(weight > 0, x, 1.0)``.
         ``torch.where(weight > 0, loss, 0.0)`` saves the value, but not the gradient of a loss that has none there;
-        :func:`ltx.weighted_mean` does the same for metrics.
+        :func:`ltx.weighted_mean` does the same for metrics. A placeholder's samples count in what the step itself
+        communicates, such as the statistics of ``ltx.nn.sync_batch_norm``: leave them out there, with
+        ``x = x[: len(x) * int(weight > 0)]``.
 
     Gradient:
         Batches and weights are constants.
