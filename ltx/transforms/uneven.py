@@ -66,7 +66,8 @@ def uneven(
         Batches and weights are constants.
 
     Raises:
-        DataError: on every rank, when the iterable of one raised something; that rank's error is the cause there.
+        DataError: on every rank, when the iterable of one raised something; that rank's error is the cause there. In a
+            world of one its error comes through as it is.
         TypeError: on every rank, if a rank has no batch at all and the leaves of the batch that it takes the structure
             from can't be pickled.
         AxisError: the axis is simulated, or isn't in scope.

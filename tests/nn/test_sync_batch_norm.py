@@ -177,6 +177,12 @@ def test_alone_it_is_torchs(training: bool, seed: int) -> None:
     torch.testing.assert_close(under[1](y), reference[1](y))
 
 
+def test_a_process_group_of_one(ranks: Ranks, seed: int) -> None:
+    (x,), (mean, var, weight, bias) = drawn([(4, C, 2)], torch.float32)
+    (found,) = ranks(1).run(lambda: sync_batch_norm(x, mean, var, weight, bias, axis="data"))
+    assert all(torch.equal(a, b) for a, b in zip(found, sync_batch_norm(x, mean, var, weight, bias), strict=True))
+
+
 def test_not_training_communicates_nothing(ranks: Ranks, seed: int) -> None:
     xs, (mean, var, weight, bias) = drawn([(4, C), (0, C)])
 

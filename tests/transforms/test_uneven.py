@@ -104,6 +104,10 @@ def test_what_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> None:
     assert after == 2.0
 
 
+def test_a_process_group_of_one(ranks: Ranks) -> None:
+    assert ranks(1).run(turns, [[3, 4]], axis="data").replicated() == ([(3, 1.0), (4, 1.0)], [])
+
+
 def test_world_of_one() -> None:
     assert list(ltx.uneven(["a", "b"])) == [("a", torch.tensor(1.0)), ("b", torch.tensor(1.0))]
     assert list(ltx.uneven([], divisor="all")) == []
@@ -207,6 +211,18 @@ def test_losses_that_are_nan_on_placeholders(name: str, ranks: Ranks, seed: int)
     want = grad_and_value(lambda w: (norms(w, batches[0][0]) + norms(w, batches[1][0])) / 2)(w)
     torch.testing.assert_close(first, want)
     torch.testing.assert_close(second, grad_and_value(norms)(w, batches[1][1]))
+
+    def train() -> tuple[list[Tensor], Tensor]:
+        train = ltx.train_step(ltx.data_parallel(SAFE[name]), sgd(lr=0.5))
+        state, losses = train.init(w), []
+        for x, weight in ltx.uneven(batches[ltx.axis_index()]):
+            state, metrics = train(state, x, weight)
+            losses.append(metrics.loss)
+        return losses, state.params
+
+    losses, trained = ranks(2).run(train).replicated()
+    assert torch.isfinite(torch.stack(losses)).all()
+    torch.testing.assert_close(trained, w - 0.5 * (first[0] + second[0]))  # norms is linear in w
 
 
 def test_what_torch_where_on_the_loss_saves_and_what_not(ranks: Ranks, seed: int) -> None:
