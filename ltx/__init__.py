@@ -6,6 +6,7 @@ A step is a pure function. Distribution is a transformation of it. A strategy is
 # --- submodules
 from ltx import errors as errors
 from ltx import hooks as hooks
+from ltx import nn as nn
 from ltx import optim as optim
 
 # --- axes
@@ -34,6 +35,7 @@ from ltx.collectives import rank_seed as rank_seed
 from ltx.collectives import reduce as reduce
 from ltx.collectives import reduce_boolean_decision as reduce_boolean_decision
 from ltx.collectives import shard as shard
+from ltx.collectives import weighted_mean as weighted_mean
 
 # --- world and running
 from ltx.runtime.init import init as init
@@ -62,6 +64,7 @@ from ltx.transforms import grad as grad
 from ltx.transforms import grad_and_value as grad_and_value
 from ltx.transforms import sync_gradients as sync_gradients
 from ltx.transforms import train_step as train_step
+from ltx.transforms import uneven as uneven
 from ltx.wire import axis_from_group as axis_from_group
 from ltx.wire import record as record
 

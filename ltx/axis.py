@@ -57,13 +57,14 @@ class Axis:
             case GroupBacking(rank=rank):
                 return torch.tensor(rank)
             case VmapBacking(level=level):
-                return _functorch._add_batch_dim(_outside_all_levels(torch.arange(self.size)), 0, level)
+                # What factories make is wrapped for the innermost level, which may lie inside the axis' own.
+                return _functorch._add_batch_dim(unwrapped(torch.arange(self.size)), 0, level)
             case None:
                 return torch.tensor(0)
 
 
-def _outside_all_levels(tensor: torch.Tensor) -> torch.Tensor:
-    """What factories make under transforms is wrapped for the innermost level, which may lie inside the axis' own."""
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without the wrappers of torch.func's levels."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor

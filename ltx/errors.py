@@ -36,6 +36,14 @@ class StepError(LtxError, TypeError):
     """A step's output or arguments don't fit the transformation around it."""
 
 
+class InputError(LtxError, ValueError):
+    """An argument whose shape or value doesn't fit the function it was given to."""
+
+
+class DataError(LtxError, RuntimeError):
+    """The iterable that gives a rank its batches failed."""
+
+
 class WeightError(LtxError, ValueError):
     """Weights of a :class:`ltx.Weighted` step that admit no mean."""
 

@@ -21,3 +21,4 @@ from ltx.collectives.ranks import shard as shard
 from ltx.collectives.reduce import reduce as reduce
 from ltx.collectives.reduce import reduce_boolean_decision as reduce_boolean_decision
 from ltx.collectives.uneven import gather_all_tensors as gather_all_tensors
+from ltx.collectives.weighted_mean import weighted_mean as weighted_mean

@@ -43,6 +43,7 @@ ROWS = (
     Row("pmean", "Σ_s x_s / n; integers give floats", gradient="psum(ȳ) / n", rule="psum"),
     Row("pmax", "max_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="max"),
     Row("pmin", "min_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="min"),
+    Row("weighted_mean", "Σ_s w_s x_s / Σ_s w_s", gradient="w_r · psum(ȳ) / psum(w)"),
     Row("pvary", "x_r", rule="pvary"),
     Row("all_gather", "[x_0, ..., x_{n-1}], stacked or concatenated", rule="all_gather", static=(0, 0)),
     Row("psum_scatter", "part r of Σ_s x_s", rule="psum_scatter", static=(0, 0)),

@@ -13,4 +13,5 @@ from ltx.transforms.train_state import Metrics as Metrics
 from ltx.transforms.train_state import TrainState as TrainState
 from ltx.transforms.train_step import TrainStep as TrainStep
 from ltx.transforms.train_step import train_step as train_step
+from ltx.transforms.uneven import uneven as uneven
 from ltx.transforms.weighted import Weighted as Weighted

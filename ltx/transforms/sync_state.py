@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _functorch
 
-from ltx import tree
+from ltx import axis, tree
 from ltx.errors import SyncStateError
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
@@ -61,9 +60,7 @@ class SyncState:
 
 def unwrapped(x: torch.Tensor) -> torch.Tensor:
     """`x` without the wrappers of torch.func's levels: what the values are."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
-    return x.detach()
+    return axis.unwrapped(x).detach()
 
 
 def _numbers(x: torch.Tensor) -> list[float]:

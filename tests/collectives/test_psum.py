@@ -18,6 +18,7 @@ Ranks = Callable[[int], Pool]
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "psum": ltx.psum,
     "pmean": ltx.pmean,
+    "weighted_mean": lambda x: ltx.weighted_mean(x, 2),
     "pvary": ltx.pvary,
     "all_gather": ltx.all_gather,
     "all_gather tiled": lambda x: ltx.all_gather(x, tiled=True),

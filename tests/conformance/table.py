@@ -159,6 +159,25 @@ def batch_loss(w: Tensor, batch: Tensor) -> Tensor:
     return torch.stack([torch.sin(w * sample).sum() for sample in batch.unbind()]).mean()
 
 
+def weight_of(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def weighted_mean_of(xs: Tensor) -> Tensor:
+    weights = xs.square().mean((1, 2))
+    return everywhere(torch.einsum("rij,r->ij", xs, weights) / weights.sum(), len(xs))
+
+
+def batch_norm(x: Tensor) -> Tensor:
+    """One channel, so that a world of one has two values too."""
+    slope, shift = torch.tensor([[1.5], [0.5]], dtype=torch.float64)
+    return ltx.nn.sync_batch_norm(x.unsqueeze(1), None, None, slope, shift, eps=0.1)[0].squeeze(1)
+
+
+def batch_norm_of(xs: Tensor) -> Tensor:
+    return 1.5 * (xs - xs.mean()) / (xs.var(correction=0) + 0.1).sqrt() + 0.5
+
+
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
 PSUM = Op("psum", ltx.psum, sum_of, compiled=("grad", "hvp", "vmap of grad"))
@@ -170,6 +189,12 @@ OPS = (
     replace(PSUM, name="psum with equal losses", equal=True, compiled=()),
     Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs)),
     Op("pmean", ltx.pmean, mean_of),
+    Op(
+        "weighted_mean",
+        lambda x: ltx.weighted_mean(x, weight_of(x)),
+        weighted_mean_of,
+        compiled=("grad", "hvp", "vmap of grad"),
+    ),
     # From outside, copies are inputs of their own and pvary is no more than the identity.
     Op("pvary", ltx.pvary, lambda ws: SumOfCopies.apply(mean_of(ws), len(ws)), replicated=True, from_outside=False),
     Op("all_gather", ltx.all_gather, lambda xs: everywhere(xs, len(xs))),
@@ -197,6 +222,7 @@ OPS = (
         lambda xs: on_each(lambda x, rank: xs[0] if rank == len(xs) - 1 else torch.zeros_like(x), xs),
     ),
     Op("reduce product", lambda x: ltx.reduce(x, "product"), lambda xs: everywhere(xs.prod(0), len(xs)), compiled=()),
+    Op("sync_batch_norm", batch_norm, batch_norm_of, compiled=("grad", "hvp", "vmap of grad")),
     Op("axis_index", lambda x: x * ltx.axis_index(), lambda xs: on_each(lambda x, rank: x * rank, xs)),
     Op(
         "shard",

@@ -25,10 +25,22 @@ def _sum(xs: Tensor) -> Tensor:
     return xs.sum(0, dtype=torch.int64 if xs.dtype == torch.bool else xs.dtype)
 
 
+def _weighted_mean(xs: Tensor) -> Tensor:
+    """With weights 1, 2, ... of the ranks."""
+    weights = torch.arange(1, len(xs) + 1, dtype=torch.float64).reshape(-1, *[1] * (xs.ndim - 1))
+    dtype = xs.dtype if xs.is_floating_point() or xs.is_complex() else torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float64)
+    return ((xs.to(wide) * weights).sum(0) / weights.sum()).to(dtype)
+
+
 #: name: (what one rank calls, the same on the stacked leaves of all ranks)
 OPS: dict[str, tuple[Apply, Callable[[Tensor], Tensor]]] = {
     "psum": (ltx.psum, lambda xs: _everywhere(_sum(xs), len(xs))),
     "pmean": (ltx.pmean, lambda xs: _everywhere(_sum(xs) / len(xs), len(xs))),
+    "weighted_mean": (
+        lambda t: ltx.weighted_mean(t, 1 + ltx.axis_index()),
+        lambda xs: _everywhere(_weighted_mean(xs), len(xs)),
+    ),
     "pvary": (ltx.pvary, lambda xs: xs),
     "all_gather": (ltx.all_gather, lambda xs: _everywhere(xs, len(xs))),
     "all_gather last": (lambda t: ltx.all_gather(t, dim=-1), lambda xs: _everywhere(xs.movedim(0, -1), len(xs))),

@@ -1,0 +1,322 @@
+"""Batch norm with the statistics of all ranks' batches, as a function and as modules.
+
+Rank r has n_r values of a channel, of mean μ_r and squared deviations S_r = sum (x - μ_r)². Of all N = sum n_r values
+
+    M = sum_r n_r μ_r / N,   V = sum_r (S_r + n_r (μ_r - M)²) / N,   y = (x - M) / sqrt(V + eps) · weight + bias
+
+Ioffe and Szegedy, "Batch normalization", ICML 2015, algorithm 1; Chan, Golub and LeVeque, "Updating formulae and a
+pairwise algorithm for computing sample variances", Stanford STAN-CS-79-773, 1979, for the sums of squares, which stay
+exact where E[x²] - E[x]² cancels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ltx import collectives
+from ltx.axis import unwrapped
+from ltx.errors import InputError, TreeError, UnsupportedError
+
+Normed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def sync_batch_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    training: bool = True,
+    momentum: float | torch.Tensor = 0.1,
+    eps: float = 1e-5,
+    axis: Any = None,
+) -> Normed:
+    """``torch.nn.functional.batch_norm`` over the batches of all ranks, as a pure function.
+
+    Each value counts once, whichever rank has it: ranks' batches may be of different sizes, and some empty. The forward
+    pass takes one all_gather of 2 C + 1 numbers, the backward pass its transpose, one psum_scatter.
+
+    Args:
+        x: this rank's batch, of shape ``(N, C, *)``; N and ``*`` may differ between ranks.
+        running_mean, running_var: of shape ``(C,)``, or both None. They aren't written to.
+        weight, bias: of shape ``(C,)``, or None for 1 and 0.
+        training: False normalises by the running statistics and communicates nothing.
+        momentum: how much of the running statistics is replaced, a number or a 0-dim tensor. For a cumulative average
+            give 1 / (number of steps so far, this one included), as ``nn.BatchNorm2d(momentum=None)`` does.
+        eps: added to the variance.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        ``(y, running_mean, running_var)``, what each rank sees: its own y, of x's shape and dtype, and new running
+        statistics, the same on every rank if they were. The running variance is the unbiased one, N / (N - 1) V, as in
+        torch. Statistics are taken in float32 at least, whatever x's dtype.
+
+    Gradient:
+        That of the formula for the sum of all ranks' losses, to any order: x gets what it would get in one process with
+        the whole batch; weight and bias get the part of this rank's y, and data_parallel reduces them like any
+        parameter. No gradient flows into the running statistics. Every rank must differentiate y, as with any
+        collective; an empty one too.
+
+    Raises:
+        InputError: x has less than two dimensions; other arguments' shapes don't fit; all ranks together have less
+            than two values a channel (on every rank. On a GPU and in compiled graphs, where a look at values costs or
+            isn't possible, the running statistics stay as they are instead).
+        UnsupportedError: momentum=None.
+        RankMismatchError: ranks' channels differ in number.
+
+    Example:
+        >>> import torch, ltx
+        >>> x = torch.tensor([[[1.0], [2.0]], [[3.0], [6.0]]])  # two ranks with two samples of one channel
+        >>> y, mean, var = ltx.vmap(ltx.nn.sync_batch_norm, in_dims=(0, None, None))(x, torch.zeros(1), torch.ones(1))
+        >>> y.flatten(), mean[0], var[0]
+        (tensor([-1.0690, -0.5345,  0.0000,  1.6036]), tensor([0.3000]), tensor([1.3667]))
+
+    Source: as at the top of the file; ``torch.nn.SyncBatchNorm`` and ``horovod.torch.SyncBatchNorm``.
+    """
+    _check(x, running_mean, running_var, weight, bias, training, momentum)
+    kernels = _kernels_take(x, [t for t in (running_mean, running_var, weight, bias) if t is not None])
+    if running_mean is not None and running_var is not None and not training:
+        if kernels:
+            y = nn.functional.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
+        else:
+            y = _normalised(x, running_mean.detach(), running_var.detach(), weight, bias, eps)
+        return y, running_mean, running_var
+    if kernels and not isinstance(momentum, torch.Tensor) and _alone(axis):
+        _check_count(_values(x))
+        moved_mean, moved_var = _copy(running_mean), _copy(running_var)
+        y = nn.functional.batch_norm(x, moved_mean, moved_var, weight, bias, True, momentum, eps)
+        return y, moved_mean, moved_var
+    count, mean, var = _statistics(x.to(_wide(x)), axis)
+    unbiased = var * (count / (count - 1).clamp(min=1))
+    return (
+        _normalised(x, mean, var, weight, bias, eps),
+        _moved(running_mean, mean, momentum, count),
+        _moved(running_var, unbiased, momentum, count),
+    )
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _kernels_take(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether torch's own kernels know these dtypes together."""
+    dtypes = {t.dtype for t in others}
+    return len(dtypes) < 2 and dtypes <= {x.dtype, _wide(x)}
+
+
+def _alone(axis: Any) -> bool:
+    """In a world of one, and outside of transforms, under which torch's kernels can't move running statistics."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and collectives.axis_size(axis) == 1
+    )
+
+
+def _copy(running: torch.Tensor | None) -> torch.Tensor | None:
+    return None if running is None else running.detach().clone()
+
+
+def _normalised(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    channels = (1, -1, *[1] * (x.ndim - 2))
+    wide = _wide(x)
+    scale = (var.to(wide) + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
+    y = (x.to(wide) - mean.to(wide).reshape(channels)) * scale.reshape(channels)
+    if bias is not None:
+        y = y + bias.reshape(channels)
+    return y.to(x.dtype)
+
+
+def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(N, M, V) of all ranks: one number, and one for each channel."""
+    dims = [0, *range(2, x.ndim)]
+    n, c = _values(x), x.shape[1]
+    if n > 0:
+        var, mean = torch.var_mean(x, dims, correction=0)
+        squares = var * n
+    else:
+        # Zeros that depend on x: each rank's backward pass has to come by the collective.
+        mean = squares = x.sum(dims)
+    gathered = collectives.all_gather(torch.cat([x.new_full((1,), n), mean, squares]), axis)
+    counts, means, squares = gathered[:, :1], gathered[:, 1 : c + 1], gathered[:, c + 1 :]
+    count = counts.sum()
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_count(int(unwrapped(count).min()))
+    divisor = count.clamp(min=1)
+    # Near a mean that is large against the deviations, M itself would be rounded three times.
+    near = ((counts * means).sum(0) / divisor).detach()
+    mean = near + (counts * (means - near)).sum(0) / divisor
+    return count, mean, (squares + counts * (means - mean).square()).sum(0) / divisor
+
+
+def _values(x: torch.Tensor) -> int:
+    """How many a channel has."""
+    return x.shape[0] * math.prod(x.shape[2:])
+
+
+def _check_count(count: int) -> None:
+    if count < 2:
+        raise InputError(
+            "sync_batch_norm: expected more than one value per channel when training, got "
+            f"{count} on all ranks together."
+        )
+
+
+def _moved(
+    running: torch.Tensor | None, found: torch.Tensor, momentum: float | torch.Tensor, count: torch.Tensor
+) -> torch.Tensor | None:
+    if running is None:
+        return None
+    running, found = running.detach(), found.detach().to(running.dtype)
+    return torch.where(count.detach() > 1, running * (1 - momentum) + found * momentum, running)
+
+
+def _check(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float | torch.Tensor | None,
+) -> None:
+    if x.ndim < 2 or not x.is_floating_point():
+        raise InputError(
+            f"sync_batch_norm: x must be a floating tensor of shape (N, C, *), got {x.dtype} of shape {list(x.shape)}."
+        )
+    if momentum is None:
+        raise UnsupportedError(
+            "sync_batch_norm: momentum=None, a cumulative average, needs the number of steps: give momentum=1 / (steps "
+            "so far, this one included). Modules from ltx.nn.convert_sync_batch_norm count them."
+        )
+    if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
+        raise InputError(
+            "sync_batch_norm: give running_mean and running_var, or neither of them when training, got "
+            f"{'no ' if running_mean is None else ''}running_mean and {'no ' if running_var is None else ''}"
+            f"running_var with training={training}."
+        )
+    given = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape != x.shape[1:2]:
+            raise InputError(
+                f"sync_batch_norm: {name} must have shape [{x.shape[1]}], one value for each channel of x "
+                f"({list(x.shape)}), got {list(tensor.shape)}."
+            )
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """``nn.BatchNorm1d``, ``2d`` or ``3d`` by :func:`sync_batch_norm`; made by :func:`convert_sync_batch_norm`.
+
+    Parameters, buffers and what they do are those of torch's modules: in training the buffers are updated in place. So
+    with ``torch.func.functional_call`` give it copies of the buffers and take the next ones from there.
+
+    Attributes:
+        axis: as in :func:`ltx.psum`, looked up at each call.
+    """
+
+    axis: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` of shape ``(N, C, *)``, normalised."""
+        if not self.training:
+            by_batch = self.running_mean is None  # as torch's modules without track_running_stats do
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, by_batch, 0.0, self.eps
+            )
+        momentum: Any = self.momentum
+        if self.running_mean is None:
+            momentum = 0.0
+        elif self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1 / self.num_batches_tracked
+        y, mean, var = sync_batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            momentum=momentum,
+            eps=self.eps,
+            axis=self.axis,
+        )
+        for buffer, moved in ((self.running_mean, mean), (self.running_var, var)):
+            if buffer is not None and moved is not None:
+                buffer.copy_(moved)
+        return y
+
+    def extra_repr(self) -> str:
+        """As torch's, and the axis."""
+        what: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return what if self.axis is None else f"{what}, axis={self.axis!r}"
+
+
+_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
+
+
+def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
+    """A copy of a module in which every batch norm takes its statistics from all ranks.
+
+    Args:
+        module: any module; it stays as it is. ``nn.BatchNorm1d``, ``2d``, ``3d`` and ``nn.SyncBatchNorm`` in it become
+            :class:`SyncBatchNorm`, with their parameters, buffers, names, hooks and state dict.
+        axis: as in :func:`ltx.psum`; best a name or None, which can be pickled with the module.
+
+    Returns:
+        The copy, with parameters and buffers of its own.
+
+    Raises:
+        UnsupportedError: a batch norm of another class (lazy, or with a forward of its own), with its path.
+        TreeError: `module` isn't a module.
+
+    Example:
+        >>> import torch, ltx
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        >>> ltx.nn.convert_sync_batch_norm(net)[1]
+        SyncBatchNorm(3, eps=1e-05, ...)
+
+    Source: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, which changes its argument.
+    """
+    if not isinstance(module, nn.Module):
+        raise TreeError(f"convert_sync_batch_norm takes a torch.nn.Module, got {type(module).__name__}.")
+    for path, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and type(part) not in _CONVERTED:
+            raise UnsupportedError(
+                f"convert_sync_batch_norm: {path or 'the module'!r} is a {type(part).__name__}, which isn't one of "
+                "torch's BatchNorm1d, 2d and 3d: its forward may do something else. Replace it by one of these (a lazy "
+                "one becomes one when it is first called), or call ltx.nn.sync_batch_norm in it."
+            )
+    copied = copy.deepcopy(module)
+    done: dict[nn.Module, SyncBatchNorm] = {}
+    for part in list(copied.modules()):
+        for name, child in part._modules.items():
+            if type(child) in _CONVERTED:
+                part._modules[name] = _converted(child, axis, done)
+    return _converted(copied, axis, done) if type(copied) in _CONVERTED else copied
+
+
+def _converted(part: Any, axis: Any, done: dict[nn.Module, SyncBatchNorm]) -> SyncBatchNorm:
+    if part not in done:  # a module that is in two places stays one
+        made = done[part] = SyncBatchNorm.__new__(SyncBatchNorm)
+        made.__dict__.update(part.__dict__)  # parameters, buffers, hooks, the mode: all there is
+        made.axis = axis
+    return done[part]
