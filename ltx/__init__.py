@@ -55,6 +55,7 @@ from ltx.transforms import grad_and_value as grad_and_value
 from ltx.transforms import sync_gradients as sync_gradients
 from ltx.transforms import train_step as train_step
 from ltx.wire import axis_from_group as axis_from_group
+from ltx.wire import debug_checks as debug_checks
 from ltx.wire import record as record
 
 __version__ = "0.1.0"

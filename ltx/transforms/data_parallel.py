@@ -22,9 +22,11 @@ from ltx.sync import marker
 from ltx.sync.reduction import LeafState
 from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
+from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Marked, Run, refuse_gradients
 from ltx.transforms.sync_state import Synced, SyncState
 from ltx.typing import Step, Tree
+from ltx.wire.debug import under_way
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class DataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
+            if (
+                under_way
+                and not torch.compiler.is_compiling()
+                and not self.blocked
+                and self.strategy.hook(0) is not None
+            ):
+                check_replicas(wire.resolve(self.axis), self._params_of(args)[0])
             return self._reduce_returned(self.fn(*args, **kwargs))
         if (
             torch._C._are_functorch_transforms_active()
@@ -145,6 +154,7 @@ class DataParallel:
             "data_parallel",
             spec,
         )
+        check_replicas(axis, params)
         schedule = synchronise.wire_schedule(plan, deferred)
         marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         carried = {paths()[i] for i in wanted} if sync_state is not None else set()
