@@ -69,13 +69,8 @@ class DataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
-            if (
-                under_way
-                and not torch.compiler.is_compiling()
-                and not self.blocked
-                and self.strategy.hook(0) is not None
-            ):
-                check_replicas(wire.resolve(self.axis), self._params_of(args)[0])
+            if not torch.compiler.is_compiling() and under_way:
+                self._check_given(args)
             return self._reduce_returned(self.fn(*args, **kwargs))
         if (
             torch._C._are_functorch_transforms_active()
@@ -248,6 +243,10 @@ class DataParallel:
             if path not in wanted or name not in names
         ]
         return [(state.uses, torch.ones_like(state.uses)), (state.clock, state.clock.detach() + 1), *rest]
+
+    def _check_given(self, args: tuple[Any, ...]) -> None:
+        if not self.blocked and self.strategy.hook(0) is not None:
+            check_replicas(wire.resolve(self.axis), self._params_of(args)[0])
 
     def _reduce_returned(self, output: Any) -> Any:
         from ltx.transforms.sync_gradients import sync_gradients

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -216,16 +217,20 @@ class Line:
                 continue
             self._reply(there, rank, post)
 
-    def _reply(self, place: str, rank: int, post: Post) -> None:
-        """Tell `rank`, which waits at `place`, that this rank is at `post`; raises as it will, if they disagree."""
+    def _reply(self, place: str, rank: int, post: Post) -> NoReturn:
+        """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
         theirs = self.read(place, rank)
         assert theirs is not None
+        if theirs.signature == post.signature:  # the same call, but it would pair with another
+            operation = f"{post.signature.operation} (after other calls)"
+            post = replace(post, signature=replace(post.signature, operation=operation))
         self.post(place, post)
         if place.startswith(f"{CHECKS}/"):
             _, session, call = place.split("/")
             self.next_check = max(self.next_check, (int(session), int(call) + 1))
-        if error := explain_posts(self.name, dict(sorted({self.rank: post, rank: theirs}.items()))):
-            raise error
+        error = explain_posts(self.name, dict(sorted({self.rank: post, rank: theirs}.items())))
+        assert error is not None
+        raise error
 
     def _standing(self, rank: int) -> str:
         """Where `rank` waits for its peers to compare something; "" if nowhere."""

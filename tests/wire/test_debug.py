@@ -352,11 +352,12 @@ def test_new_under_the_checks_is_known_after_them(torn: OnFreshAxis) -> None:
         got = []
         with ltx.debug_checks():
             got.append(ltx.sync_gradients(grads, strategy)[0])
+            got.append(ltx.sync_gradients(grads, strategy)[0])
         got.append(ltx.sync_gradients(grads, strategy)[0])
         line = axes_in_scope()[-1].backing.line
         return line.bucket_channel(0).compared, [g[n][0].item() for g in got for n in "xyz"]
 
-    assert torn(run).replicated() == (0, [0.0, 1.5, 3.0] * 2)
+    assert torn(run).replicated() == (0, [0.0, 1.5, 3.0] * 3)
 
 
 def test_a_world_of_one_and_simulated_ranks() -> None:
@@ -379,13 +380,24 @@ def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
     assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in text
 
 
-def test_the_store_stays_small(torn: OnFreshAxis) -> None:
+def test_one_comparison_a_call_and_a_store_that_stays_small(torn: OnFreshAxis) -> None:
     def run() -> list[bool]:
         line = axes_in_scope()[-1].backing.line
         with ltx.debug_checks():
             for _ in range(5):
-                ltx.psum(torch.ones(2))
+                ltx.psum([torch.ones(2), torch.ones(3), torch.ones(2)])
             # The entry is call 0; of the last call the peers may still read.
             return [line.read(f"checks/1/{call}", line.rank) is not None for call in range(6)]
 
     assert torn(run).replicated() == [False] * 5 + [True]
+
+
+@pytest.mark.slow_compile
+def test_compiled_calls_are_not_compared(torn: OnFreshAxis) -> None:
+    def run() -> tuple[list[float], tuple[int, int]]:
+        compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
+        with ltx.debug_checks():
+            got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
+            return got.tolist(), axes_in_scope()[-1].backing.line.next_check
+
+    assert torn(run).replicated() == ([3.0, 3.0], (1, 1))

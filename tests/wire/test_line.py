@@ -106,6 +106,20 @@ def test_a_peer_that_stands_at_something_new(torn: OnFreshAxis, waiting: int) ->
     assert f"rank {1 - waiting}: float32[3]" in text
 
 
+def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(torn: OnFreshAxis) -> None:
+    """The source needn't wait for the others, and goes on to what they are at: it would pair with its broadcast."""
+
+    def run() -> str:
+        ltx.broadcast(torch.ones(2))
+        with pytest.raises(RankMismatchError) as caught:
+            [ltx.broadcast(torch.ones(2)) for _ in range(1 - int(ltx.axis_index()))], ltx.psum(torch.ones(3))
+        return str(caught.value)
+
+    text = torn(run).replicated()
+    assert "ranks disagree on the operation: rank 0: " in text
+    assert "rank 1: psum" in text
+
+
 def test_barriers_of_which_one_is_known(torn: OnFreshAxis) -> None:
     def run() -> str:
         ltx.barrier("load")
