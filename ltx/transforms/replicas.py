@@ -11,7 +11,6 @@ import hashlib
 
 import torch
 from torch._C import _functorch
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ltx import tree, wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
@@ -33,7 +32,7 @@ def check_replicas(axis: Axis, params: Tree) -> None:
     found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
     leaves = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor)}
     # The wire's own work: nothing of it is to be seen by the transforms around.
-    with torch._C._DisableFuncTorch(), torch.no_grad(), _set_fwd_grad_enabled(False):
+    with torch._C._DisableFuncTorch(), torch.no_grad():
         match axis.backing:
             case GroupBacking(line=line):
                 _check_processes(line, {path: _values(leaf) for path, leaf in leaves.items()})
@@ -110,7 +109,7 @@ def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
     wide = torch.complex128 if mine.is_complex() else torch.float64
     a, b = mine.view(-1).to(wide), theirs.view(-1).to(wide)
     distance = torch.where(differ, (a - b).abs(), -1.0)
-    worst = int(torch.where(distance.isnan(), torch.inf, distance).argmax())
+    worst = int(distance.argmax())  # NaN, if there is one
     at = [int(i) for i in torch.unravel_index(torch.tensor(worst), mine.shape)] if mine.ndim else []
     value, other = (t.view(-1)[worst].item() for t in (mine, theirs))
     by = f"by {float(distance[worst]):.6g} ({value!r} instead of {other!r})"

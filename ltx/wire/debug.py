@@ -81,7 +81,8 @@ class Checks:
         (session, call) = line.next_check
         line.next_check = (session, call + 1)
         place, before = (f"{CHECKS}/{session}/{n}" for n in (call, call - 1))
-        post = Post(signature, value, _caller(), {channel.address: channel.issued for channel in line.channels})
+        issued = {channel.address: channel.issued for channel in line.channels}
+        post = Post(signature, value, _caller(), issued, line.next_check)
         try:
             posts = self._exchange(line, place, before, post)
         except BaseException as error:
@@ -133,12 +134,12 @@ class Checks:
         """Let the peers know that this rank won't come to their next call. Waits for nobody."""
         if error is self._met or isinstance(error, RankMismatchError):
             return  # they know: all of them were there
-        post = Post(Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ()), None, _caller())
+        signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())
         for line in self._open():
             session, call = line.next_check
             line.next_check = (session, call + 1)
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
-                line.post(f"{CHECKS}/{session}/{call}", post)
+                line.post(f"{CHECKS}/{session}/{call}", Post(signature, None, _caller()))
 
     def _open(self) -> list[Line]:
         return [line for line in self._lines if not line.closed]

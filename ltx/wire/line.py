@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,8 +181,7 @@ class Line:
                 )
         self._store.set(f"latest/{self.rank}", "")
         posts = [Post.from_json(text) for text in self._store.multi_get(everyone)]
-        if error := explain_posts(self.name, dict(enumerate(posts))):
-            raise error
+        self._refuse(dict(enumerate(posts)))
         return posts
 
     def post(self, place: str, post: Post) -> None:
@@ -217,7 +216,7 @@ class Line:
                 continue
             self._reply(there, rank, post)
 
-    def _reply(self, place: str, rank: int, post: Post) -> NoReturn:
+    def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
         theirs = self.read(place, rank)
         assert theirs is not None
@@ -225,12 +224,7 @@ class Line:
             operation = f"{post.signature.operation} (after other calls)"
             post = replace(post, signature=replace(post.signature, operation=operation))
         self.post(place, post)
-        if place.startswith(f"{CHECKS}/"):
-            _, session, call = place.split("/")
-            self.next_check = max(self.next_check, (int(session), int(call) + 1))
-        error = explain_posts(self.name, dict(sorted({self.rank: post, rank: theirs}.items())))
-        assert error is not None
-        raise error
+        self._refuse(dict(sorted({self.rank: post, rank: theirs}.items())))
 
     def _standing(self, rank: int) -> str:
         """Where `rank` waits for its peers to compare something; "" if nowhere."""
@@ -284,6 +278,11 @@ class Line:
 
     def _compare_posted(self, place: str) -> None:
         posts = {rank: post for rank in range(self.size) if (post := self.read(place, rank)) is not None}
+        self._refuse(posts)
+
+    def _refuse(self, posts: dict[int, Post]) -> None:
+        """Raise if `posts` disagree. A call that some ranks came to counts for all, so that their next ones meet."""
+        self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self.name, posts):
             raise error
 

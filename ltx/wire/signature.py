@@ -82,12 +82,14 @@ class Post:
         value: something of its own that the peers are to know; JSON.
         caller: file and line of the call, known under ``ltx.debug_checks()``.
         issued: how much it has issued so far on its channels, by their addresses; likewise.
+        next_check: the place of its next call in the sequence of ``ltx.debug_checks()``.
     """
 
     signature: Signature
     value: Any = None
     caller: str = ""
     issued: Mapping[str, int] = field(default_factory=dict)
+    next_check: tuple[int, int] = (0, 0)
 
     @property
     def call(self) -> str:
@@ -96,13 +98,13 @@ class Post:
 
     def to_json(self) -> str:
         """Text for the store."""
-        return json.dumps([self.signature.to_json(), self.value, self.caller, dict(self.issued)])
+        return json.dumps([self.signature.to_json(), self.value, self.caller, dict(self.issued), self.next_check])
 
     @staticmethod
     def from_json(text: str | bytes) -> Post:
         """Inverse of :meth:`to_json`."""
-        signature, value, caller, issued = json.loads(text)
-        return Post(Signature.from_json(signature), value, caller, issued)
+        signature, value, caller, issued, next_check = json.loads(text)
+        return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check))
 
 
 def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchError | None:
