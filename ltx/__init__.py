@@ -66,6 +66,7 @@ from ltx.transforms import sync_gradients as sync_gradients
 from ltx.transforms import train_step as train_step
 from ltx.transforms import uneven as uneven
 from ltx.wire import axis_from_group as axis_from_group
+from ltx.wire import debug_checks as debug_checks
 from ltx.wire import record as record
 
 __version__ = "0.1.0"

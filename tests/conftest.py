@@ -6,11 +6,17 @@ import os
 import random
 import secrets
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from ltx import wire
+from ltx.axis import axes_in_scope, set_world_axes
+from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 
 # Below pytest's timeout of 60 s, so that the error of a run that hangs is the pool's, which names the ranks.
@@ -46,6 +52,29 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def torn() -> Iterator[Callable[..., PerRank[Any]]]:
+    """``torn(f)`` is what f() gave on each of 2 ranks that share a new axis, on workers that nobody else uses.
+
+    So f may tear that axis apart: ``torn(f, timeout_s=10.0)``. With ``sockets=True`` it does without shared memory.
+    """
+
+    def run(fn: Callable[[], Any], timeout_s: float, sockets: bool) -> Any:
+        """fn() where the only axis in scope is a new one. It is left open: its channels may be waiting for ever."""
+        world_axes = axes_in_scope()
+        group = dist.new_group(list(range(dist.get_world_size())))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LTX_SHARED_MEMORY", "0" if sockets else "1")
+            set_world_axes((wire.open_axis("data", group, timedelta(seconds=timeout_s)),))
+        try:
+            return fn()
+        finally:
+            set_world_axes(world_axes)
+
+    with Pool(2, timeout_s=50.0) as pool:
+        yield lambda fn, timeout_s=10.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
 
 
 @pytest.fixture

@@ -22,9 +22,11 @@ from ltx.sync import marker
 from ltx.sync.reduction import LeafState
 from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
+from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Marked, Run, refuse_gradients
 from ltx.transforms.sync_state import Synced, SyncState
 from ltx.typing import Step, Tree
+from ltx.wire.debug import under_way
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class DataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
+            if not torch.compiler.is_compiling() and under_way:
+                self._check_given(args)
             return self._reduce_returned(self.fn(*args, **kwargs))
         if (
             torch._C._are_functorch_transforms_active()
@@ -145,6 +149,7 @@ class DataParallel:
             "data_parallel",
             spec,
         )
+        check_replicas(axis, params)
         schedule = synchronise.wire_schedule(plan, deferred)
         marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         carried = {paths()[i] for i in wanted} if sync_state is not None else set()
@@ -238,6 +243,10 @@ class DataParallel:
             if path not in wanted or name not in names
         ]
         return [(state.uses, torch.ones_like(state.uses)), (state.clock, state.clock.detach() + 1), *rest]
+
+    def _check_given(self, args: tuple[Any, ...]) -> None:
+        if not self.blocked and self.strategy.hook(0) is not None:
+            check_replicas(wire.resolve(self.axis), self._params_of(args)[0])
 
     def _reduce_returned(self, output: Any) -> Any:
         from ltx.transforms.sync_gradients import sync_gradients

@@ -2,6 +2,8 @@
 
 from ltx.wire.channel import Channel as Channel
 from ltx.wire.channel import Ticket as Ticket
+from ltx.wire.debug import Checks as Checks
+from ltx.wire.debug import debug_checks as debug_checks
 from ltx.wire.header import Header as Header
 from ltx.wire.header import HeaderTicket as HeaderTicket
 from ltx.wire.header import send_header as send_header
@@ -17,3 +19,4 @@ from ltx.wire.line import resolve as resolve
 from ltx.wire.passes import BackwardPass as BackwardPass
 from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature
+from ltx.wire.signature import list_values as list_values

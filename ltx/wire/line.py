@@ -7,9 +7,9 @@ the group, in the same order, and closed by ``ltx.shutdown``.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +23,11 @@ from ltx import axis as axes
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
+from ltx.wire.debug import CHECKS, under_way
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
-from ltx.wire.shared import open_lane
-from ltx.wire.signature import Agreement, Signature, explain_mismatch
+from ltx.wire.shared import open_lane, stride_everywhere
+from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
@@ -51,6 +52,9 @@ class Line:
         self._known: dict[Any, Agreement] = {}
         self._answered: set[str] = set()
         self._phases: list[Channel] = []
+        #: (session, call) of ltx.debug_checks() that comes next on this line, the same on all ranks.
+        self.next_check = (0, 0)
+        self.closed = False
         self._left: list[Channel] = []  # bucket channels of passes that were left halfway
         self.passes = Passes(self._store, self.rank, self.size, name, self.timeout_s, self._tear, self._renew)
         self.user = self._open_channel("user", lanes=True)
@@ -109,6 +113,7 @@ class Line:
 
     def close(self) -> None:
         """Give the channels' process groups back."""
+        self.closed = True
         for channel in self.channels:
             if channel.lane is not None:
                 channel.lane.close()
@@ -127,7 +132,9 @@ class Line:
             RankMismatchError: on every rank alike, before any data has moved.
         """
         known = self._known.get(key)
-        if known is None:
+        if under_way and channel is not self.background:
+            known = self._known[key] = under_way[-1].meet(self, key, describe, offer, known)
+        elif known is None:
             signature = describe()
             known = Agreement(signature, signature.fingerprint, self._compare(channel, signature, offer))
             self._known[key] = known
@@ -135,8 +142,10 @@ class Line:
 
     def adopt(self, keys: Iterable[Any], agreement: Agreement) -> None:
         """Count what was agreed as a whole for each of its parts, which are issued under `keys`."""
-        for key in keys:
-            self._known[key] = agreement
+        parts = list(keys)
+        self._known.update(dict.fromkeys(parts, agreement))
+        if under_way:
+            under_way[-1].cover(self, parts)
 
     def issue_agreed(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
         """:meth:`meet`, and count the issue that follows into the channel's digest."""
@@ -145,30 +154,59 @@ class Line:
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
-        self._store.set(f"{place}/{self.rank}", json.dumps([signature.to_json(), offer]))
+        return self.exchange(place, Post(signature, offer))[0].value
+
+    def exchange(self, place: str, post: Post) -> list[Post]:
+        """Every rank's post at `place`, once all have come there.
+
+        Raises:
+            RankMismatchError: they don't agree, or a peer waits elsewhere and won't come; on every rank.
+            CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
+        """
+        self.post(place, post)
         self._store.set(f"latest/{self.rank}", place)
         deadline = time.monotonic() + self.timeout_s
         pause = 0.0005
         everyone = [f"{place}/{rank}" for rank in range(self.size)]
         while not self._posted(everyone):
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            if not stride_everywhere():  # peers may wait for this rank's strides in a lane
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
             if pause == 0.05:
-                self._refuse_elsewhere(place, signature)
+                self._refuse_elsewhere(place, post)
             if time.monotonic() > deadline:
-                absent = [rank for rank in range(self.size) if not self._posted([f"{place}/{rank}"])]
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank}: {signature.operation} on axis {self.name!r}: ranks {absent} didn't come to "
-                    f"compare it within {self.timeout_s:g} s. Every rank must call the same collectives."
+                    f"rank {self.rank}: {post.signature.operation} on axis {self.name!r}: ranks {self.absent(place)} "
+                    f"didn't come to compare it within {self.timeout_s:g} s. Every rank must call the same collectives."
                 )
         self._store.set(f"latest/{self.rank}", "")
-        texts = [json.loads(self._store.get(key)) for key in everyone]
-        signatures = {rank: Signature.from_json(text) for rank, (text, _) in enumerate(texts)}
-        if len(set(signatures.values())) > 1:
-            raise explain_mismatch(self.name, signatures)
-        return texts[0][1]
+        posts = [Post.from_json(text) for text in self._store.multi_get(everyone)]
+        self._refuse(dict(enumerate(posts)))
+        return posts
 
-    def _refuse_elsewhere(self, place: str, signature: Signature) -> None:
+    def post(self, place: str, post: Post) -> None:
+        """Put `post` where the peers that come to `place` find it."""
+        self._store.set(f"{place}/{self.rank}", post.to_json())
+
+    def withdraw(self, place: str, instead: Post) -> None:
+        """This rank waits at `place` no longer; who comes there finds `instead`."""
+        self.post(place, instead)
+        self._store.set(f"latest/{self.rank}", "")
+
+    def forget(self, place: str) -> None:
+        """Every rank has read what was posted at `place`: keep the store small."""
+        self._store.delete_key(f"{place}/{self.rank}")
+
+    def absent(self, place: str) -> list[int]:
+        """The ranks that haven't come to `place`."""
+        return [rank for rank in range(self.size) if not self._posted([f"{place}/{rank}"])]
+
+    def read(self, place: str, rank: int) -> Post | None:
+        """What `rank` has posted at `place`, if it has."""
+        key = f"{place}/{rank}"
+        return Post.from_json(self._store.get(key)) if self._posted([key]) else None
+
+    def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""
         for rank in range(self.size):
             there = self._standing(rank)
@@ -176,9 +214,17 @@ class Line:
                 continue
             if self._posted([f"{place}/{rank}"]):  # it has been here, and gone on
                 continue
-            theirs = Signature.from_json(json.loads(self._store.get(f"{there}/{rank}"))[0])
-            self._store.set(f"{there}/{self.rank}", json.dumps([signature.to_json(), None]))
-            raise explain_mismatch(self.name, dict(sorted({self.rank: signature, rank: theirs}.items())))
+            self._reply(there, rank, post)
+
+    def _reply(self, place: str, rank: int, post: Post) -> None:
+        """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
+        theirs = self.read(place, rank)
+        assert theirs is not None
+        if theirs.signature == post.signature:  # the same call, but it would pair with another
+            operation = f"{post.signature.operation} (after other calls)"
+            post = replace(post, signature=replace(post.signature, operation=operation))
+        self.post(place, post)
+        self._refuse(dict(sorted({self.rank: post, rank: theirs}.items())))
 
     def _standing(self, rank: int) -> str:
         """Where `rank` waits for its peers to compare something; "" if nowhere."""
@@ -197,7 +243,7 @@ class Line:
         """Called while this rank waits: may it wait for ever?
 
         It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
-        made with another signature.
+        made with another signature, or at a call of ltx.debug_checks() before having issued what this rank waits for.
         """
         self.passes.look()
         for rank in range(self.size):
@@ -205,6 +251,9 @@ class Line:
             if rank == self.rank or place == "" or place in self._answered:
                 continue
             address, _, position = place.rsplit("/", 2)
+            if address == CHECKS:
+                self._answer_check(place, rank)
+                continue
             channel = next((c for c in self.channels if c.address == address), None)
             if channel is None or channel.issued <= int(position):
                 continue
@@ -212,16 +261,30 @@ class Line:
             mine = dict(channel.recent).get(int(position))
             if mine is None or self._posted([f"{place}/{self.rank}"]):
                 continue  # answered when it was new here too
-            self._store.set(f"{place}/{self.rank}", json.dumps([mine.signature.to_json(), mine.offer]))
+            self.post(place, Post(mine.signature, mine.offer))
             self._compare_posted(place)
 
+    def _answer_check(self, place: str, rank: int) -> None:
+        theirs = self.read(place, rank)
+        if theirs is None or self._posted([f"{place}/{self.rank}"]):
+            return
+        for channel in self.channels:
+            position = theirs.issued.get(channel.address, channel.issued)
+            mine = dict(channel.recent).get(position) if channel.issued > position else None
+            if mine is not None:
+                how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
+                operation = f"{mine.signature.operation} ({how})"
+                self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
+
     def _compare_posted(self, place: str) -> None:
-        signatures = {}
-        for rank in range(self.size):
-            if self._posted([f"{place}/{rank}"]):
-                signatures[rank] = Signature.from_json(json.loads(self._store.get(f"{place}/{rank}"))[0])
-        if len(set(signatures.values())) > 1:
-            raise explain_mismatch(self.name, signatures)
+        posts = {rank: post for rank in range(self.size) if (post := self.read(place, rank)) is not None}
+        self._refuse(posts)
+
+    def _refuse(self, posts: dict[int, Post]) -> None:
+        """Raise if `posts` disagree. A call that some ranks came to counts for all, so that their next ones meet."""
+        self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
+        if error := explain_posts(self.name, posts):
+            raise error
 
 
 _lines: dict[dist.ProcessGroup, Axis] = {}

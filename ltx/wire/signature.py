@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +44,15 @@ class Signature:
         digest = hashlib.blake2b(self.to_json().encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 4
 
+    @property
+    def brief(self) -> str:
+        """One line: "psum(w: float32[2], b: float32[3])"."""
+        shown = [f"{path}: {what}" for path, what in self.leaves[:3]]
+        if len(self.leaves) > 3:
+            shown.append(f"{len(self.leaves) - 3} more")
+        inside = ", ".join([*shown, *([self.static] if self.static else [])])
+        return f"{self.operation}({inside})" if inside else self.operation
+
     def to_json(self) -> str:
         """Text for the store. JSON: nothing that a peer sends is ever unpickled."""
         return json.dumps([self.operation, self.leaves, self.static])
@@ -63,32 +73,87 @@ class Agreement:
     offer: Any
 
 
+@dataclass(frozen=True)
+class Post:
+    """What a rank puts into the store for its peers to compare.
+
+    Attributes:
+        signature: what it is about to issue.
+        value: something of its own that the peers are to know; JSON.
+        caller: file and line of the call, known under ``ltx.debug_checks()``.
+        issued: how much it has issued so far on its channels, by their addresses; likewise.
+        next_check: the place of its next call in the sequence of ``ltx.debug_checks()``.
+    """
+
+    signature: Signature
+    value: Any = None
+    caller: str = ""
+    issued: Mapping[str, int] = field(default_factory=dict)
+    next_check: tuple[int, int] = (0, 0)
+
+    @property
+    def call(self) -> str:
+        """What is called, and on which line."""
+        return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
+
+    def to_json(self) -> str:
+        """Text for the store."""
+        return json.dumps([self.signature.to_json(), self.value, self.caller, dict(self.issued), self.next_check])
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Post:
+        """Inverse of :meth:`to_json`."""
+        signature, value, caller, issued, next_check = json.loads(text)
+        return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check))
+
+
+def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchError | None:
+    """The error that every rank raises for these posts; None if they agree."""
+    signatures = {rank: post.signature for rank, post in by_rank.items()}
+    if len(set(signatures.values())) == 1:
+        return None
+    error = explain_mismatch(axis_name, signatures)
+    if any(post.caller for post in by_rank.values()):
+        return RankMismatchError(f"{error} The calls: {list_calls(by_rank)}.")
+    return error
+
+
+def list_calls(by_rank: Mapping[int, Post]) -> str:
+    """What each rank calls, and on which line."""
+    return list_values({rank: post.call for rank, post in by_rank.items()})
+
+
 def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMismatchError:
     """The error that every rank raises when `by_rank` isn't one and the same signature."""
     operations = {rank: s.operation for rank, s in by_rank.items()}
     if len(set(operations.values())) > 1:
-        return _mismatch(axis_name, "the operation", operations, "call the same collectives in the same order")
+        return mismatch(axis_name, "the operation", operations, "call the same collectives in the same order")
     operation = next(iter(operations.values()))
     paths = list(dict.fromkeys(path for s in by_rank.values() for path, _ in s.leaves))
     for path in paths:
         values = {rank: dict(s.leaves).get(path, "no such leaf") for rank, s in by_rank.items()}
         if len(set(values.values())) > 1:
-            return _mismatch(
+            return mismatch(
                 axis_name, f"{operation}, leaf {path!r}", values, "give every rank the same tree, shapes and dtypes"
             )
     orders = {rank: str([path for path, _ in s.leaves]) for rank, s in by_rank.items()}
     if len(set(orders.values())) > 1:
-        return _mismatch(axis_name, f"{operation}, order of leaves", orders, "give every rank the same tree")
+        return mismatch(axis_name, f"{operation}, order of leaves", orders, "give every rank the same tree")
     statics = {rank: s.static for rank, s in by_rank.items()}
-    return _mismatch(axis_name, f"{operation}, its arguments", statics, "call it with the same arguments on every rank")
+    return mismatch(axis_name, f"{operation}, its arguments", statics, "call it with the same arguments on every rank")
 
 
-def _mismatch(axis_name: str, what: str, values: dict[int, str], fix: str) -> RankMismatchError:
+def mismatch(axis_name: str, what: str, values: Mapping[int, str], fix: str) -> RankMismatchError:
+    """The error for ranks that have different `values` of `what`."""
+    return RankMismatchError(f"axis {axis_name!r}: ranks disagree on {what}: {list_values(values)}. Fix: {fix}.")
+
+
+def list_values(values: Mapping[int, str]) -> str:
+    """Each value with the ranks that have it: "ranks 0, 2: a; rank 1: b"."""
     counts: dict[str, list[int]] = {}
     for rank, value in values.items():
         counts.setdefault(value, []).append(rank)
-    listed = "; ".join(f"rank{'s' if len(r) > 1 else ''} {_ranks(r)}: {value}" for value, r in counts.items())
-    return RankMismatchError(f"axis {axis_name!r}: ranks disagree on {what}: {listed}. Fix: {fix}.")
+    return "; ".join(f"rank{'s' if len(r) > 1 else ''} {_ranks(r)}: {value}" for value, r in counts.items())
 
 
 def _ranks(ranks: list[int]) -> str:

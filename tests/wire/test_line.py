@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ltx
 from ltx import wire
+from ltx.axis import axes_in_scope
 from ltx.errors import CollectiveTimeoutError, RankMismatchError
 from ltx.runtime.failures import CallFailedError
 from ltx.runtime.pool import Pool
@@ -104,6 +105,34 @@ def test_a_peer_that_stands_at_something_new(torn: OnFreshAxis, waiting: int) ->
     text = torn(run).replicated()
     assert f"rank {waiting}: float32[2]" in text
     assert f"rank {1 - waiting}: float32[3]" in text
+
+
+def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(torn: OnFreshAxis) -> None:
+    """The source needn't wait for the others, and goes on to what they are at: it would pair with its broadcast."""
+
+    def run() -> str:
+        ltx.broadcast(torch.ones(2))
+        with pytest.raises(RankMismatchError) as caught:
+            [ltx.broadcast(torch.ones(2)) for _ in range(1 - int(ltx.axis_index()))], ltx.psum(torch.ones(3))
+        return str(caught.value)
+
+    text = torn(run).replicated()
+    assert "ranks disagree on the operation: rank 0: " in text
+    assert "rank 1: psum" in text
+
+
+def test_the_same_new_call_after_other_comparisons(torn: OnFreshAxis) -> None:
+    """As when one rank was interrupted while it compared something: the two calls don't meet, and both say so."""
+
+    def run() -> str:
+        axes_in_scope()[-1].backing.line.user.compared += int(ltx.axis_index())
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.psum(torch.ones(3))
+        return str(caught.value)
+
+    for text in torn(run):
+        assert "ranks disagree on the operation: rank " in text
+        assert "psum (after other calls)" in text
 
 
 def test_barriers_of_which_one_is_known(torn: OnFreshAxis) -> None:

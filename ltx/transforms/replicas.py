@@ -1,0 +1,130 @@
+"""Whether parameters are the same bits on every rank, as ``ltx.debug_checks()`` asks at each call of a step.
+
+Ranks exchange a digest of each leaf. Only where these differ does anything move: rank 0's leaf, which each rank
+compares with its own to say by how much.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+
+import torch
+from torch._C import _functorch
+
+from ltx import tree, wire
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.errors import ReplicaDivergedError
+from ltx.transforms.sync_state import unwrapped
+from ltx.typing import Tree
+from ltx.wire.debug import under_way
+
+_FIX = (
+    "Fix: start from the same values on every rank (train.init(params), or ltx.broadcast(params)), and change them by "
+    "synchronised steps alone."
+)
+
+
+def check_replicas(axis: Axis, params: Tree) -> None:
+    """Under ``ltx.debug_checks()``: raise ReplicaDivergedError on every rank unless `params` are the same on all."""
+    if not under_way:
+        return
+    found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
+    leaves = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor)}
+    # The wire's own work: nothing of it is to be seen by the transforms around.
+    with torch._C._DisableFuncTorch(), torch.no_grad():
+        match axis.backing:
+            case GroupBacking(line=line):
+                _check_processes(line, {path: _values(leaf) for path, leaf in leaves.items()})
+            case VmapBacking(level=level):
+                _check_simulated(axis, level, leaves)
+
+
+def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
+    signature = wire.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
+    posts = under_way[-1].exchange(line, signature, [_digest(leaf) for leaf in leaves.values()])
+    by_leaf = zip(leaves, zip(*(post.value for post in posts), strict=True), strict=True)
+    differ = [path for path, digests in by_leaf if len(set(digests)) > 1]
+    if not differ:
+        return
+    mine = leaves[differ[0]]
+    bits = _bits(mine).to(line.device, copy=True)
+    theirs = line.user.issue("broadcast", bits, "debug_checks").wait().to(mine.device)
+    found = _difference(mine, theirs.view(mine.dtype).view(mine.shape))
+    by_rank = under_way[-1].exchange(line, wire.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
+    told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
+    raise _diverged(line.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
+
+
+def _check_simulated(axis: Axis, level: int, leaves: dict[str, torch.Tensor]) -> None:
+    differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
+    for path, leaf in leaves.items():
+        value, dim = _with_ranks(leaf, level)
+        if dim is None:
+            continue  # one value that all simulated ranks share
+        first, *others = (_values(x) for x in value.unbind(dim))
+        told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if _digest(x) != _digest(first)}
+        if told:
+            differ[path] = first, told
+    if differ:
+        raise _diverged(axis.name, list(differ), *next(iter(differ.values())), "")
+
+
+def _diverged(
+    axis_name: str, paths: list[str], leaf: torch.Tensor, by_rank: dict[int, str], where: str
+) -> ReplicaDivergedError:
+    """The error for the leaves at `paths`, of which `leaf` is the first; `by_rank` tells how it differs."""
+    more = f" {len(paths)} leaves differ: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}."
+    return ReplicaDivergedError(
+        f"axis {axis_name!r}: parameters should be the same on every rank, but leaf {paths[0]!r} "
+        f"({tree.describe(leaf)}) isn't rank 0's on {wire.list_values(by_rank)}.{more if len(paths) > 1 else ''}"
+        f"{where} {_FIX}"
+    )
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """`x` below all wrappers, its elements one after another in memory."""
+    return unwrapped(x).resolve_conj().resolve_neg().contiguous()
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _digest(x: torch.Tensor) -> str:
+    # Not torch.hash_tensor: an exclusive or is the same for elements in another order.
+    data = _bits(x).cpu()
+    if not data.numel():
+        return ""
+    return hashlib.blake2b((ctypes.c_char * data.numel()).from_address(data.data_ptr()), digest_size=16).hexdigest()
+
+
+def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
+    """How `mine` differs from `theirs`, bit by bit; "" if it doesn't."""
+    size = mine.element_size()
+    differ = (_bits(mine) != _bits(theirs)).view(-1, size).any(1)
+    count = int(differ.sum())
+    if not count:
+        return ""
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    a, b = mine.view(-1).to(wide), theirs.view(-1).to(wide)
+    distance = torch.where(differ, (a - b).abs(), -1.0)
+    worst = int(distance.argmax())  # NaN, if there is one
+    at = [int(i) for i in torch.unravel_index(torch.tensor(worst), mine.shape)] if mine.ndim else []
+    value, other = (t.view(-1)[worst].item() for t in (mine, theirs))
+    by = f"by {float(distance[worst]):.6g} ({value!r} instead of {other!r})"
+    return f"{count} of {differ.numel()} elements differ, most at {at}, {by}"
+
+
+def _with_ranks(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+    """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
+    dim: int | None = None
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            here = _functorch.maybe_get_bdim(x)
+            if _functorch.maybe_get_level(x) == level:
+                dim = here
+            elif dim is not None and here <= dim:
+                dim += 1
+        x = _functorch.get_unwrapped(x)
+    return x.detach(), dim
