@@ -257,10 +257,8 @@ def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
 
 
 def _outsider() -> str:
-    return (
-        f"rank {dist.get_rank() if dist.is_initialized() else 0} isn't a member of the process group that was given as an axis. Only its members may "
-        "call this."
-    )
+    who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+    return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
 
 
 def close_axis(axis: Axis) -> None:
