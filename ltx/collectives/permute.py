@@ -30,8 +30,10 @@ def _join(chunks: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
     split, concat = static
-    chunks = torch.stack([_cut(x, n, split) for x in xs.unbind(0)])  # (source, destination, *chunk)
-    return torch.stack([_join(received, concat) for received in chunks.unbind(1)]), True
+    chunks = _cut(xs, n, split + 1)  # (destination, source, *chunk)
+    # One copy, laid out so that joining is a view.
+    laid_out = chunks.movedim(1, concat + 1).clone(memory_format=torch.contiguous_format)
+    return laid_out.flatten(concat + 1, concat + 2), True
 
 
 add_rule(
@@ -50,8 +52,9 @@ add_rule(
 
 def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
     source_of = dict(zip(static[1::2], static[::2], strict=True))
-    nothing = torch.zeros_like(xs[0])
-    return torch.stack([xs[source_of[r]] if r in source_of else nothing for r in range(n)]), True
+    moved = xs[torch.tensor([source_of.get(r, 0) for r in range(n)], device=xs.device)]
+    without = [r for r in range(n) if r not in source_of]
+    return moved.index_fill(0, torch.tensor(without, device=xs.device), 0) if without else moved, True
 
 
 def _turned_round(static: Static) -> Static:

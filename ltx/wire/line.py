@@ -293,7 +293,7 @@ _lines: dict[dist.ProcessGroup, Axis] = {}
 def open_axis(name: str, group: dist.ProcessGroup, timeout: timedelta = _DEFAULT_TIMEOUT) -> Axis:
     """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
     if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
-        raise AxisError(f"axis {name!r}: this process isn't a member of the process group.")
+        raise AxisError(f"axis {name!r}: {_outsider()}")
     known = _lines.get(group)
     if known is not None and known.name == name:
         return known
@@ -317,6 +317,11 @@ def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
         AxisError: this process isn't a member.
     """
     return open_axis(name, group)
+
+
+def _outsider() -> str:
+    who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+    return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
 
 
 def close_axis(axis: Axis) -> None:
@@ -349,7 +354,7 @@ def resolve(axis: Any) -> Axis:
         known = _lines.get(axis)
         return known if known is not None else open_axis(axis.group_name, axis)
     if axis == dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to those who aren't in a new group
-        raise AxisError("this process isn't a member of the process group that was given as an axis.")
+        raise AxisError(_outsider())
     raise AxisError(
         f"an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got {type(axis).__name__}."
     )

@@ -1,0 +1,123 @@
+"""256 simulated ranks: every collective and a data-parallel step give what plain torch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+
+N = 256
+RING = [(rank, (rank + 1) % N) for rank in range(N - 1)]  # open: rank 0 gets zeros
+
+
+def _everywhere(y: Tensor) -> Tensor:
+    return y.expand(N, *y.shape)
+
+
+#: name: (what one rank calls, the same on the stack). A rank's tensor has shape (2 * N,).
+OPS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "psum": (ltx.psum, lambda xs: _everywhere(xs.sum(0))),
+    "pmean": (ltx.pmean, lambda xs: _everywhere(xs.mean(0))),
+    "pmax": (ltx.pmax, lambda xs: _everywhere(xs.amax(0))),
+    "pmin": (ltx.pmin, lambda xs: _everywhere(xs.amin(0))),
+    "pvary": (ltx.pvary, lambda xs: xs),
+    "all_gather": (ltx.all_gather, _everywhere),
+    "all_gather tiled": (lambda x: ltx.all_gather(x, tiled=True), lambda xs: _everywhere(xs.flatten())),
+    "psum_scatter": (lambda x: ltx.psum_scatter(x, tiled=True), lambda xs: xs.sum(0).unflatten(0, (N, 2))),
+    "broadcast": (lambda x: ltx.broadcast(x, N - 1), lambda xs: _everywhere(xs[-1])),
+    "all_to_all": (
+        lambda x: ltx.all_to_all(x, 0, 0),
+        lambda xs: xs.unflatten(1, (N, 2)).transpose(0, 1).flatten(1),
+    ),
+    "ppermute": (lambda x: ltx.ppermute(x, RING), lambda xs: torch.cat([torch.zeros_like(xs[:1]), xs[:-1]])),
+    "reduce": (lambda x: ltx.reduce(x, "product"), lambda xs: _everywhere(xs.prod(0))),
+}
+
+
+@pytest.mark.parametrize("name", OPS, ids=lambda name: name.replace(" ", "_"))
+def test_collectives(name: str, seed: int) -> None:
+    """Values, and gradients of a loss that weighs rank r by r + 1."""
+    op, reference = OPS[name]
+    xs = torch.randn(N, 2 * N, dtype=torch.float64)
+    if name == "reduce":
+        xs = 1 + xs / N  # so that products stay away from 0
+    grads, values = ltx.vmap(
+        torch.func.grad_and_value(
+            lambda x: (lambda y: ((1 + ltx.axis_index()) * y.sin().sum(), y))(op(x)), has_aux=True
+        )
+    )(xs)
+    torch.testing.assert_close(values[1], reference(xs))
+    weights = torch.arange(1, N + 1, dtype=torch.float64)
+    want = torch.func.grad(lambda xs: (weights * reference(xs).sin().flatten(1).sum(1)).sum())(xs)
+    torch.testing.assert_close(grads, _everywhere(want.sum(0)) if name == "pvary" else want)
+
+
+def _loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return (torch.tanh(x @ params["w"]) @ params["v"] - y).square().mean()
+
+
+def _summed(params: dict[str, Tensor], x: Tensor, y: Tensor, keep: Tensor) -> ltx.Weighted:
+    each = (torch.tanh(x @ params["w"]) @ params["v"] - y).square().mean(1)
+    return ltx.Weighted((each * keep).sum(), keep.sum())
+
+
+@pytest.fixture
+def problem(seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Parameters; four samples a rank, and their targets."""
+    double = torch.float64
+    params = {"w": torch.randn(3, 5, dtype=double), "v": torch.randn(5, 2, dtype=double)}
+    return params, torch.randn(N, 4, 3, dtype=double), torch.randn(N, 4, 2, dtype=double)
+
+
+def _on_all(step: Callable[..., Any], params: Any, *batch: Tensor) -> Any:
+    return ltx.vmap(torch.func.grad(step), in_dims=(None, *(0 for _ in batch)))(params, *batch)
+
+
+def _check(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], _everywhere(got[name][0])), "ranks differ"
+        torch.testing.assert_close(got[name][0], want[name], **tolerance)
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["plain", "accumulate"])
+def test_step(problem: tuple[dict[str, Tensor], Tensor, Tensor], accumulated: bool) -> None:
+    params, xs, ys = problem
+    step = ltx.data_parallel(_loss)
+    step = ltx.accumulate(step, steps=2) if accumulated else step
+    want = torch.func.grad(_loss)(params, xs.flatten(0, 1), ys.flatten(0, 1))  # equal batches: the mean over all
+    _check(_on_all(step, params, xs, ys), want)
+
+
+def test_step_with_gradients_in_bfloat16(problem: tuple[dict[str, Tensor], Tensor, Tensor]) -> None:
+    """Each share is rounded, then they are added up; at most 256 roundings of 2^-8 of the shares' magnitudes."""
+    params, xs, ys = problem
+    each = torch.vmap(torch.func.grad(_loss), in_dims=(None, 0, 0))(params, xs, ys)
+    got = _on_all(ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook="bf16")), params, xs, ys)
+    for name, grads in each.items():
+        assert torch.equal(got[name], _everywhere(got[name][0])), "ranks differ"
+        bound = 2**-8 * ((grads / N).abs().sum(0) + grads.mean(0).abs()) + 1e-12
+        error = (got[name][0] - grads.mean(0)).abs()
+        assert (error > 0).any(), "nothing was rounded"
+        assert (error <= bound).all(), (error / bound).max()
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["plain", "accumulate"])
+def test_weighted_step(problem: tuple[dict[str, Tensor], Tensor, Tensor], accumulated: bool) -> None:
+    """Ranks keep between no sample and four."""
+    params, xs, ys = problem
+    keep = (torch.rand(N, 4) < torch.rand(N, 1)).double()
+    keep[0], keep[1] = 0, 1
+    step = ltx.data_parallel(_summed)
+    step = ltx.accumulate(step, steps=2) if accumulated else step
+
+    def reference(params: dict[str, Tensor]) -> Tensor:
+        total, weight = _summed(params, xs.flatten(0, 1), ys.flatten(0, 1), keep.flatten())
+        return total / weight
+
+    _check(_on_all(step, params, xs, ys, keep), torch.func.grad(reference)(params))
