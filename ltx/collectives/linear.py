@@ -317,6 +317,15 @@ def traced_size(key: str) -> int:
 traced_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def traced_rank(key: str) -> int | None:
+    """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
+    backing = _traced_axes[key].backing
+    return None if isinstance(backing, VmapBacking) else 0 if backing is None else backing.rank
+
+
+traced_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def in_graph_index(key: str) -> torch.Tensor:
     """The position on an axis, as a node of a compiled graph."""
     return _traced_axes[key].index()

@@ -9,6 +9,7 @@ import torch
 from ltx import tree, wire
 from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.index import axis_index
+from ltx.collectives.linear import prepare_trace, traced_rank
 from ltx.collectives.psum import axis_size
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -70,10 +71,12 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 [3, 4]])
     """
     size = axis_size(axis)
-    # Inside a compiled graph an axis is known by its size and index alone.
-    found = None if torch.compiler.is_compiling() else wire.resolve(axis)
-    backing, name = (None, axis) if found is None else (found.backing, found.name)
-    by_index = torch.compiler.is_compiling() or isinstance(backing, VmapBacking)
+    if torch.compiler.is_compiling():
+        rank, name = traced_rank(prepare_trace(axis)), axis
+    else:
+        found = wire.resolve(axis)
+        name = found.name
+        rank = None if isinstance(found.backing, VmapBacking) else 0 if found.backing is None else found.backing.rank
 
     def part(path: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.ndim == 0:
@@ -85,11 +88,10 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 "the step."
             )
         at, length = dim % x.ndim, x.shape[dim] // size
-        if by_index:
-            parts = x.unflatten(at, (size, length)).movedim(at, 0)
-            return parts.index_select(0, axis_index(axis).reshape(1)).squeeze(0)
-        start = backing.rank * length if isinstance(backing, GroupBacking) else 0
-        return x.narrow(at, start, length)
+        if rank is not None:
+            return x.narrow(at, rank * length, length)
+        parts = x.unflatten(at, (size, length)).movedim(at, 0)
+        return parts.index_select(0, axis_index(axis).reshape(1)).squeeze(0)
 
     leaves, spec = tree.flatten(value)
     paths = [""] * len(leaves) if torch.compiler.is_compiling() else tree.leaf_paths(value)

@@ -29,11 +29,17 @@ def _exchange(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tensor
 
 
 def _permute(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
-    rank = _resolve(group).rank()
-    sent, received = permuted_splits(arguments, rank, n, x.numel())
-    flat = _ops().all_to_all_single(x.flatten()[: sum(sent)], received, sent, group)
-    out: torch.Tensor = flat if sum(received) else torch.zeros_like(x) + flat.sum()  # keeps the exchange in the graph
-    return out.reshape(x.shape)
+    # A filler for each rank that gets or gives nothing: Inductor takes empty buffers out of the graph, and with them
+    # the exchange that peers wait for.
+    rank, numel = _resolve(group).rank(), x.numel()
+    sent, received = permuted_splits(arguments, rank, n, numel)
+    filler = x.new_zeros(1)
+    given = torch.cat([x.flatten() if count else filler for count in sent])
+    arrived = wait(_ops().all_to_all_single(given, [max(c, 1) for c in received], [max(c, 1) for c in sent], group))
+    source = next((other for other, count in enumerate(received) if count), None)
+    if source is None:
+        return torch.zeros_like(x) * arrived[0]
+    return arrived[source : source + numel].reshape(x.shape)
 
 
 _STARTS: dict[str, _Start] = {
