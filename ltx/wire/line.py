@@ -308,7 +308,8 @@ def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
 
     Args:
         group: a ``torch.distributed`` process group that this process is in.
-        name: what collectives call the axis; it is also found by the group itself.
+        name: what collectives call the axis, unless one of that name is in scope, or two groups are called so; it is
+            always found by the group itself.
 
     Returns:
         The axis. All ranks of the group must call this, in the same order for several groups: its channels are opened.
@@ -339,7 +340,12 @@ def open_axes() -> tuple[Axis, ...]:
 
 def resolve(axis: Any) -> Axis:
     """The axis that a user means: None, a name, an Axis, a process group, or a one-dimensional DeviceMesh."""
-    if axis is None or isinstance(axis, str):
+    if isinstance(axis, str):
+        # By name: what is in scope first, then what axis_from_group has opened.
+        opened = [known for known in _lines.values() if known.name == axis]
+        in_scope = any(known.name == axis for known in axes.axes_in_scope())
+        return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
+    if axis is None:
         return axes.find(axis)
     if isinstance(axis, Axis):
         return axis

@@ -249,3 +249,26 @@ def test_simulated_ranks_on_each_process(ranks: Ranks, seed: int) -> None:
         for entry in range(2):
             _check({k: (y[entry], g[entry]) for k, (y, g) in on_processes.items()}, _expected(xs[:, entry]), rank)
             _check({k: (y[entry], g[entry]) for k, (y, g) in on_simulated.items()}, _expected(xs[rank]), entry)
+
+
+def test_an_axis_is_found_by_its_name(ranks: Ranks) -> None:
+    """Axes in scope come first; a name that two groups have names neither."""
+
+    def run() -> tuple[float, float, str]:
+        opened = [ltx.axis_from_group(dist.new_group([0, 1]), name) for name in ("mine", "data")]
+        other = (
+            ltx.axis_from_group(dist.new_group([0, 1]), "twice"),
+            ltx.axis_from_group(dist.new_group([0, 1]), "twice"),
+        )
+        try:
+            with pytest.raises(AxisError) as caught:
+                ltx.psum(torch.ones(()), "twice")
+            in_scope = wire.resolve("data") is not opened[1]
+            return float(ltx.psum(torch.ones(()), "mine")), float(in_scope), str(caught.value)
+        finally:
+            for axis in (*opened, *other):
+                wire.close_axis(axis)
+
+    total, in_scope, message = ranks(2).run(run).replicated()
+    assert (total, in_scope) == (2.0, 1.0)
+    assert "no axis called 'twice'" in message
