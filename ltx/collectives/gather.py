@@ -188,7 +188,7 @@ class AllGatherGrad:
 
     The result has shape ``(n, *shape)``; its gradient is the sum over ranks of the cotangents of this rank's part.
     Unlike Lightning's it works on subgroups and non-contiguous tensors, under every ``torch.func`` transform, and its
-    backward pass moves 1/n of the bytes (a reduce-scatter rather than an all-reduce of everything).
+    backward pass sends half of the bytes (a reduce-scatter rather than an all-reduce of everything).
 
     Example:
         >>> import torch, ltx

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
 from ltx.wire import ledger
-from ltx.wire.operations import OPERATIONS, Arguments
+from ltx.wire.operations import OPERATIONS, Arguments, as_it_is
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
 
@@ -31,11 +31,18 @@ _DIGEST_PRIME = (1 << 61) - 1
 class Ticket:
     """An issue under way. :meth:`wait` gives its result; until then nobody may read the buffer."""
 
-    __slots__ = ("_channel", "_event", "_label", "_value", "_work")
+    __slots__ = ("_channel", "_event", "_finish", "_label", "_value", "_work")
 
     def __init__(
-        self, channel: Channel, work: dist.Work | Passage, value: torch.Tensor, label: str, event: ledger.Event | None
+        self,
+        channel: Channel,
+        work: dist.Work | Passage,
+        value: torch.Tensor,
+        label: str,
+        event: ledger.Event | None,
+        finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     ):
+        self._finish = finish
         self._channel = channel
         self._work: dist.Work | Passage | None = work
         self._value = value
@@ -76,6 +83,7 @@ class Ticket:
             self._event.waited_s = time.perf_counter() - began
             if self._event.landed_s is None:
                 self._event.landed_s = time.perf_counter()
+        self._value = self._finish(self._value)
         return self._value
 
     def _block(self, work: dist.Work, began: float) -> None:
@@ -87,7 +95,7 @@ class Ticket:
                 return
             except RuntimeError:
                 if work.is_completed():  # it failed, or it landed just after the tick
-                    self._finish(work)
+                    self._find_out(work)
                     return
             if stride_everywhere() or any_busy():
                 ticks += 1
@@ -95,7 +103,7 @@ class Ticket:
                     continue
             self._look_around(began)
 
-    def _finish(self, work: dist.Work) -> None:
+    def _find_out(self, work: dist.Work) -> None:
         channel = self._channel
         try:
             work.wait()
@@ -195,14 +203,14 @@ class Channel:
         if self.lane is not None and self.takes_lane(buffer):
             return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest), label, event)
         try:
-            work, value = entry.start(self.group, buffer, arguments)
+            work, value, finish = entry.start(self.group, buffer, arguments)
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r} could not be issued: {error}"
             ) from error
         if event is not None:
             _stamp_landing(work, event)
-        return Ticket(self, work, value, label, event)
+        return Ticket(self, work, value, label, event, finish)
 
 
 def _stamp_landing(work: dist.Work, event: ledger.Event) -> None:

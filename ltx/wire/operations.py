@@ -22,7 +22,13 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 #: Static arguments of an operation.
 Arguments = tuple[int, ...]
-Started = tuple[dist.Work, torch.Tensor]
+#: What is under way, what will have landed, and how that becomes the value.
+Started = tuple[dist.Work, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+
+
+def as_it_is(landed: torch.Tensor) -> torch.Tensor:
+    """What has landed is the value."""
+    return landed
 
 
 @dataclass(frozen=True)
@@ -34,33 +40,36 @@ class Operation:
 
 
 def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
-    return lambda group, buffer, _: (dist.all_reduce(buffer, op, group=group, async_op=True), buffer)
+    return lambda group, buffer, _: (dist.all_reduce(buffer, op, group=group, async_op=True), buffer, as_it_is)
 
 
 def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
     out = buffer.new_empty((group.size(), *buffer.shape))
-    return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out
+    return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
 
 
-def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    if group.name() == "gloo":  # whose own is an all-reduce of everything, of which it keeps a part
+        work, rows, _ = _exchange(group, buffer, arguments)
+        return work, rows, lambda rows: rows.sum(0, dtype=rows.dtype)
     out = buffer.new_empty(buffer.shape[1:])
-    return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out
+    return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
 
 
 def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer
+    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer, as_it_is
 
 
 def _exchange(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
     out = torch.empty_like(buffer)
-    return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out
+    return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
 
 
 def _permute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     sent, received = permuted_splits(arguments, group.rank(), group.size(), buffer.numel())
     out = torch.zeros_like(buffer)
     flat = (out.flatten()[: sum(received)], buffer.flatten()[: sum(sent)])
-    return dist.all_to_all_single(*flat, received, sent, group=group, async_op=True), out
+    return dist.all_to_all_single(*flat, received, sent, group=group, async_op=True), out, as_it_is
 
 
 def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
