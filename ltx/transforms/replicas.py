@@ -49,7 +49,7 @@ def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
         return
     mine = leaves[differ[0]]
     bits = _bits(mine).to(line.device, copy=True)
-    theirs = line.user.issue("broadcast", bits, "debug_checks").wait().to(mine.device)
+    theirs = line.user.issue("broadcast", bits, "debug_checks", (0,)).wait().to(mine.device)
     found = _difference(mine, theirs.view(mine.dtype).view(mine.shape))
     by_rank = under_way[-1].exchange(line, wire.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
     told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
