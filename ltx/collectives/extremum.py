@@ -117,9 +117,9 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
         key = _prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
     check_dense(f"p{which}", leaves, value)
-    for path, x in zip(tree.leaf_paths(value), leaves, strict=True):
-        if x.is_complex():
-            raise UnsupportedError(f"p{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
+    if any(x.is_complex() for x in leaves):
+        path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.is_complex())
+        raise UnsupportedError(f"p{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
     found = wire.resolve(axis)
     meet_as_tree(f"p{which}", value, leaves, spec, [() for _ in leaves], found)
     index = found.index() if isinstance(found.backing, VmapBacking) else None

@@ -73,10 +73,13 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     if name not in OPS:
         raise CollectiveError(f"reduce: op must be one of {', '.join(sorted(OPS))} in any case, or None, got {op!r}.")
 
-    def one(path: str, x: Any) -> Any:
+    leaves, spec = tree.flatten(value)
+
+    def one(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if name in _BITWISE and (x.is_floating_point() or x.is_complex()):
+            path = next(p for p, leaf in zip(tree.leaf_paths(value), leaves, strict=True) if leaf is x)
             raise TreeError(
                 f"reduce: leaf {path!r} is {tree.describe(x)}, and {name!r} works on integers and booleans. Cast it, "
                 'or use "sum", "min", "max" or "product".'
@@ -85,9 +88,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
             return torch.div(psum(x, axis), axis_size(axis), rounding_mode="trunc").to(x.dtype)
         return OPS[name](x, axis)
 
-    leaves, spec = tree.flatten(value)
-    paths = tree.leaf_paths(value) if not torch.compiler.is_compiling() else ["..." for _ in leaves]
-    return tree.unflatten(spec, [one(path, x) for path, x in zip(paths, leaves, strict=True)])
+    return tree.unflatten(spec, [one(x) for x in leaves])
 
 
 def reduce_boolean_decision(decision: bool, all: bool = True, axis: Any = None) -> bool:

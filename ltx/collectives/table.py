@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ltx.collectives import broadcast, extremum, gather, permute, psum  # noqa: F401  # they add the rules
 from ltx.collectives.linear import RULES, Static
 from ltx.wire.operations import OPERATIONS
 

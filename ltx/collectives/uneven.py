@@ -95,6 +95,7 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...])
     """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
     found = _real(axis, "all_gather(splits=)", "Simulated ranks have equal shapes: leave splits out.")
     _check_splits("all_gather", splits, found.size)
+    _agree("all_gather", splits, found)
     here = _rank(found)
 
     def one(x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +115,7 @@ def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...
     """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
     found = _real(axis, "psum_scatter(splits=)", "Simulated ranks have equal shapes: leave splits out.")
     _check_splits("psum_scatter", splits, found.size)
+    _agree("psum_scatter", splits, found)
 
     def one(x: torch.Tensor) -> torch.Tensor:
         at = _dim("psum_scatter", x, dim)
@@ -130,10 +132,7 @@ def all_to_all_uneven(
 ) -> tuple[Tree, tuple[int, ...]]:
     """all_to_all of chunks whose lengths along `split_dim` are `splits`; and the lengths of what has come."""
     found = _real(axis, "all_to_all(splits=)", "Simulated ranks have equal shapes: leave splits out.")
-    _check_splits("all_to_all", splits, found.size)
-    for x in tree.flatten(value)[0]:
-        _check_sum("all_to_all", splits, x, _dim("all_to_all", x, split_dim))
-    table = told("all_to_all", list(splits), found)
+    table = _table_of_splits(value, split_dim, found, splits)
     received = tuple(row[_rank(found)] for row in table)
     most = max(length for row in table for length in row)
 
@@ -143,12 +142,30 @@ def all_to_all_uneven(
         arrived = collective("all_to_all", chunks, found, lambda x, n: (0, 0))
         return torch.cat([chunk.narrow(at, 0, n) for chunk, n in zip(arrived, received, strict=True)], to)
 
-    if split_dim != concat_dim and len(set(received)) > 1:
+    elsewhere = any(_dim("all_to_all", x, concat_dim) != split_dim % x.ndim for x in tree.flatten(value)[0])
+    if elsewhere and any(len(set(column)) > 1 for column in zip(*table, strict=True)):
         raise AxisError(
-            f"all_to_all: chunks of lengths {list(received)} along dimension {split_dim} can't be concatenated along "
-            f"dimension {concat_dim}. Use concat_dim={split_dim}."
+            f"all_to_all: ranks' splits {table} along dimension {split_dim} give chunks of unequal lengths, which "
+            f"can't be concatenated along dimension {concat_dim}. Use concat_dim={split_dim}."
         )
     return tree.map(one, value), received
+
+
+def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int, ...]) -> list[list[int]]:
+    """Every rank's splits; if those of one don't fit, all ranks raise."""
+    problem: AxisError | None = None
+    try:
+        _check_splits("all_to_all", splits, axis.size)
+        for x in tree.flatten(value)[0]:
+            _check_sum("all_to_all", splits, x, _dim("all_to_all", x, split_dim))
+    except AxisError as error:
+        problem = error
+    table = told("all_to_all", [-1] * axis.size if problem else list(splits), axis)
+    if problem:
+        raise problem
+    if broken := [rank for rank, row in enumerate(table) if -1 in row]:
+        raise AxisError(f"all_to_all: the splits of ranks {broken} don't fit their tensors; the error there says how.")
+    return table
 
 
 def _real(axis: Any, what: str, instead: str) -> Axis:
@@ -187,6 +204,14 @@ def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 def _check_splits(what: str, splits: Sequence[int], n: int) -> None:
     if len(splits) != n or not all(isinstance(length, int) and length >= 0 for length in splits):
         raise AxisError(f"{what}: splits must be {n} lengths, one for each rank, got {list(splits)}.")
+
+
+def _agree(what: str, splits: tuple[int, ...], axis: Axis) -> None:
+    """Let the ranks compare their splits: what is sent is padded, so its shape doesn't tell."""
+    if axis.backing is not None:
+        line: wire.Line = axis.backing.line  # type: ignore[union-attr]
+        signature = f"splits {list(splits)}"
+        line.issue_agreed(line.user, (what, "splits", splits), lambda: wire.Signature(what, (), signature))
 
 
 def _check_sum(what: str, splits: Sequence[int], x: torch.Tensor, dim: int) -> None:

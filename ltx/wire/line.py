@@ -56,7 +56,9 @@ class Line:
         self.next_check = (0, 0)
         self.closed = False
         self._left: list[Channel] = []  # bucket channels of passes that were left halfway
-        self.passes = Passes(self._store, self.rank, self.size, name, self.timeout_s, self._tear, self._renew)
+        self.passes = Passes(
+            self._store, self._posted, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
+        )
         self.user = self._open_channel("user", lanes=True)
         self.background = self._open_channel("background")
         self.open_phases(1)

@@ -38,6 +38,7 @@ class Passes:
 
     Args:
         store: what the ranks of the line share.
+        posted: whether all of some keys are in it; raises PeerLostError if it is gone.
         rank, size, axis_name, timeout_s: the line's.
         tear: makes the bucket channels refuse issues.
         renew: replaces them, on all ranks together.
@@ -49,6 +50,7 @@ class Passes:
     def __init__(
         self,
         store: Store,
+        posted: Callable[[list[str]], bool],
         rank: int,
         size: int,
         axis_name: str,
@@ -56,7 +58,7 @@ class Passes:
         tear: Callable[[LtxError], None],
         renew: Callable[[], None],
     ):
-        self._store, self._rank, self._size = store, rank, size
+        self._store, self._posted, self._rank, self._size = store, posted, rank, size
         self._axis_name, self._timeout_s = axis_name, timeout_s
         self._tear, self._renew = tear, renew
         self._under_way: list[BackwardPass] = []
@@ -71,7 +73,7 @@ class Passes:
         # One that is under way in the same run of the engine goes on beside this one.
         if any(earlier.task == -1 or earlier.task != entered.task for earlier in self._under_way):
             self.leave("something was raised in it")
-        self._under_way = [earlier for earlier in self._under_way if not self._has_left]
+            self._under_way = []
         self._under_way.append(entered)
         return entered
 
@@ -97,7 +99,7 @@ class Passes:
         if self._has_left:
             return
         for rank in range(self._size):
-            if rank != self._rank and self._store.check([self._key(rank)]):
+            if rank != self._rank and self._posted([self._key(rank)]):
                 _, why = json.loads(self._store.get(self._key(rank)))
                 raise DeadlockDetectedError(
                     f"rank {self._rank}: rank {rank} has left a backward pass on axis {self._axis_name!r} halfway "
@@ -116,9 +118,9 @@ class Passes:
             return
         keys = {rank: self._key(rank) for rank in range(self._size)}
         deadline, pause_s = time.monotonic() + self._timeout_s, 0.001
-        while not self._store.check(list(keys.values())):
+        while not self._posted(list(keys.values())):
             if time.monotonic() > deadline:
-                absent = [rank for rank, key in keys.items() if not self._store.check([key])]
+                absent = [rank for rank, key in keys.items() if not self._posted([key])]
                 raise CollectiveTimeoutError(
                     f"rank {self._rank}: a backward pass on axis {self._axis_name!r} was left halfway, and ranks "
                     f"{absent} haven't come to begin the next one within {self._timeout_s:g} s."

@@ -168,3 +168,45 @@ def test_arguments(call: Callable[[Tensor], Any], message: str) -> None:
     with pytest.raises(AxisError) as caught:
         call(torch.ones(3))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "psum_scatter"])
+@pytest.mark.parametrize("known", [False, True])
+def test_splits_that_differ_between_ranks(torn: Callable[..., Any], op: str, known: bool) -> None:
+    """Padded to the same length they would pair, and rank 1 would take padding for data."""
+    calls = {
+        "all_gather": lambda rank, splits: ltx.all_gather(torch.ones(splits[rank]), tiled=True, splits=splits),
+        "psum_scatter": lambda rank, splits: ltx.psum_scatter(torch.ones(sum(splits)), tiled=True, splits=splits),
+    }
+
+    def run() -> str:
+        rank = int(ltx.axis_index())
+        choices = [(1, 3), (2, 3)] if op == "all_gather" else [(1, 3), (3, 1)]
+        if known:
+            for splits in choices:
+                calls[op](rank, splits)
+        with pytest.raises(RankMismatchError) as caught:
+            calls[op](rank, choices[rank])
+        return str(caught.value)
+
+    found = list(torn(run))
+    assert all(op in text for text in found)
+    assert known or all("splits [1, 3]" in text for text in found)
+
+
+def test_all_to_all_nobody_raises_alone(ranks: Ranks) -> None:
+    def run() -> list[str]:
+        rank = int(ltx.axis_index())
+        found = []
+        # Rank 1's splits don't add up; then only rank 0 receives chunks of unequal lengths.
+        for splits, concat_dim in (([2, 2 + rank], 0), ([1 + rank, 3 - rank] if rank else [1, 3], 1)):
+            with pytest.raises(AxisError) as caught:
+                ltx.all_to_all(torch.ones(4, 2), 0, concat_dim, splits=splits)
+            found.append(str(caught.value))
+        return found
+
+    first, second = ranks(2).run(run)
+    assert "the splits of ranks [1] don't fit" in first[0]
+    assert "splits [2, 3] add up to 5" in second[0]
+    assert "can't be concatenated" in first[1].replace("\n", " ")
+    assert first[1] == second[1]
