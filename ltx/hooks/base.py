@@ -22,19 +22,40 @@ class CommHook:
         exact: the result is the mean up to rounding in the gradients' own dtype. Others count as the exact mean under
             second derivatives.
         elementwise: each element's result depends on that element alone.
-        state_names: the tensors of one parameter's state; empty for a stateless hook.
+        reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, be it for randomness.
         phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
             together when they meet a plan; in the backward pass they couldn't, as they arrive in any order.
     """
 
     exact: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
-    state_names: ClassVar[tuple[str, ...]] = ()
+    reads_step: ClassVar[bool] = False
     phases: ClassVar[int] = 1
 
-    def init(self, param: torch.Tensor) -> LeafState:
-        """The state of one parameter before the first step: floating tensors by the names in `state_names`."""
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The tensors of one parameter's state; empty for a hook without."""
+        return ()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a step needs communication state: the hook's tensors, or the count of steps."""
+        return bool(self.state_names) or self.reads_step
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        """The state of the parameter at `path` before the first step: floating tensors named as in `state_names`.
+
+        A parameter may have fewer than all of them.
+        """
         return {}
+
+    def at(self, step: int) -> CommHook:
+        """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged."""
+        return self
+
+    def scale(self, axis_size: int) -> float:
+        """What gradients are multiplied by when they are packed into shares; their sum is what a step gets."""
+        return 1.0 / axis_size
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""

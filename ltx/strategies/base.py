@@ -56,14 +56,14 @@ class Strategy:
         """The reduction of the gradients of synchronised step `step`; None leaves them local."""
         raise NotImplementedError(f"{type(self).__name__} must define hook(step)")
 
-    def init(self, param: Any) -> LeafState:
-        """The state of one parameter: the hook's, and the strategy's own under other names."""
+    def init(self, param: Any, path: str = "") -> LeafState:
+        """The state of the parameter at `path`: the hook's, and the strategy's own under other names."""
         hook = self.hook(0)
-        return hook.init(param) if hook is not None else {}
+        return hook.init(param, path) if hook is not None else {}
 
     @property
     def stateful(self) -> bool:
-        """Whether there is any communication state to carry from step to step."""
+        """Whether a step needs communication state, be it only for the count of steps."""
         return _has_state(self)
 
     def before_forward(self, params: Tree, states: dict[str, LeafState], step: int, axis: Axis) -> Tree:
@@ -79,4 +79,5 @@ class Strategy:
 
 @lru_cache(maxsize=64)
 def _has_state(strategy: Strategy) -> bool:
-    return bool(strategy.init(torch.zeros(1)))
+    hook = strategy.hook(0)
+    return bool(strategy.init(torch.zeros(1))) or (hook is not None and hook.stateful)

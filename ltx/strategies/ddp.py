@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.strategies.base import Strategy
+from ltx.sync.reduction import LeafState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,5 +56,16 @@ class DDPStrategy(Strategy):
             )
 
     def hook(self, step: int) -> hooks.CommHook:
+        return self._comm_hook.at(step)
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        return self._comm_hook.init(param, path)
+
+    @property
+    def stateful(self) -> bool:
+        return self._comm_hook.stateful
+
+    @property
+    def _comm_hook(self) -> hooks.CommHook:
         assert isinstance(self.comm_hook, hooks.CommHook)
         return self.comm_hook

@@ -21,17 +21,20 @@ from ltx.sync.buckets import Bucket
 LeafState = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ask:
     """A collective that a reduction waits for.
 
     Attributes:
-        operation: "sum", "all_gather" (gives a new first dimension), "reduce_scatter" (takes the first dimension).
+        operation: "sum", "all_gather" (gives a new first dimension), "reduce_scatter" (takes the first dimension),
+            "exchange" (row i of the first dimension goes to rank i, and row i comes from it).
         buffer: contiguous; it belongs to the wire from here on.
+        sent: set by a hook that answers a sum with less than the sum: gives what it took of `buffer`.
     """
 
     operation: str
     buffer: torch.Tensor
+    sent: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Share:
         flat: all of it, in the hook's wire dtype; the hook may overwrite it.
         bucket: shapes and sizes of the parameters in it.
         axis_size: the number of ranks.
+        rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
         step: the number of synchronised steps before this one.
     """
@@ -49,6 +53,7 @@ class Share:
     flat: torch.Tensor
     bucket: Bucket
     axis_size: int
+    rank: int | torch.Tensor = 0
     states: Sequence[LeafState] = ()
     step: int = 0
 
@@ -81,6 +86,15 @@ class Reducer(Protocol):
         """The most asks that a reduction yields."""
         ...
 
+    @property
+    def stateful(self) -> bool:
+        """Whether a reduction reads states or the step."""
+        ...
+
+    def scale(self, axis_size: int) -> float:
+        """What gradients are multiplied by when they are packed; 1 / axis_size for shares of the mean."""
+        ...
+
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that shares of gradients of `dtype` are packed in."""
         ...
@@ -96,6 +110,11 @@ class ExactMean:
     exact = True
     elementwise = True
     phases = 1
+    stateful = False
+
+    def scale(self, axis_size: int) -> float:
+        """Shares of the mean."""
+        return 1.0 / axis_size
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Gradients travel as they are."""
@@ -112,6 +131,7 @@ _RULES: dict[str, tuple[str, Static]] = {
     "sum": ("psum", ()),
     "all_gather": ("all_gather", (0, 0)),
     "reduce_scatter": ("psum_scatter", (0, 0)),
+    "exchange": ("all_to_all", (0, 0)),
 }
 
 

@@ -91,7 +91,9 @@ class Plan:
 
     def share(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[torch.Tensor]) -> Share:
         """The hook's view of a bucket."""
-        return Share(flat, bucket, self.axis.size, self.states_of(bucket, states), self.step)
+        backing = self.axis.backing
+        rank = backing.rank if isinstance(backing, GroupBacking) else self.axis.index() if backing is not None else 0
+        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step)
 
 
 class Schedule(ABC):
@@ -227,7 +229,7 @@ class WireSchedule(Schedule):
         grads, states = tensors[:count], tensors[count:]
         self._check_batchable(dims, states)
         batch = grads[0].shape[: len(dims)]
-        flat = pack(grads, bucket, hook.wire_dtype(bucket.dtype), 1.0 / self.plan.axis.size, batch)
+        flat = pack(grads, bucket, hook.wire_dtype(bucket.dtype), hook.scale(self.plan.axis.size), batch)
         self._packed[index] = (flat, states)
         # Strictly in bucket order: one that is ready early waits for those before it.
         while len(self._flights) in self._packed:
@@ -324,24 +326,27 @@ class GraphSchedule(Schedule):
         assert isinstance(plan.axis.backing, GroupBacking)
         line: wire.Line = plan.axis.backing.line
         self._group = line.bucket_channel(0).group.group_name
-        self._started: dict[int, tuple[Reduction, torch.Tensor, Bucket]] = {}
+        self._started: dict[int, tuple[Reduction, Callable[[], torch.Tensor], Bucket]] = {}
 
     def begin(self) -> None:
         self._started = {}
 
-    def _issue(self, ask: Ask) -> torch.Tensor:
-        if not ask.buffer.numel():  # nothing to send; every rank has the same shapes
-            return ask.buffer
-        buffer = ask.buffer.flatten(0, 1) if ask.operation == "reduce_scatter" and ask.buffer.ndim > 1 else ask.buffer
-        return traced.start(ask.operation, buffer, self.plan.axis.size, self._group)
+    def _issue(self, ask: Ask) -> Callable[[], torch.Tensor]:
+        """Start a collective; gives what waits for it."""
+        buffer, size = ask.buffer, self.plan.axis.size
+        if not buffer.numel():  # nothing to send; every rank has the same shapes
+            return lambda: buffer
+        given = buffer.flatten(0, 1) if ask.operation == "reduce_scatter" and buffer.ndim > 1 else buffer
+        shape = (size, *buffer.shape) if ask.operation == "all_gather" else None
+        pending = traced.start(ask.operation, given, size, self._group)
+        return lambda: traced.wait(pending) if shape is None else traced.wait(pending).reshape(shape)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         bucket, hook = self.plan.buckets[index], self.hook
         count = len(bucket.members)
         grads, states = tensors[:count], tensors[count:]
         self._check_batchable(dims, states)
-        scale = 1.0 / self.plan.axis.size
-        flat = pack_pure(grads, bucket, hook.wire_dtype(bucket.dtype), scale)
+        flat = pack_pure(grads, bucket, hook.wire_dtype(bucket.dtype), hook.scale(self.plan.axis.size))
         # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
         leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
         reduction = hook.reduce(self.plan.share(bucket, flat, states))
@@ -351,10 +356,10 @@ class GraphSchedule(Schedule):
     def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         outs: list[torch.Tensor] = []
         for index in range(len(self.plan.buckets)):
-            reduction, pending, bucket = self._started.pop(index)
+            reduction, landed, bucket = self._started.pop(index)
             while True:
                 try:
-                    pending = self._issue(reduction.send(traced.wait(pending)))
+                    landed = self._issue(reduction.send(landed()))
                 except StopIteration as end:
                     flat, states = end.value
                     break
@@ -374,8 +379,9 @@ class OnceSchedule(Schedule):
         count = len(bucket.members)
 
         def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            flat = pack_pure(mine[:count], bucket, hook.wire_dtype(bucket.dtype), 1.0 / axis.size)
-            flat, states = reduce_at_once(hook, axis, plan.share(bucket, flat, mine[count:]))
+            flat = pack_pure(mine[:count], bucket, hook.wire_dtype(bucket.dtype), hook.scale(axis.size))
+            share = replace(plan, axis=axis).share(bucket, flat, mine[count:])
+            flat, states = reduce_at_once(hook, axis, share)
             return (*unpack(flat, bucket), *plan.flatten_states(bucket, states))
 
         return _under_vmaps(one_rank, dims, plan.axis, tensors)

@@ -96,7 +96,7 @@ class DataParallel:
         states = {
             path: state
             for path, leaf in zip(tree.leaf_paths(params), leaves, strict=True)
-            if leaf.is_floating_point() and (state := self.strategy.init(leaf))
+            if leaf.is_floating_point() and (state := self.strategy.init(leaf, path))
         }
         return SyncState.new(states)
 
@@ -130,7 +130,7 @@ class DataParallel:
     ) -> Marked:
         axis = wire.resolve(self.axis)
         hook = None if self.blocked else self.strategy.hook(step)
-        if hook is None or (axis.size == 1 and hook.exact and not hook.state_names):
+        if hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
             return self._mark_nothing(leaves, sync_state, axis)
         wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
         if not wanted:

@@ -83,9 +83,9 @@ def _reduce(
         return grads, None if state is None else SyncState(
             state.leaves, state.uses, torch.zeros_like(state.clock), step + 1
         )
-    if hook.state_names and state is None:
+    if state is None and strategy.stateful:
         raise SyncStateError(
-            f"{hook!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
+            f"{strategy!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )
     entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
     states = [{name: e[name] for name in hook.state_names if name in e} for e in entries]

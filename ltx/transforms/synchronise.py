@@ -71,8 +71,7 @@ def make_plan(
         )
         order = tuple(agreement.offer)
         line.open_phases(hook.phases)
-    stateful = any(names)
-    return _plan(axis, hook, sizes, leaves, order, names, step if stateful else 0, agreement)
+    return _plan(axis, hook, sizes, leaves, order, names, step if hook.stateful else 0, agreement)
 
 
 def names_text(names: Names) -> str:

@@ -106,7 +106,7 @@ class TrainStep:
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
         sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(spec, leaves)
-        if sync_leaves:
+        if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with torch.enable_grad():
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=steps)
@@ -171,7 +171,7 @@ class TrainStep:
         axis = wire.resolve(self.step.axis) if not torch.compiler.is_compiling() else Axis("data", 1)
         strategy, sync = self.step.strategy, state.sync_state
         steps = sync.checked_step()
-        stateful = bool(sync.leaves)
+        stateful = bool(sync.leaves) or strategy.stateful
         others: list[Any] = []
 
         def mean(given: Any) -> tuple[torch.Tensor, Any]:

@@ -22,7 +22,7 @@ class ErrorFeedback(hooks.CommHook):
     exact: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("error",)
 
-    def init(self, param: Tensor) -> dict[str, Tensor]:
+    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
         return {"error": torch.zeros_like(param)}
 
     def reduce(self, share: hooks.Share) -> hooks.Reduction:

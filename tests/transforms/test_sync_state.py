@@ -176,8 +176,8 @@ class Switching(ltx.Strategy):
     def hook(self, step: int) -> hooks.CommHook:
         return ErrorFeedback() if (step < self.first) is self.feedback_early else hooks.AllReduce()
 
-    def init(self, param: Tensor) -> dict[str, Tensor]:
-        return ErrorFeedback().init(param)
+    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
+        return ErrorFeedback().init(param, path)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -272,7 +272,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bare, sync_gradients": (
         lambda: ltx.sync_gradients(W, STRATEGY),
         SyncStateError,
-        "ErrorFeedback() has communication state: pass sync_state=step.init(params) and keep what comes back.",
+        "has communication state: pass sync_state=step.init(params) and keep what comes back.",
     ),
     "not differentiated, func.grad": (
         lambda: torch.func.grad(lambda w, s: STEP(ltx.Synced(w, s), X))(W, STEP.init(W)),
