@@ -57,7 +57,7 @@ class AveragedForward(ltx.Strategy):
 class Anchored(LocalSGD):
     """Local SGD towards an anchor, part of the state: w <- (anchor + mean w) / 2, which is the next anchor too."""
 
-    def init(self, param: Tensor) -> dict[str, Tensor]:
+    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
         return {"anchor": param.clone()}
 
     def after_update(self, params: Params, states: Any, step: int, axis: ltx.Axis) -> Any:
