@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 
 from ltx.sync.reduction import LeafState, Reduction, Share
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CommHook:
     """A pure reduction of buckets, with explicit state.
 
@@ -22,13 +22,25 @@ class CommHook:
         exact: the result is the mean up to rounding in the gradients' own dtype. Others count as the exact mean under
             second derivatives.
         elementwise: each element's result depends on that element alone.
+        sums: whether it asks for sums of floating numbers, which another hook may answer (:func:`ltx.hooks.chain`).
         reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, be it for randomness.
         phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
             together when they meet a plan; in the backward pass they couldn't, as they arrive in any order.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # In the class itself, where dataclass leaves it alone.
+        cls.__repr__ = CommHook.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """Fields that have their default values are left out."""
+        said = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said)})"
+
     exact: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
+    sums: ClassVar[bool] = True
     reads_step: ClassVar[bool] = False
     phases: ClassVar[int] = 1
 
@@ -52,6 +64,10 @@ class CommHook:
     def at(self, step: int) -> CommHook:
         """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged."""
         return self
+
+    def with_error_feedback(self) -> CommHook | None:
+        """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
+        return None
 
     def scale(self, axis_size: int) -> float:
         """What gradients are multiplied by when they are packed into shares; their sum is what a step gets."""

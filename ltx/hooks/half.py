@@ -13,34 +13,70 @@ from typing import ClassVar
 
 import torch
 
-from ltx.hooks.allreduce import AllReduce
+from ltx.hooks.lossy import Sending, Sent
+from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
+from ltx.sync.reduction import Ask, Share
+
+_WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class FP16(AllReduce):
+class HalfHook(ScatteredHook):
+    """The sum of shares rounded to `short`. With error feedback they are added up in their own dtype (as messages of
+    2 bytes a number), since what a sum in half precision rounds off would be nobody's to feed back.
+    """
+
+    elementwise: ClassVar[bool] = True
+    sums: ClassVar[bool] = True
+    short: ClassVar[torch.dtype]
+
+    @property
+    def phases(self) -> int:  # type: ignore[override]
+        return 2 if self.error_feedback else 1
+
+    def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        return as_bytes(rows.to(self.short))
+
+    def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+        return from_bytes(messages, 0, m, self.short)[0].to(dtype)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.short if dtype in _WIDE and not self.error_feedback else dtype
+
+    def send(self, share: Share, *, feedback: bool) -> Sending:
+        dtype = share.flat.dtype
+        if feedback and dtype in _WIDE:
+            return (yield from super().send(share, feedback=True))
+        given = share.flat.clone() if feedback else share.flat
+        total = yield Ask("sum", share.flat.to(self.short) if dtype in _WIDE else share.flat)
+        return Sent(total.to(dtype), lambda: given, share.states)
+
+
+@dataclass(frozen=True)
+class FP16(HalfHook):
     """The mean over ranks, sent as float16: half the bytes of float32. Works on CPU and CUDA.
 
     Gradients narrower than 32 bits travel as they are. Relative error of the sum: at most n rounding errors of 2^-11.
 
+    Args:
+        error_feedback: keep what rounding loses for the next step.
+
     Source: ``fp16_compress_hook`` of torch.distributed, which rounds before it divides.
     """
 
-    exact: ClassVar[bool] = False
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float16 if dtype in (torch.float32, torch.float64) else dtype
+    short: ClassVar[torch.dtype] = torch.float16
 
 
 @dataclass(frozen=True)
-class BF16(AllReduce):
+class BF16(HalfHook):
     """The mean over ranks, sent as bfloat16: half the bytes of float32. Works on CPU and CUDA.
 
     Gradients narrower than 32 bits travel as they are. Relative error of the sum: at most n rounding errors of 2^-8.
 
+    Args:
+        error_feedback: keep what rounding loses for the next step.
+
     Source: ``bf16_compress_hook`` of torch.distributed, which refuses CPUs.
     """
 
-    exact: ClassVar[bool] = False
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.bfloat16 if dtype in (torch.float32, torch.float64) else dtype
+    short: ClassVar[torch.dtype] = torch.bfloat16

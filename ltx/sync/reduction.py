@@ -162,6 +162,21 @@ def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
     return [part.reshape((*batch, *leaf.shape)) for part, leaf in zip(parts, bucket.leaves, strict=True)]
 
 
+def parts_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
+    """The parts of a flat buffer as views in their parameters' shapes."""
+    return [part.view(leaf.shape) for part, leaf in zip(flat.split(bucket.sizes), bucket.leaves, strict=True)]
+
+
+def add_each(tensors: Sequence[torch.Tensor] = (), others: Sequence[torch.Tensor] = ()) -> None:
+    """Add to each of `tensors` its one of `others`, in place."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        for tensor, other in zip(tensors, others, strict=True):
+            if tensor.numel():
+                tensor.add_(other)
+    elif tensors:
+        torch._foreach_add_(list(tensors), list(others))
+
+
 def reduce_at_once(
     hook: Reducer, axis: Axis, share: Share, collective: Callable[[Ask], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, Sequence[LeafState]]:

@@ -84,8 +84,9 @@ def _reduce(
             state.leaves, state.uses, torch.zeros_like(state.clock), step + 1
         )
     if state is None and strategy.stateful:
+        whose = hook if hook.stateful else strategy
         raise SyncStateError(
-            f"{strategy!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
+            f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )
     entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
     states = [{name: e[name] for name in hook.state_names if name in e} for e in entries]

@@ -272,7 +272,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bare, sync_gradients": (
         lambda: ltx.sync_gradients(W, STRATEGY),
         SyncStateError,
-        "has communication state: pass sync_state=step.init(params) and keep what comes back.",
+        "ErrorFeedback() has communication state: pass sync_state=step.init(params) and keep what comes back.",
     ),
     "not differentiated, func.grad": (
         lambda: torch.func.grad(lambda w, s: STEP(ltx.Synced(w, s), X))(W, STEP.init(W)),

@@ -1,0 +1,223 @@
+"""Combinators: after(step, hook), chain(hook, ...), cast(hook, dtype)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from ltx.errors import StrategyError
+from ltx.hooks.allreduce import AllReduce
+from ltx.hooks.base import CommHook
+from ltx.hooks.half import BF16, FP16
+from ltx.hooks.lossy import LossyHook, Sending, Sent
+from ltx.sync.buckets import Bucket, leaves_of
+from ltx.sync.reduction import LeafState, Reduction, Share
+
+_EXACT = AllReduce()
+
+
+@dataclass(frozen=True)
+class After(CommHook):
+    """`first` at the synchronised steps before `step`, `hook` from then on; what :func:`after` returns."""
+
+    reads_step: ClassVar[bool] = True
+
+    step: int
+    hook: CommHook
+    first: CommHook = _EXACT
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.step, int) or isinstance(self.step, bool) or self.step < 0:
+            raise StrategyError(f"after: step must be a whole number of at least 0, got {self.step!r}.")
+        for name in ("hook", "first"):
+            _check_hook("after", getattr(self, name))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.first.state_names, *self.hook.state_names)))
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        return {**self.first.init(param, path), **self.hook.init(param, path)}
+
+    def at(self, step: int) -> CommHook:
+        return self.first.at(step) if step < self.step else self.hook.at(step)
+
+    def with_error_feedback(self) -> CommHook | None:
+        fed = self.hook.with_error_feedback()
+        return None if fed is None else replace(self, hook=fed)
+
+    def reduce(self, share: Share) -> Reduction:
+        return self.at(share.step).reduce(share)
+
+
+def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
+    """Warm-up: `first` (the exact mean if None) at the synchronised steps before `step`, `hook` from then on.
+
+    A step with such a hook needs communication state, be it only for the count of steps.
+
+    Example:
+        >>> import ltx
+        >>> hook = ltx.hooks.after(100, ltx.hooks.ByteGrad())
+        >>> hook.at(99), hook.at(100)
+        (AllReduce(), ByteGrad())
+    """
+    return After(step, hook, _EXACT if first is None else first)
+
+
+@dataclass(frozen=True)
+class Chain(LossyHook):
+    """`hook`, whose sums are done by `inner`; what :func:`chain` and :func:`cast` return."""
+
+    hook: CommHook
+    inner: CommHook
+
+    def __post_init__(self) -> None:
+        for hook in (self.hook, self.inner):
+            _check_hook("chain", hook)
+        if not self.hook.sums:
+            raise StrategyError(
+                f"chain: {self.hook!r} sends bytes of its own making, of which {self.inner!r} could take no sum. Put "
+                "the hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first."
+            )
+        if self.inner.state_names:
+            raise StrategyError(
+                f"chain: {self.inner!r} keeps state of parameters, which {self.hook!r} doesn't hand on. Put error "
+                "feedback around the chain: hooks.error_feedback(hooks.chain(...))."
+            )
+        if self.error_feedback:
+            fed = self.hook.with_error_feedback()
+            if fed is not None:  # its own state is the chain's
+                object.__setattr__(self, "hook", fed)
+        elif isinstance(self.hook, LossyHook) and self.hook.error_feedback:
+            object.__setattr__(self, "error_feedback", True)
+
+    @property
+    def reads_step(self) -> bool:  # type: ignore[override]
+        return self.hook.reads_step or self.inner.reads_step
+
+    @property
+    def sums(self) -> bool:  # type: ignore[override]
+        return self.inner.sums
+
+    @property
+    def phases(self) -> int:  # type: ignore[override]
+        inner = (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
+        return self.hook.phases * inner.phases
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return self.hook.elementwise and self.inner.elementwise
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*super().state_names, *self.hook.state_names)))
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        return {**super().init(param, path), **self.hook.init(param, path)}
+
+    def at(self, step: int) -> CommHook:
+        hook, inner = self.hook.at(step), self.inner.at(step)
+        return self if (hook, inner) == (self.hook, self.inner) else replace(self, hook=hook, inner=inner)
+
+    def scale(self, axis_size: int) -> float:
+        return self.hook.scale(axis_size)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.hook.wire_dtype(dtype)
+
+    def send(self, share: Share, *, feedback: bool) -> Sending:
+        if isinstance(self.hook, LossyHook):
+            sending = self.hook.send(share, feedback=feedback)
+        else:
+            sending = _send_all(self.hook, share)
+        try:
+            ask = next(sending)
+            while True:
+                if ask.operation == "sum" and ask.buffer.is_floating_point():
+                    total, ask.sent = yield from self._sum(ask.buffer, share, feedback)
+                else:
+                    total = yield ask
+                ask = sending.send(total)
+        except StopIteration as end:
+            sent: Sent = end.value
+            return sent
+
+    def _sum(self, buffer: torch.Tensor, share: Share, feedback: bool) -> Any:
+        """The sum of `buffer` by the inner hook, and what gives this rank's part of it."""
+        shape, dtype = buffer.shape, buffer.dtype
+        bucket = Bucket(share.bucket.index, (0,), leaves_of([buffer]))
+        flat = buffer.reshape(-1).to(self.inner.wire_dtype(dtype))
+        inner = replace(share, flat=flat, bucket=bucket, states=({},))
+        if isinstance(self.inner, LossyHook):
+            sent = yield from self.inner.send(inner, feedback=feedback)
+            return sent.total.to(dtype).view(shape), lambda: sent.own().to(dtype).view(shape)
+        total, _ = yield from self.inner.reduce(inner)
+        return total.to(dtype).view(shape), None
+
+
+def _send_all(hook: CommHook, share: Share) -> Sending:
+    """An exact hook as one that sends: its own part is whatever was taken of its one sum."""
+    reduction = hook.reduce(share)
+    ask = next(reduction)
+    given = ask.buffer.clone()
+    total = yield ask
+    try:
+        reduction.send(total)
+    except StopIteration as end:
+        flat, states = end.value
+        return Sent(flat, lambda: given if ask.sent is None else ask.sent(), states)
+    raise StrategyError(f"chain: {hook!r} asks for several sums, and so must be a hooks.LossyHook to be chained.")
+
+
+def chain(hook: CommHook, *inner: CommHook) -> CommHook:
+    """`hook`, whose sums over ranks are done by the next one, whose sums are done by the next, and so on.
+
+    So ``chain(RandomK(0.1), ByteGrad())`` sends a tenth of the numbers, in eight bits each.
+
+    Args:
+        hook: one that asks for sums: AllReduce, FP16, BF16, RandomK, PowerSGD, BatchedPowerSGD, chains of them.
+        inner: hooks without state of their own. With error feedback (in `hook`, or around the chain) what they lose is
+            fed back too.
+
+    Raises:
+        StrategyError: hooks that can't be combined so.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.chain(ltx.hooks.RandomK(0.1, error_feedback=False), ltx.hooks.BF16()).phases
+        1
+    """
+    if not inner:
+        return hook
+    first, *others = inner
+    return Chain(hook, chain(first, *others))
+
+
+_HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: BF16()}
+
+
+def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
+    """`hook`, whose sums travel in half precision, as torch's fp16_compress_wrapper and bf16_compress_wrapper do.
+
+    torch's wrappers round the gradients before the hook sees them; this rounds what the hook sends.
+
+    Args:
+        hook: one that asks for sums.
+        dtype: torch.float16 or torch.bfloat16.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.hooks.cast(ltx.hooks.AllReduce(), torch.bfloat16)
+        BF16()
+    """
+    half = _HALVES.get(dtype)
+    if half is None:
+        raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}.")
+    return half if hook == _EXACT else chain(hook, half)
+
+
+def _check_hook(where: str, hook: object) -> None:
+    if not isinstance(hook, CommHook):
+        raise StrategyError(f"{where}: expected an ltx.hooks.CommHook, got {hook!r}.")

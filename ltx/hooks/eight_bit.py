@@ -1,0 +1,141 @@
+"""ByteGrad and Quantize: eight bits a number, on a grid between a group's least and greatest.
+
+    q = clamp(round((x - low) / step), 0, 255),    x^ = low + q * step,    |x^ - x| <= step / 2
+    ByteGrad:   low = min x,  step = (max x - min x) / 255
+    Quantize:   step = (max(x, 0) - min(x, 0)) / 255,  low = -round(-min(x, 0) / step) * step, so that 0 is on the grid
+
+ByteGrad is Bagua's (Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB 2022, section
+3), Quantize the affine quantization of ``torch.distributed``'s quantization hooks (Jacob et al., "Quantization and
+training of neural networks for efficient integer-arithmetic-only inference", CVPR 2018, equation 1). Both take their
+step from the true range, however small that is, and clamp, so that nothing wraps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ltx.errors import StrategyError
+from ltx.hooks.kernels import fused
+from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
+
+
+@dataclass(frozen=True)
+class EightBitHook(ScatteredHook):
+    """Messages are ``[low, step] of each group, a byte for each number``."""
+
+    def groups(self, m: int) -> int:
+        """How many groups a row of m numbers has, each with a grid of its own."""
+        return 1
+
+    def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(low, step), each of shape ``(k, 1)``, for groups of shape ``(k, size)``."""
+        raise NotImplementedError(f"{type(self).__name__} must define grid(groups)")
+
+    def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        k, m = rows.shape
+        groups = rows.view(k * self.groups(m), -1)
+        low, step = self.grid(groups)
+        codes = fused(_code, groups, torch.uint8, low, step)
+        grid = torch.cat([low.view(k, -1), step.view(k, -1)], 1)
+        return torch.cat([as_bytes(grid), codes.view(k, m)], 1)
+
+    def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+        k, count = messages.shape[0], self.groups(m)
+        grid, start = from_bytes(messages, 0, 2 * count, dtype)
+        low, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
+        codes = messages[:, start:].reshape(k * count, -1)
+        return fused(_value, codes, dtype, low, step).view(k, m)
+
+
+def _code(x: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    return torch.sub(x, low).div_(step).round_().clamp(0, 255)
+
+
+def _value(code: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    return code.to(step.dtype).mul_(step).add_(low)
+
+
+def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # aminmax passes NaN on, so that a grid from it is NaN, and with it all that is decoded.
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    return low, high
+
+
+def _step(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    step = high / 255 - low / 255  # not (high - low) / 255, which may overflow
+    return torch.where(step == 0, torch.ones_like(step), step)
+
+
+@dataclass(frozen=True)
+class ByteGrad(EightBitHook):
+    """Eight bits a gradient, one grid for each rank's part of a bucket: a quarter of float32's bytes.
+
+    Two quantizations, the shares' and the sum's; each is off by half a step at most. The least number is exact.
+
+    Args:
+        error_feedback: keep what rounding loses for the next step.
+
+    Source: Bagua's bytegrad; see the head of this file.
+
+    Example:
+        >>> import torch, ltx
+        >>> strategy = ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad())
+        >>> grads = torch.tensor([[0.0, 255.0], [0.0, 255.0]])
+        >>> ltx.vmap(lambda g: ltx.sync_gradients(g, strategy)[0])(grads)
+        tensor([[  0., 255.],
+                [  0., 255.]])
+    """
+
+    def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = _extremes(groups)
+        return low, _step(low, high)
+
+
+@dataclass(frozen=True)
+class Quantize(EightBitHook):
+    """Affine eight-bit quantization in which zero is exact: a quarter of float32's bytes.
+
+    Args:
+        per: "tensor": one grid for each rank's part of a bucket; "channel": one for every `channel` numbers of it.
+        channel: numbers in a channel.
+        error_feedback: keep what rounding loses for the next step.
+
+    Source: torch.distributed's quantization_pertensor_hook and quantization_perchannel_hook, which gather every rank's
+    message, work on NCCL alone and floor the step at 1.19e-7. These go reduce-scatter and all-gather, on every backend.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.Quantize(per="channel")
+        Quantize(per='channel')
+    """
+
+    per: Literal["tensor", "channel"] = "tensor"
+    channel: int = 512
+
+    def __post_init__(self) -> None:
+        if self.per not in ("tensor", "channel"):
+            raise StrategyError(f'Quantize.per must be "tensor" or "channel", got {self.per!r}.')
+        check_positive(self, "channel")
+
+    def multiple(self) -> int:
+        return self.channel if self.per == "channel" else 1
+
+    def groups(self, m: int) -> int:
+        return m // self.channel if self.per == "channel" else 1
+
+    def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = _extremes(groups)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        step = _step(low, high)
+        return -torch.round(-low / step).clamp(0, 255) * step, step
+
+
+def check_positive(hook: object, *names: str) -> None:
+    """Raise unless the fields `names` are positive whole numbers."""
+    for name in names:
+        value = getattr(hook, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise StrategyError(f"{type(hook).__name__}.{name} must be a positive whole number, got {value!r}.")

@@ -1,0 +1,44 @@
+"""Random numbers as a function: of a seed, the step, the place in the gradients and the rank, on every backing alike.
+
+A counter is hashed, so that simulated ranks, processes, compiled graphs and devices draw the same numbers, and no
+generator has a state that a checkpoint could miss. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+The mixer is the 32-bit finaliser of MurmurHash3 (Appleby, public domain), twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = 0xFFFFFFFF
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """32 bits in int64, mixed."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One 0-dim key of several numbers, Python's or 0-dim tensors."""
+    key = torch.zeros((), dtype=torch.int64, device=device)
+    for part in parts:
+        key = _mixed((key * 31 + part + 0x9E3779B9) & _MASK)
+    return key
+
+
+def bits(key: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` random integers below 2^32, of shape ``(count,)`` and dtype int64."""
+    counter = torch.arange(count, device=key.device)
+    return _mixed(_mixed((counter + key) & _MASK) ^ key)
+
+
+def uniform(key: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """`count` numbers in [0, 1), multiples of 2^-24."""
+    return (bits(key, count) >> 8).to(dtype) * 2.0**-24
+
+
+def normal(key: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """`count` standard normal numbers, by Box and Muller's transform."""
+    u, v = uniform(key, 2 * count, dtype).view(2, count)
+    return torch.sqrt(-2 * torch.log(1 - u)) * torch.cos(2 * torch.pi * v)

@@ -1,0 +1,250 @@
+"""PowerSGD: gradients as products of two thin matrices, found by one step of power iteration.
+
+    M = M_1 + ... + M_n   (shares with their residuals, each parameter as a matrix)
+    P = orthonormalised(M Q),   Q' = M^T P,   M^ = P Q'^T,   e_r = M_r - M^ / n
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", NeurIPS
+2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two all-reduces of thin matrices stand for one of the
+gradient, and M^ is the projection of M on the columns of P. With the last Q' as the next Q (warm start) the iteration
+goes on from step to step. The residual holds the rank's own share minus its part of the result, as in algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isqrt, prod
+from typing import ClassVar
+from zlib import crc32
+
+import torch
+
+from ltx.errors import StrategyError
+from ltx.hooks.allreduce import AllReduce
+from ltx.hooks.base import CommHook
+from ltx.hooks.eight_bit import check_positive
+from ltx.hooks.lossy import LossyHook, Sending, Sent
+from ltx.hooks.noise import key_of, normal
+from ltx.sync.buckets import Leaf
+from ltx.sync.reduction import Ask, LeafState, Share, parts_of
+
+Q = "q"
+
+
+@dataclass(frozen=True)
+class PowerHook(LossyHook):
+    """What PowerSGD and BatchedPowerSGD share: their fields and the power iteration.
+
+    Args:
+        rank: columns of the thin matrices.
+        start_step: the exact mean is taken at the synchronised steps before this one.
+        warm_start: begin each power iteration where the last one ended; else with new random matrices.
+        seed: of the random matrices, the same on all ranks.
+        error_feedback: keep what the low rank leaves out for the next step.
+    """
+
+    phases: ClassVar[int] = 2
+    reads_step: ClassVar[bool] = True
+
+    rank: int = 1
+    start_step: int = 1000
+    warm_start: bool = True
+    seed: int = 0
+    error_feedback: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank")
+        if not isinstance(self.start_step, int) or isinstance(self.start_step, bool) or self.start_step < 0:
+            raise StrategyError(
+                f"{type(self).__name__}.start_step must be a whole number of at least 0, got {self.start_step!r}."
+            )
+
+    def at(self, step: int) -> CommHook:
+        return AllReduce() if step < self.start_step else self
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (*super().state_names, *((Q,) if self.warm_start else ()))
+
+    def _random(self, rows: int, columns: int, dtype: torch.dtype, *place: int, device: torch.device) -> torch.Tensor:
+        key = key_of(self.seed, *place, device=device)
+        return normal(key, rows * columns, dtype).view(rows, columns)
+
+
+@dataclass(frozen=True)
+class PowerSGD(PowerHook):
+    """Low-rank gradients: each parameter of two and more dimensions as ``(shape[0], the rest)``.
+
+    Vectors, scalars and matrices that low rank wouldn't make smaller travel whole, with the first of the two sums.
+
+    Args:
+        rank, start_step, warm_start, seed, error_feedback: as in :class:`PowerHook`.
+        min_compression_rate: matrices for which the thin ones aren't this many times smaller travel whole.
+
+    Source: see the head of this file; torch.distributed's powerSGD_hook for the fields.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.PowerSGD(rank=4, start_step=10).at(9)
+        AllReduce()
+    """
+
+    min_compression_rate: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.min_compression_rate, int | float) or not self.min_compression_rate > 0:
+            raise StrategyError(
+                f"PowerSGD.min_compression_rate must be a positive number, got {self.min_compression_rate!r}."
+            )
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        thin = _thin(param.shape, self.rank, self.min_compression_rate)
+        if thin is None:
+            return {}
+        state = super().init(param, path)
+        if self.warm_start:
+            _, columns, r = thin
+            dtype = self.wire_dtype(param.dtype)
+            state[Q] = self._random(columns, r, dtype, crc32(path.encode()), device=param.device)
+        return state
+
+    def _start(self, share: Share, member: int, columns: int, r: int) -> torch.Tensor:
+        if self.warm_start:
+            return share.states[member][Q]
+        place = (share.step, share.bucket.members[member])
+        return self._random(columns, r, share.flat.dtype, *place, device=share.flat.device)
+
+    def send(self, share: Share, *, feedback: bool) -> Sending:
+        groups, whole = _layout(share.bucket.leaves, self.rank, self.min_compression_rate)
+        if not groups:
+            total = yield Ask("sum", share.flat.clone() if feedback else share.flat)
+            return Sent(total, total.clone, share.states)
+        parts, n = parts_of(share.flat, share.bucket), share.axis_size
+        stacks, starts = [], []
+        for (rows, columns, r), members in groups:
+            stacks.append(_stacked([parts[m].reshape(rows, columns) for m in members]))
+            starts.append(_stacked([self._start(share, m, columns, r) for m in members]))
+        firsts = [matrices @ start for matrices, start in zip(stacks, starts, strict=True)]
+        landed = yield Ask("sum", _joined([*firsts, *(parts[m] for m in whole)]))
+        *firsts, whole_sums = _cut(landed, firsts)
+        firsts = [orthonormal(first) for first in firsts]
+        seconds = [matrices.mT @ first for matrices, first in zip(stacks, firsts, strict=True)]
+        landed = yield Ask("sum", _joined(seconds))
+        *seconds, _ = _cut(landed, seconds)
+
+        totals: dict[int, torch.Tensor] = {}
+        states = [dict(state) for state in share.states]
+        for (_, members), start, first, second in zip(groups, starts, firsts, seconds, strict=True):
+            product, following = first @ second.mT, _next_start(second, start)
+            for place, m in enumerate(members):
+                totals[m] = product[place].reshape(-1)
+                if self.warm_start:
+                    states[m][Q] = following[place]
+        sizes = [parts[m].numel() for m in whole]
+        totals.update(zip(whole, whole_sums.split(sizes), strict=True))
+        total = torch.cat([totals[m] for m in range(len(parts))])
+        # Over all ranks this adds up to the total. What travels whole keeps no residual.
+        return Sent(total, lambda: total / n, states)
+
+
+@dataclass(frozen=True)
+class BatchedPowerSGD(PowerHook):
+    """Low-rank gradients: a whole bucket as one square matrix, padded with zeros.
+
+    Fewer and larger products than :class:`PowerSGD`, and a worse approximation. The random matrices are new at every
+    step: state belongs to parameters, and a bucket's isn't any one's.
+
+    Args:
+        rank, start_step, seed, error_feedback: as in :class:`PowerHook`.
+
+    Source: torch.distributed's batched_powerSGD_hook; see the head of this file.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.BatchedPowerSGD(rank=2).state_names
+        ('residual',)
+    """
+
+    warm_start: bool = field(default=False, init=False)
+
+    def send(self, share: Share, *, feedback: bool) -> Sending:
+        numel, n = share.flat.numel(), share.axis_size
+        side = max(1, isqrt(max(numel - 1, 0)) + 1)
+        matrix = torch.nn.functional.pad(share.flat, (0, side * side - numel)).view(1, side, side)
+        place = (share.step, share.bucket.index)
+        start = self._random(side, min(self.rank, side), matrix.dtype, *place, device=matrix.device)
+        first = matrix @ start
+        first = orthonormal((yield Ask("sum", first)))
+        second = yield Ask("sum", matrix.mT @ first)
+        total = (first @ second.mT).view(-1)[:numel]
+        return Sent(total, lambda: total / n, share.states)
+
+
+def _thin(shape: torch.Size, rank: int, rate: float) -> tuple[int, int, int] | None:
+    """(rows, columns, rank) of a parameter as a matrix; None if low rank doesn't make it `rate` times smaller."""
+    if len(shape) < 2 or not prod(shape):
+        return None
+    rows, columns = shape[0], prod(shape[1:])
+    r = min(rows, columns, rank)
+    return (rows, columns, r) if (rows + columns) * r * rate < rows * columns else None
+
+
+Groups = tuple[tuple[tuple[int, int, int], tuple[int, ...]], ...]
+
+
+@lru_cache(maxsize=1024)
+def _layout(leaves: tuple[Leaf, ...], rank: int, rate: float) -> tuple[Groups, tuple[int, ...]]:
+    """(places of the matrices of each shape, which are multiplied together; places of what travels whole)"""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    whole = []
+    for place, leaf in enumerate(leaves):
+        thin = _thin(leaf.shape, rank, rate)
+        if thin is None:
+            whole.append(place)
+        else:
+            groups.setdefault(thin, []).append(place)
+    return tuple((thin, tuple(members)) for thin, members in groups.items()), tuple(whole)
+
+
+def _stacked(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of `flat` in the shapes of `like`, and what is left."""
+    sizes = [t.numel() for t in like]
+    parts = flat.split([*sizes, flat.numel() - sum(sizes)])
+    return [*(part.view(t.shape) for part, t in zip(parts, like, strict=False)), parts[-1]]
+
+
+def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns with the span of `matrices`' own, for shape ``(k, rows, r)``; in place of a column that
+    depends on those before it, zeros.
+
+    Gram and Schmidt, each column projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
+    """
+    done: list[torch.Tensor] = []
+    tiny = torch.finfo(matrices.dtype).eps
+    for column in matrices.unbind(-1):
+        rest = column
+        for _ in range(2 if done else 0):
+            before = torch.stack(done, -1)
+            rest = rest - (before @ (before.mT @ rest[..., None]))[..., 0]
+        norm, was = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (rest, column))
+        # NaN is no smaller than anything, so it stays.
+        done.append(torch.where(norm <= 8 * tiny * was, torch.zeros_like(rest), rest / norm))
+    return torch.stack(done, -1)
+
+
+def _next_start(second: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The columns of `second`, normalised; those of `start` where they are zero or not finite, so that the next
+    iteration isn't stuck with them.
+    """
+    norm = torch.linalg.vector_norm(second, dim=-2, keepdim=True)
+    return torch.where((norm > 0) & norm.isfinite(), second / norm, start)

@@ -1,0 +1,72 @@
+"""QSGD: stochastic rounding to a few levels of a block's norm, unbiased.
+
+    Q(x_i) = |x| * sign(x_i) * l_i / s,   l_i = floor(s |x_i| / |x| + u_i),  u_i uniform in [0, 1),  |x| a block's norm
+
+Alistarh et al., "QSGD: Communication-efficient SGD via gradient quantization and encoding", NeurIPS 2017, section 3.1:
+E Q(x) = x and E|Q(x) - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for a block of d numbers (lemma 3.1). Levels travel as
+bytes; the paper's Elias code isn't used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ltx.errors import StrategyError
+from ltx.hooks.eight_bit import check_positive
+from ltx.hooks.noise import uniform
+from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes, random_keys
+from ltx.sync.reduction import Share
+
+
+@dataclass(frozen=True)
+class QSGD(ScatteredHook):
+    """Stochastic eight-bit quantization whose expectation is the mean: a quarter of float32's bytes.
+
+    Args:
+        levels: s, at most 127.
+        block: d, numbers that share a norm.
+        seed: of the randomness, which is a function of seed, step, place and rank.
+        error_feedback: keep what rounding loses for the next step; then the result isn't unbiased step by step.
+
+    Source: see the head of this file.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.QSGD(levels=15)
+        QSGD(levels=15)
+    """
+
+    reads_step: ClassVar[bool] = True
+
+    levels: int = 127
+    block: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "levels", "block")
+        if self.levels > 127:
+            raise StrategyError(f"QSGD.levels must be at most 127, got {self.levels}.")
+
+    def multiple(self) -> int:
+        return self.block
+
+    def keys(self, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+        return random_keys(self.seed, share)
+
+    def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        assert key is not None
+        k, m = rows.shape
+        blocks = rows.view(k, -1, self.block)
+        norms = torch.linalg.vector_norm(blocks, dim=-1)
+        scaled = blocks.abs() * (self.levels / torch.where(norms == 0, 1, norms))[..., None]
+        drawn = uniform(key, rows.numel(), rows.dtype).view_as(blocks)
+        levels = torch.floor(scaled + drawn).clamp(max=self.levels).copysign(blocks)
+        return torch.cat([as_bytes(norms), levels.to(torch.int8).view(torch.uint8).view(k, m)], 1)
+
+    def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+        norms, start = from_bytes(messages, 0, m // self.block, dtype)
+        levels = messages[:, start:].view(torch.int8).to(dtype).view(-1, m // self.block, self.block)
+        return (levels * (norms / self.levels)[..., None]).view(-1, m)

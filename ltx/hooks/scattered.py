@@ -1,0 +1,100 @@
+"""Compressed all-reduce: a reduce-scatter and an all-gather of messages, for any codec.
+
+    1. A share is cut into n rows. Row r is encoded and goes to rank r.                        (exchange)
+    2. Rank r decodes what it gets and adds it up: row r of the sum. It encodes that.
+    3. Every rank gets all rows of the sum and decodes them, its own included.                 (all-gather)
+
+Each rank sends 2(n-1)/n of a message, as the ring does, whatever n is; gathering everyone's message would send (n-1).
+All ranks decode the same bytes, so they are equal to the last bit. What the second encoding loses is its row's owner's
+to feed back, so that what the ranks sent adds up to the result.
+
+Bagua's bytegrad has these steps; Tang et al., "1-bit Adam", 2021, section 4.2, calls them compressed_allreduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ltx.hooks.lossy import LossyHook, Sending, Sent
+from ltx.hooks.noise import key_of
+from ltx.sync.reduction import Ask, Share
+
+
+@dataclass(frozen=True)
+class ScatteredHook(LossyHook):
+    """A hook that sends messages of bytes: its codec, :meth:`encode` and :meth:`decode`, is all that it defines."""
+
+    phases: ClassVar[int] = 2
+    sums: ClassVar[bool] = False
+
+    def multiple(self) -> int:
+        """Rows are padded with zeros to a multiple of this many elements."""
+        return 1
+
+    def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        """Messages, uint8 of shape ``(k, length)``, of `rows`, floating of shape ``(k, m)``.
+
+        The length is a function of m and the dtype. `key` is for randomness, where the hook has any.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define encode(rows, key)")
+
+    def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of shape ``(k, m)`` in new memory."""
+        raise NotImplementedError(f"{type(self).__name__} must define decode(messages, m, dtype)")
+
+    def keys(self, share: Share) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What :meth:`encode` draws its random numbers from, the first and the second time."""
+        return None, None
+
+    def send(self, share: Share, *, feedback: bool) -> Sending:
+        n, numel, dtype, rank = share.axis_size, share.flat.numel(), share.flat.dtype, share.rank
+        if not numel:
+            return Sent(share.flat, share.flat.clone, share.states)
+        lot = n * self.multiple()
+        flat = share.flat if numel % lot == 0 else torch.nn.functional.pad(share.flat, (0, -numel % lot))
+        rows = flat.view(n, -1)
+        m = rows.shape[1]
+        first, second = self.keys(share)
+        outgoing = self.encode(rows, first)
+        # Decoded before it is sent: the wire may do with a buffer what it likes.
+        mine = self.decode(outgoing, m, dtype) if feedback else None
+        incoming = yield Ask("exchange", outgoing)
+        part = self.decode(incoming, m, dtype).sum(0)
+        message = self.encode(part[None], second)
+        lost = self.decode(message, m, dtype)[0] - part if feedback else None
+        messages = yield Ask("all_gather", message[0])
+        total = self.decode(messages, m, dtype).view(-1)
+
+        def own() -> torch.Tensor:
+            assert mine is not None
+            assert lost is not None
+            if isinstance(rank, int):
+                mine[rank] += lost
+                return mine.view(-1)[:numel]
+            here = torch.arange(n, device=lost.device) == rank
+            return (mine + here[:, None] * lost).view(-1)[:numel]
+
+        return Sent(total[:numel], own, share.states)
+
+
+def random_keys(seed: int, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys for hooks with randomness: of the seed, the step, the bucket's place and the rank."""
+    first, second = (
+        key_of(seed, share.step, share.bucket.index, turn, share.rank, device=share.flat.device) for turn in (0, 1)
+    )
+    return first, second
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of the last dimension."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def from_bytes(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """`count` numbers of `dtype` from byte `start` of each message, and where they end."""
+    end = start + count * dtype.itemsize
+    part = messages[:, start:end]
+    return (part if dtype is torch.uint8 else part.clone(memory_format=torch.contiguous_format).view(dtype)), end
