@@ -84,13 +84,17 @@ class Setting:
 
         return step
 
+    def fresh(self) -> nn.Module:
+        """The model as it was at the start."""
+        return copy.deepcopy(self.model)
+
     def ddp(self) -> nn.Module:
         """torch's DistributedDataParallel, as its users run it."""
-        return nn.parallel.DistributedDataParallel(copy.deepcopy(self.model), gradient_as_bucket_view=True)
+        return nn.parallel.DistributedDataParallel(self.fresh(), gradient_as_bucket_view=True)
 
-    def ltx_step(self, **options: object) -> Variant:
+    def ltx_step(self, strategy: ltx.Strategy | None = None, **options: object) -> Variant:
         """A train step of ltx."""
-        train = ltx.train_step(ltx.data_parallel(self.loss), self.optimizer, **options)
+        train = ltx.train_step(ltx.data_parallel(self.loss, strategy), self.optimizer, **options)
         state = [train.init(self.params)]
 
         def step() -> None:
@@ -119,13 +123,13 @@ class Setting:
 def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
     """The variants called `names`, made in the same order on every rank."""
     makers = {
-        "local": lambda: setting.torch_step(copy.deepcopy(setting.model)),
-        "torch loop": lambda: setting.torch_step(copy.deepcopy(setting.model)),
+        "local": lambda: setting.torch_step(setting.fresh()),
+        "torch loop": lambda: setting.torch_step(setting.fresh()),
         "functional loop": setting.functional_step,
         "ddp": lambda: setting.torch_step(setting.ddp()),
         "ddp gradients": lambda: setting.torch_gradients(setting.ddp()),
         "ddp compiled": lambda: setting.torch_step(torch.compile(setting.ddp())),
-        "local compiled": lambda: setting.torch_step(torch.compile(copy.deepcopy(setting.model))),
+        "local compiled": lambda: setting.torch_step(torch.compile(setting.fresh())),
         "ltx": setting.ltx_step,
         "ltx alone": setting.ltx_step,
         "ltx update": lambda: setting.ltx_step(overlap="update"),

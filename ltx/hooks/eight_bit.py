@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 
 from ltx.errors import StrategyError
-from ltx.hooks.kernels import fused
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 
 
@@ -38,30 +37,23 @@ class EightBitHook(ScatteredHook):
         k, m = rows.shape
         groups = rows.view(k * self.groups(m), -1)
         low, step = self.grid(groups)
-        codes = fused(_code, groups, torch.uint8, low, step)
+        # As int8: torch converts to it eight times faster than to uint8.
+        codes = torch.sub(groups, low).div_(step).round_().sub_(128).clamp(-128, 127).to(torch.int8)
         grid = torch.cat([low.view(k, -1), step.view(k, -1)], 1)
-        return torch.cat([as_bytes(grid), codes.view(k, m)], 1)
+        return torch.cat([as_bytes(grid), as_bytes(codes.view(k, m))], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         k, count = messages.shape[0], self.groups(m)
         grid, start = from_bytes(messages, 0, 2 * count, dtype)
         low, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
-        codes = messages[:, start:].reshape(k * count, -1)
-        return fused(_value, codes, dtype, low, step).view(k, m)
-
-
-def _code(x: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    return torch.sub(x, low).div_(step).round_().clamp(0, 255)
-
-
-def _value(code: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    return code.to(step.dtype).mul_(step).add_(low)
+        codes = messages[:, start:].view(torch.int8).to(dtype).view(k * count, -1)
+        return codes.add_(128).mul_(step).add_(low).view(k, m)
 
 
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # aminmax passes NaN on, so that a grid from it is NaN, and with it all that is decoded.
-    low, high = groups.aminmax(dim=1, keepdim=True)
-    return low, high
+    # They pass NaN on, so that a grid from them is NaN, and with it all that is decoded. aminmax takes twenty times
+    # as long along a dimension.
+    return groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
 
 
 def _step(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from ltx.errors import StrategyError
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, add_each, parts_of
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, add_each, is_plain, parts_of
 
 RESIDUAL = "residual"
 
@@ -31,11 +31,13 @@ class Sent(NamedTuple):
         total: the sum over ranks of what they sent.
         own: gives this rank's part of it in new memory; over all ranks they add up to `total`.
         states: the next states.
+        remainder: makes the share, in place, what is left of it; where None, the share less `own`.
     """
 
     total: torch.Tensor
     own: Callable[[], torch.Tensor]
     states: Sequence[LeafState]
+    remainder: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 #: Yields asks as a Reduction does, returns what was sent.
@@ -87,8 +89,10 @@ class LossyHook(CommHook):
         held = [(part, state[RESIDUAL]) for part, state in zip(parts, share.states, strict=True) if RESIDUAL in state]
         add_each([part for part, _ in held], [residual for _, residual in held])
         sent = yield from self.send(share, feedback=True)
-        # What isn't finite has reached every rank as such. Nothing of it is left to send.
-        corrected.sub_(sent.own()).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        left = corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
+        # What isn't finite has reached every rank as such, so nothing of it is left to send. A sum will find it.
+        if not is_plain(left) or not left.sum().isfinite():
+            left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         residuals = zip(sent.states, parts, strict=True)
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 

@@ -17,6 +17,7 @@ import torch
 from ltx.errors import StrategyError
 from ltx.hooks.eight_bit import check_positive
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
+from ltx.sync.reduction import is_plain
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,25 @@ class OneBit(ScatteredHook):
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         sizes = rows.view(rows.shape[0], -1, self.block).abs().mean(-1)
-        return torch.cat([as_bytes(sizes), packed(rows >= 0)], 1)
+        return torch.cat([as_bytes(sizes), packed(_positive(rows))], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         sizes, start = from_bytes(messages, 0, m // self.block, dtype)
-        signs = _signs(messages.device, dtype)[messages[:, start:].int()]
-        return (signs.view(-1, m // self.block, self.block) * sizes[..., None]).view(-1, m)
+        signs = _signs(messages.device, dtype).index_select(0, messages[:, start:].reshape(-1).int())
+        return signs.view(-1, m // self.block, self.block).mul_(sizes[..., None]).view(-1, m)
+
+
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    """1 where x >= 0, else 0, in x' dtype."""
+    if is_plain(x):  # without the booleans between
+        return torch.ge(x, 0, out=torch.empty_like(x))
+    return (x >= 0).to(x.dtype)
 
 
 def packed(bits: torch.Tensor) -> torch.Tensor:
-    """Eight booleans of the last dimension in a byte, the first in the lowest bit."""
-    weights = (1 << torch.arange(8, device=bits.device)).to(torch.float32)
-    return torch.mv(bits.reshape(-1, 8).to(torch.float32), weights).to(torch.uint8).view(*bits.shape[:-1], -1)
+    """Eight floating zeros and ones of the last dimension in a byte, the first in the lowest bit."""
+    weights = (1 << torch.arange(8, device=bits.device)).to(bits.dtype)
+    return torch.mv(bits.reshape(-1, 8), weights).to(torch.int16).to(torch.uint8).view(*bits.shape[:-1], -1)
 
 
 def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:

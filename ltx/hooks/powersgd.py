@@ -6,7 +6,8 @@
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", NeurIPS
 2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two all-reduces of thin matrices stand for one of the
 gradient, and M^ is the projection of M on the columns of P. With the last Q' as the next Q (warm start) the iteration
-goes on from step to step. The residual holds the rank's own share minus its part of the result, as in algorithm 2.
+goes on from step to step. The residual holds the rank's own share minus its part of the result, as in algorithm 2. P
+and Q are held transposed, which is how products with them are fastest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ltx.hooks.eight_bit import check_positive
 from ltx.hooks.lossy import LossyHook, Sending, Sent
 from ltx.hooks.noise import key_of, normal
 from ltx.sync.buckets import Leaf
-from ltx.sync.reduction import Ask, LeafState, Share, parts_of
+from ltx.sync.reduction import Ask, LeafState, Share, is_plain, parts_of
 
 Q = "q"
 
@@ -67,9 +68,8 @@ class PowerHook(LossyHook):
     def state_names(self) -> tuple[str, ...]:
         return (*super().state_names, *((Q,) if self.warm_start else ()))
 
-    def _random(self, rows: int, columns: int, dtype: torch.dtype, *place: int, device: torch.device) -> torch.Tensor:
-        key = key_of(self.seed, *place, device=device)
-        return normal(key, rows * columns, dtype).view(rows, columns)
+    def _random(self, r: int, length: int, dtype: torch.dtype, *place: int, device: torch.device) -> torch.Tensor:
+        return normal(key_of(self.seed, *place, device=device), r * length, dtype).view(r, length)
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class PowerSGD(PowerHook):
         if self.warm_start:
             _, columns, r = thin
             dtype = self.wire_dtype(param.dtype)
-            state[Q] = self._random(columns, r, dtype, crc32(path.encode()), device=param.device)
+            state[Q] = self._random(r, columns, dtype, crc32(path.encode()), device=param.device)
         return state
 
     def _start(self, share: Share, member: int, columns: int, r: int) -> torch.Tensor:
         if self.warm_start:
             return share.states[member][Q]
         place = (share.step, share.bucket.members[member])
-        return self._random(columns, r, share.flat.dtype, *place, device=share.flat.device)
+        return self._random(r, columns, share.flat.dtype, *place, device=share.flat.device)
 
     def send(self, share: Share, *, feedback: bool) -> Sending:
         groups, whole = _layout(share.bucket.leaves, self.rank, self.min_compression_rate)
@@ -126,27 +126,25 @@ class PowerSGD(PowerHook):
         for (rows, columns, r), members in groups:
             stacks.append(_stacked([parts[m].reshape(rows, columns) for m in members]))
             starts.append(_stacked([self._start(share, m, columns, r) for m in members]))
-        firsts = [matrices @ start for matrices, start in zip(stacks, starts, strict=True)]
+        firsts = [start @ matrices.mT for matrices, start in zip(stacks, starts, strict=True)]
         landed = yield Ask("sum", _joined([*firsts, *(parts[m] for m in whole)]))
         *firsts, whole_sums = _cut(landed, firsts)
         firsts = [orthonormal(first) for first in firsts]
-        seconds = [matrices.mT @ first for matrices, first in zip(stacks, firsts, strict=True)]
+        seconds = [first @ matrices for matrices, first in zip(stacks, firsts, strict=True)]
         landed = yield Ask("sum", _joined(seconds))
         *seconds, _ = _cut(landed, seconds)
 
-        totals: dict[int, torch.Tensor] = {}
+        products: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         states = [dict(state) for state in share.states]
         for (_, members), start, first, second in zip(groups, starts, firsts, seconds, strict=True):
-            product, following = first @ second.mT, _next_start(second, start)
-            for place, m in enumerate(members):
-                totals[m] = product[place].reshape(-1)
-                if self.warm_start:
-                    states[m][Q] = following[place]
-        sizes = [parts[m].numel() for m in whole]
-        totals.update(zip(whole, whole_sums.split(sizes), strict=True))
-        total = torch.cat([totals[m] for m in range(len(parts))])
-        # Over all ranks this adds up to the total. What travels whole keeps no residual.
-        return Sent(total, lambda: total / n, states)
+            products.update((m, (first[place].mT, second[place])) for place, m in enumerate(members))
+            if self.warm_start:
+                for m, following in zip(members, _next_start(second, start), strict=True):
+                    states[m][Q] = following
+        sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
+        total = _assembled(parts, products, sums)
+        # Over all ranks a part of 1/n each adds up to the total. What travels whole keeps no residual.
+        return Sent(total, lambda: total / n, states, lambda corrected: corrected.sub_(total, alpha=1 / n))
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,11 @@ class BatchedPowerSGD(PowerHook):
         side = max(1, isqrt(max(numel - 1, 0)) + 1)
         matrix = torch.nn.functional.pad(share.flat, (0, side * side - numel)).view(1, side, side)
         place = (share.step, share.bucket.index)
-        start = self._random(side, min(self.rank, side), matrix.dtype, *place, device=matrix.device)
-        first = matrix @ start
-        first = orthonormal((yield Ask("sum", first)))
-        second = yield Ask("sum", matrix.mT @ first)
-        total = (first @ second.mT).view(-1)[:numel]
-        return Sent(total, lambda: total / n, share.states)
+        start = self._random(min(self.rank, side), side, matrix.dtype, *place, device=matrix.device)
+        first = orthonormal((yield Ask("sum", start @ matrix.mT)))
+        second = yield Ask("sum", first @ matrix)
+        total = (first.mT @ second).view(-1)[:numel]
+        return Sent(total, lambda: total / n, share.states, lambda corrected: corrected.sub_(total, alpha=1 / n))
 
 
 def _thin(shape: torch.Size, rank: int, rate: float) -> tuple[int, int, int] | None:
@@ -223,28 +220,46 @@ def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]
     return [*(part.view(t.shape) for part, t in zip(parts, like, strict=False)), parts[-1]]
 
 
+def _assembled(
+    parts: Sequence[torch.Tensor],
+    products: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    sums: dict[int, torch.Tensor],
+) -> torch.Tensor:
+    """The flat total: part m is the product of its two thin matrices, or given in `sums`."""
+    if not is_plain(parts[0]):
+        return _joined([sums[m] if m in sums else torch.mm(*products[m]) for m in range(len(parts))])
+    total = parts[0].new_empty(sum(part.numel() for part in parts))
+    for m, to in enumerate(total.split([part.numel() for part in parts])):
+        if m in sums:
+            to.copy_(sums[m])
+        else:
+            left, right = products[m]
+            torch.mm(left, right, out=to.view(left.shape[0], right.shape[1]))
+    return total
+
+
 def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns with the span of `matrices`' own, for shape ``(k, rows, r)``; in place of a column that
+    """Orthonormal rows with the span of the rows of `matrices`, of shape ``(k, r, length)``; in place of a row that
     depends on those before it, zeros.
 
-    Gram and Schmidt, each column projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
+    Gram and Schmidt, each row projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
     """
     done: list[torch.Tensor] = []
     tiny = torch.finfo(matrices.dtype).eps
-    for column in matrices.unbind(-1):
-        rest = column
+    for row in matrices.unbind(1):
+        rest = row
         for _ in range(2 if done else 0):
-            before = torch.stack(done, -1)
-            rest = rest - (before @ (before.mT @ rest[..., None]))[..., 0]
-        norm, was = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (rest, column))
+            before = torch.stack(done, 1)
+            rest = rest - ((before @ rest[..., None]).mT @ before)[:, 0]
+        norm, was = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (rest, row))
         # NaN is no smaller than anything, so it stays.
         done.append(torch.where(norm <= 8 * tiny * was, torch.zeros_like(rest), rest / norm))
-    return torch.stack(done, -1)
+    return torch.stack(done, 1)
 
 
 def _next_start(second: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The columns of `second`, normalised; those of `start` where they are zero or not finite, so that the next
-    iteration isn't stuck with them.
+    """The rows of `second`, normalised; those of `start` where they are zero or not finite, so that the next iteration
+    isn't stuck with them.
     """
-    norm = torch.linalg.vector_norm(second, dim=-2, keepdim=True)
+    norm = torch.linalg.vector_norm(second, dim=-1, keepdim=True)
     return torch.where((norm > 0) & norm.isfinite(), second / norm, start)

@@ -167,14 +167,21 @@ def parts_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
     return [part.view(leaf.shape) for part, leaf in zip(flat.split(bucket.sizes), bucket.leaves, strict=True)]
 
 
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is an eager tensor on the CPU that no transform looks at: those are worth a path of their own."""
+    return x.device.type == "cpu" and not (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor
+    )
+
+
 def add_each(tensors: Sequence[torch.Tensor] = (), others: Sequence[torch.Tensor] = ()) -> None:
     """Add to each of `tensors` its one of `others`, in place."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        for tensor, other in zip(tensors, others, strict=True):
-            if tensor.numel():
-                tensor.add_(other)
-    elif tensors:
+    if tensors and is_plain(tensors[0]):
         torch._foreach_add_(list(tensors), list(others))
+        return
+    for tensor, other in zip(tensors, others, strict=True):
+        if tensor.numel():
+            tensor.add_(other)
 
 
 def reduce_at_once(
