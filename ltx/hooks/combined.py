@@ -103,8 +103,12 @@ class Chain(LossyHook):
 
     @property
     def phases(self) -> int:  # type: ignore[override]
-        inner = (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
-        return self.hook.phases * inner.phases
+        return self.hook.phases * self._inner.phases
+
+    @property
+    def _inner(self) -> CommHook:
+        """The inner hook as it is run: with error feedback it has to tell what it sent."""
+        return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
@@ -125,7 +129,9 @@ class Chain(LossyHook):
         return self.hook.scale(axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.hook.wire_dtype(dtype)
+        wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)
+        self.inner.wire_dtype(wide)  # raises for what the inner hook doesn't take
+        return wide
 
     def send(self, share: Share, *, feedback: bool) -> Sending:
         if isinstance(self.hook, LossyHook):
@@ -148,12 +154,13 @@ class Chain(LossyHook):
         """The sum of `buffer` by the inner hook, and what gives this rank's part of it."""
         shape, dtype = buffer.shape, buffer.dtype
         bucket = Bucket(share.bucket.index, (0,), leaves_of([buffer]))
-        flat = buffer.reshape(-1).to(self.inner.wire_dtype(dtype))
+        hook = self._inner
+        flat = buffer.reshape(-1).to(hook.wire_dtype(dtype))
         inner = replace(share, flat=flat, bucket=bucket, states=({},))
-        if isinstance(self.inner, LossyHook):
-            sent = yield from self.inner.send(inner, feedback=feedback)
+        if isinstance(hook, LossyHook):
+            sent = yield from hook.send(inner, feedback=feedback)
             return sent.total.to(dtype).view(shape), lambda: sent.own().to(dtype).view(shape)
-        total, _ = yield from self.inner.reduce(inner)
+        total, _ = yield from hook.reduce(inner)
         return total.to(dtype).view(shape), None
 
 

@@ -41,15 +41,16 @@ class HalfHook(ScatteredHook):
         return from_bytes(messages, 0, m, self.short)[0].to(dtype)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.short if dtype in _WIDE and not self.error_feedback else dtype
+        if self.error_feedback:
+            return super().wire_dtype(dtype)
+        return self.short if dtype in _WIDE else dtype
 
     def send(self, share: Share, *, feedback: bool) -> Sending:
         dtype = share.flat.dtype
-        if feedback and dtype in _WIDE:
+        if feedback:
             return (yield from super().send(share, feedback=True))
-        given = share.flat.clone() if feedback else share.flat
         total = yield Ask("sum", share.flat.to(self.short) if dtype in _WIDE else share.flat)
-        return Sent(total.to(dtype), lambda: given, share.states)
+        return Sent(total.to(dtype), lambda: share.flat, share.states)
 
 
 @dataclass(frozen=True)

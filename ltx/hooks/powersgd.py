@@ -118,21 +118,20 @@ class PowerSGD(PowerHook):
 
     def send(self, share: Share, *, feedback: bool) -> Sending:
         groups, whole = _layout(share.bucket.leaves, self.rank, self.min_compression_rate)
-        if not groups:
-            total = yield Ask("sum", share.flat.clone() if feedback else share.flat)
-            return Sent(total, total.clone, share.states)
+        if not share.flat.numel():
+            return Sent(share.flat, share.flat.clone, share.states)
         parts, n = parts_of(share.flat, share.bucket), share.axis_size
         stacks, starts = [], []
         for (rows, columns, r), members in groups:
             stacks.append(_stacked([parts[m].reshape(rows, columns) for m in members]))
             starts.append(_stacked([self._start(share, m, columns, r) for m in members]))
         firsts = [start @ matrices.mT for matrices, start in zip(stacks, starts, strict=True)]
-        landed = yield Ask("sum", _joined([*firsts, *(parts[m] for m in whole)]))
-        *firsts, whole_sums = _cut(landed, firsts)
+        ask = Ask("sum", _joined([*firsts, *(parts[m] for m in whole)]))
+        *firsts, whole_sums = _cut((yield ask), firsts)
         firsts = [orthonormal(first) for first in firsts]
         seconds = [first @ matrices for matrices, first in zip(stacks, firsts, strict=True)]
-        landed = yield Ask("sum", _joined(seconds))
-        *seconds, _ = _cut(landed, seconds)
+        if groups:
+            *seconds, _ = _cut((yield Ask("sum", _joined(seconds))), seconds)
 
         products: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         states = [dict(state) for state in share.states]
@@ -141,10 +140,20 @@ class PowerSGD(PowerHook):
             if self.warm_start:
                 for m, following in zip(members, _next_start(second, start), strict=True):
                     states[m][Q] = following
-        sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
+        sizes = [parts[m].numel() for m in whole]
+        sums = dict(zip(whole, whole_sums.split(sizes), strict=True))
         total = _assembled(parts, products, sums)
-        # Over all ranks a part of 1/n each adds up to the total. What travels whole keeps no residual.
-        return Sent(total, lambda: total / n, states, lambda corrected: corrected.sub_(total, alpha=1 / n))
+
+        def remainder(corrected: torch.Tensor) -> torch.Tensor:
+            # Over all ranks a part of 1/n each adds up to the total.
+            corrected.sub_(total, alpha=1 / n)
+            if ask.sent is not None:  # another hook has done the sums, so what travels whole has a residual too
+                sent = _cut(ask.sent(), firsts)[-1].split(sizes)
+                for m, mine in zip(whole, sent, strict=True):
+                    parts_of(corrected, share.bucket)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
+            return corrected
+
+        return Sent(total, lambda: total / n, states, remainder)
 
 
 @dataclass(frozen=True)
