@@ -227,7 +227,8 @@ def explain(
         InputError: `world` or `sync_step` isn't a number that can be.
         TreeError: the parameters aren't a tree of tensors.
         StrategyError: the hook asks for what no schedule would issue.
-        UnsupportedError: the hook reads values, so that it can't be run on shapes alone.
+        UnsupportedError: the hook reads values, so that it can't be run on shapes alone; or it isn't pure, and refuses
+            tensors on the meta device itself.
 
     Example:
         >>> import torch, ltx

@@ -369,6 +369,16 @@ class ReadsValues(CommHook):
 
 
 @dataclass(frozen=True)
+class Foreign(CommHook):
+    """One with a state of its own to guard."""
+
+    def reduce(self, share: Share) -> Reduction:
+        if share.flat.is_meta:
+            raise UnsupportedError("Foreign() can't be explained")
+        yield Ask("sum", share.flat)
+
+
+@dataclass(frozen=True)
 class ReadsParameters(CommHook):
     state_names: ClassVar[tuple[str, ...]] = ("norm",)
 
@@ -391,6 +401,7 @@ def test_errors() -> None:
     params = {"w": torch.ones(4)}
     cases: list[tuple[type[Exception], str, Any]] = [
         (UnsupportedError, "explain: ReadsValues() can't be run on shapes alone: bucket 0 took", _step(ReadsValues())),
+        (UnsupportedError, "Foreign() can't be explained", _step(Foreign())),
         (UnsupportedError, "ReadsParameters() can't be run on shapes alone: the first", _step(ReadsParameters())),
         (StrategyError, "AsksForMore() asks for more than 1 collectives in bucket 0", _step(AsksForMore())),
         (StrategyError, "AsksForTheLargest() asks for 'max' in bucket 0", _step(AsksForTheLargest())),
