@@ -65,6 +65,12 @@ from ltx.transforms import grad_and_value as grad_and_value
 from ltx.transforms import sync_gradients as sync_gradients
 from ltx.transforms import train_step as train_step
 from ltx.transforms import uneven as uneven
+
+# --- planning
+from ltx.transforms.explain import Explanation as Explanation
+from ltx.transforms.explain import explain as explain
+
+# --- the wire
 from ltx.wire import axis_from_group as axis_from_group
 from ltx.wire import debug_checks as debug_checks
 from ltx.wire import record as record

@@ -142,7 +142,7 @@ class DataParallel:
             hook,
             axis,
             [leaves[i] for i in wanted],
-            _arrival(params, wanted),
+            synchronise.arrival_order(params, wanted),
             tuple(tuple(state) for state in states),
             step,
             lambda: [paths()[i] for i in wanted],
@@ -174,13 +174,14 @@ class DataParallel:
             return Marked(leaves)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
         names = tuple(() for _ in wanted)
-        arrival = tuple(_arrival(params, wanted))
+        arrival = tuple(synchronise.arrival_order(params, wanted))
         outs = synchronise.mark_in_graph(key, arrival, names, step, *[leaves[i] for i in wanted])
         tokens = outs[len(wanted) :]
         filled = _filled(leaves, wanted, outs[: len(wanted)])
         return Marked(filled, lambda tied: list(synchronise.tie_in_graph(key, len(tokens), 0, *tokens, *tied)))
 
-    def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
+    def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
+        """The parameters among the arguments of a call, and the communication state that came with them."""
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
         missing = [n for n in numbers if not -len(args) <= n < len(args)]
         if missing:
@@ -191,15 +192,18 @@ class DataParallel:
         if not isinstance(self.argnums, int):
             return tuple(args[n] for n in self.argnums), None
         params = args[self.argnums]
-        if isinstance(params, Synced):
-            return params.params, params.sync_state
-        if not self.blocked and not torch.compiler.is_compiling() and self.strategy.stateful:
+        return (params.params, params.sync_state) if isinstance(params, Synced) else (params, None)
+
+    def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
+        params, state = self.params_of(args)
+        bare = state is None and isinstance(self.argnums, int)
+        if bare and not self.blocked and not torch.compiler.is_compiling() and self.strategy.stateful:
             raise SyncStateError(
                 f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
                 "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "
                 "ltx.Synced(params, state)."
             )
-        return params, None
+        return params, state
 
     def _replaced(self, args: tuple[Any, ...], params: Tree) -> tuple[Any, ...]:
         filled = list(args)
@@ -219,8 +223,7 @@ class DataParallel:
         assert state is not None
         found: list[LeafState] = []
         for i in wanted:
-            entries = state.leaves.get(paths()[i], {})
-            found.append({name: entries[name] for name in hook.state_names if name in entries})
+            found.append(synchronise.states_of(hook, state.leaves.get(paths()[i], {})))
             lost = [name for name, tensor in found[-1].items() if not synchronise.tracked(tensor)]
             if lost:
                 raise SyncStateError(
@@ -257,12 +260,6 @@ class DataParallel:
             grads, _ = sync_gradients(output[0], self.strategy, axis=self.axis)
             return (grads, *output[1:])
         return sync_gradients(output, self.strategy, axis=self.axis)[0]
-
-
-def _arrival(params: Tree, wanted: list[int]) -> list[int]:
-    """The places among `wanted` leaves in the order in which their gradients are expected."""
-    place = {leaf: i for i, leaf in enumerate(wanted)}
-    return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
 
 
 def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:

@@ -51,8 +51,7 @@ def sync_gradients(
     if not compiling:
         tree.check_tensors(grads, "grads")
     wanted = [i for i, x in enumerate(leaves) if x.is_floating_point() or x.is_complex()]
-    place = {leaf: i for i, leaf in enumerate(wanted)}
-    arrival = tuple(place[i] for i in reversed(tree.insertion_order(grads)) if i in place)
+    arrival = tuple(synchronise.arrival_order(grads, wanted))
     mine = [leaves[i] for i in wanted]
     if compiling:
         key = synchronise.prepare_trace(strategy, axis, 0)
@@ -89,7 +88,7 @@ def _reduce(
             f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )
     entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
-    states = [{name: e[name] for name in hook.state_names if name in e} for e in entries]
+    states = [synchronise.states_of(hook, e) for e in entries]
     plan = synchronise.make_plan(
         strategy,
         hook,

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch._C import _functorch
 
-from ltx import hooks, wire
+from ltx import hooks, tree, wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync import marker
 from ltx.sync.buckets import Leaf, plan_buckets
+from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Plan, Schedule, WireSchedule, make_schedule
+from ltx.typing import Tree
 
 Names = tuple[tuple[str, ...], ...]
 
@@ -72,6 +74,17 @@ def make_plan(
         order = tuple(agreement.offer)
         line.open_phases(hook.phases)
     return _plan(axis, hook, sizes, leaves, order, names, step if hook.stateful else 0, agreement)
+
+
+def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
+    """The places among the `wanted` leaves of a tree in the order in which their gradients are expected."""
+    place = {leaf: i for i, leaf in enumerate(wanted)}
+    return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
+
+
+def states_of(hook: hooks.CommHook, entries: LeafState) -> LeafState:
+    """The part of a leaf's state that `hook` reads."""
+    return {name: entries[name] for name in hook.state_names if name in entries}
 
 
 def names_text(names: Names) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
 from ltx.wire import ledger
-from ltx.wire.operations import OPERATIONS, Arguments, as_it_is
+from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
 
@@ -197,9 +197,7 @@ class Channel:
                 f"earlier failure; ltx.shutdown() and start again. The failure was: {self.torn}"
             )
         entry = OPERATIONS[operation]
-        event = ledger.note(
-            self.name, operation, label, entry.wire_bytes(buffer.numel() * buffer.element_size(), self.size)
-        )
+        event = ledger.note(self.name, operation, label, bytes_sent(operation, buffer, self.size))
         if self.lane is not None and self.takes_lane(buffer):
             return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest), label, event)
         try:

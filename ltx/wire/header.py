@@ -18,6 +18,9 @@ _LIMB_BITS = 20
 _LIMBS = 3
 _MASK = (1 << _LIMB_BITS) - 1
 
+#: Bytes of the buffer that is summed.
+HEADER_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
+
 
 @dataclass(frozen=True)
 class Header:

@@ -33,6 +33,12 @@ class Event:
     landed_s: float | None = None
     waited_s: float = 0.0
 
+    @property
+    def bucket(self) -> int | None:
+        """The bucket of gradients that this was issued for; None for anything else."""
+        kind, _, index = self.label.rpartition(" ")
+        return int(index) if kind == "bucket" else None
+
 
 @dataclass
 class Trace:
@@ -44,6 +50,11 @@ class Trace:
     def bytes(self) -> int:
         """Bytes that this rank sent."""
         return sum(event.nbytes for event in self.events)
+
+    @property
+    def buckets(self) -> list[Event]:
+        """What was issued for gradients, and that :func:`ltx.explain` counts: without headers and a user's own."""
+        return [event for event in self.events if event.bucket is not None]
 
     @property
     def comm_s(self) -> float:

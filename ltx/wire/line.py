@@ -340,6 +340,19 @@ def open_axes() -> tuple[Axis, ...]:
     return tuple(_lines.values())
 
 
+def size_and_rank(axis: Any) -> tuple[int, int]:
+    """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
+
+    Unlike :func:`resolve` it never opens an axis, for which ranks would have to meet.
+    """
+    if isinstance(axis, DeviceMesh) and axis.ndim == 1:
+        axis = axis.get_group()
+    if isinstance(axis, dist.ProcessGroup):
+        return axis.size(), axis.rank()
+    found = resolve(axis)
+    return found.size, found.backing.rank if isinstance(found.backing, GroupBacking) else 0
+
+
 def resolve(axis: Any) -> Axis:
     """The axis that a user means: None, a name, an Axis, a process group, or a one-dimensional DeviceMesh."""
     if isinstance(axis, str):

@@ -91,6 +91,11 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+def bytes_sent(operation: str, buffer: torch.Tensor, size: int) -> int:
+    """Bytes that one of `size` ranks sends for `operation` on `buffer`, by the ring's count; reads its shape alone."""
+    return OPERATIONS[operation].wire_bytes(buffer.numel() * buffer.element_size(), size)
+
+
 def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
     """A process group over the global `ranks` that they alone open, called `name` on all of them.
 

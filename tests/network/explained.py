@@ -1,0 +1,131 @@
+"""One rank on a real link: what ``ltx.explain`` says of some hooks, and what its interface sends. JSON on rank 0."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+import ltx
+from ltx.hooks import Ask, CommHook, Reduction, Share
+
+COUNTERS = Path("/sys/class/net/eth0/statistics")
+PACKET_HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with time stamps
+
+
+@dataclass(frozen=True)
+class InTwoPhases(CommHook):
+    """The mean as a reduce-scatter and an all-gather."""
+
+    phases: ClassVar[int] = 2
+
+    def reduce(self, share: Share) -> Reduction:
+        n, numel = share.axis_size, share.flat.numel()
+        padded = torch.nn.functional.pad(share.flat, (0, -numel % n))
+        part = yield Ask("reduce_scatter", padded.reshape(n, -1))
+        whole = yield Ask("all_gather", part.contiguous())
+        return whole.reshape(-1)[:numel], share.states
+
+
+@dataclass(frozen=True)
+class InBytes(CommHook):
+    """As compressors go: one byte an element is exchanged and gathered. Exact for the small integers below."""
+
+    exact: ClassVar[bool] = False
+    phases: ClassVar[int] = 2
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def reduce(self, share: Share) -> Reduction:
+        n, numel = share.axis_size, share.flat.numel()
+        rows = torch.nn.functional.pad(share.flat, (0, -numel % n)).reshape(n, -1).to(torch.int8)
+        mine = yield Ask("exchange", rows)
+        whole = yield Ask("all_gather", mine.sum(0, dtype=torch.int8))
+        return whole.reshape(-1)[:numel].to(share.flat.dtype) / n, share.states
+
+
+@dataclass(frozen=True)
+class Row:
+    """A hook, and what its steps are measured on.
+
+    Attributes:
+        hook: its `at(sync_step)` must be in force for all steps that are measured.
+        shapes: of the float32 parameters, each in a bucket of its own.
+        sync_step: the number of synchronised steps before the first one that is measured.
+        tolerance: relative, of the mean; 0 for those that give it exactly for small integers.
+    """
+
+    hook: CommHook
+    shapes: tuple[tuple[int, ...], ...] = ((400, 500), (500, 400), (200_000,))
+    sync_step: int = 0
+    tolerance: float = 0.0
+
+
+#: A further hook joins by its row. Besides what is explained, the interface sends what gloo puts in front of each
+#: message and the barriers around the steps: 2 to 4.4 kB a step, whatever the sizes. So it is within 3% where a rank
+#: sends 150 kB a step or more: give a hook that sends less of its gradients larger ones.
+ROWS: dict[str, Row] = {
+    "AllReduce": Row(ltx.hooks.AllReduce()),
+    "FP16": Row(ltx.hooks.FP16()),
+    "InTwoPhases": Row(InTwoPhases()),
+    "InBytes": Row(InBytes()),
+}
+STEPS = 4
+
+
+def sent() -> int:
+    """Bytes that the interface has sent so far, without the headers of its packets. Acknowledgements count nothing."""
+    nbytes, packets = (int((COUNTERS / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+    return nbytes - PACKET_HEADERS * packets
+
+
+def measured(row: Row, rank: int, size: int) -> dict[str, object]:
+    """What is explained, recorded and sent for a step of `row`; bytes a step of this rank."""
+    params = {str(i): torch.zeros(shape) for i, shape in enumerate(row.shapes)}
+    step = ltx.data_parallel(
+        lambda params, x: sum((w * x).sum() for w in params.values()),
+        ltx.DDPStrategy(comm_hook=row.hook, bucket_bytes=1, first_bucket_bytes=1),
+    )
+    explained = ltx.explain(step, params, sync_step=row.sync_step)
+    start = replace(step.init(params), step=row.sync_step)
+    x = torch.tensor(float(size * rank))
+
+    def run(steps: int) -> dict[str, torch.Tensor]:
+        state, grads = start, {}
+        for _ in range(steps):
+            grads, state = ltx.grad(step)(params, x, sync_state=state)
+        return grads
+
+    run(1)  # signatures are compared, connections opened
+    ltx.barrier()
+    before = sent()
+    with ltx.record() as trace:
+        grads = run(STEPS)
+    ltx.barrier()
+    after = sent()
+    mean = torch.tensor(size * (size - 1) / 2)
+    return {
+        "right": all(torch.allclose(g, mean.expand_as(g), rtol=row.tolerance, atol=0.0) for g in grads.values()),
+        "matches": explained.matches(trace, STEPS),
+        "explained": explained.bytes,
+        "recorded": sum(event.nbytes for event in trace.buckets) / STEPS,
+        "header": explained.header_bytes,
+        "sent": (after - before) / STEPS,
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with ltx.init() as world:
+        found = {name: measured(row, world.rank, world.size) for name, row in ROWS.items()}
+        everyone = ltx.all_gather_object(found)
+        if world.is_global_zero:
+            print(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    main()

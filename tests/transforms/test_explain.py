@@ -1,0 +1,421 @@
+"""explain: what is explained before a step is what is recorded of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ltx
+from ltx import hooks, wire
+from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
+from ltx.hooks import Ask, CommHook, Reduction, Share
+
+from .feedback import ErrorFeedback
+
+Ranks = Callable[[int], ltx.Pool]
+Params = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class InTwoPhases(CommHook):
+    """The mean as a reduce-scatter and an all-gather."""
+
+    phases: ClassVar[int] = 2
+
+    def reduce(self, share: Share) -> Reduction:
+        n, numel = share.axis_size, share.flat.numel()
+        padded = torch.nn.functional.pad(share.flat, (0, -numel % n))
+        part = yield Ask("reduce_scatter", padded.reshape(n, -1))
+        whole = yield Ask("all_gather", part.contiguous())
+        return whole.reshape(-1)[:numel], share.states
+
+
+@dataclass(frozen=True)
+class OftenInTwoPhases(InTwoPhases):
+    """As above for the buckets with even indices, one sum for the others."""
+
+    def reduce(self, share: Share) -> Reduction:
+        if share.bucket.index % 2 == 0:
+            return (yield from super().reduce(share))
+        return (yield Ask("sum", share.flat)), share.states
+
+
+@dataclass(frozen=True)
+class InThreePhases(CommHook):
+    """As compressors go: parts are exchanged in half precision, summed, gathered; then a sum that adds nothing."""
+
+    exact: ClassVar[bool] = False
+    phases: ClassVar[int] = 3
+
+    def reduce(self, share: Share) -> Reduction:
+        n, numel = share.axis_size, share.flat.numel()
+        rows = torch.nn.functional.pad(share.flat, (0, -numel % n)).reshape(n, -1).bfloat16()
+        mine = yield Ask("exchange", rows)
+        whole = yield Ask("all_gather", mine.sum(0))
+        zero = yield Ask("sum", torch.zeros(3, device=share.flat.device))
+        return whole.reshape(-1)[:numel].to(share.flat.dtype) + zero.sum().to(share.flat.dtype), share.states
+
+
+@dataclass(frozen=True)
+class Warm(hooks.FP16):
+    """The exact mean for two steps, then half precision."""
+
+    reads_step: ClassVar[bool] = True
+
+    def at(self, step: int) -> CommHook:
+        return hooks.AllReduce() if step < 2 else hooks.FP16()
+
+
+HOOKS: tuple[CommHook, ...] = (
+    hooks.AllReduce(),
+    hooks.FP16(),
+    hooks.BF16(),
+    InTwoPhases(),
+    OftenInTwoPhases(),
+    InThreePhases(),
+    ErrorFeedback(),
+)
+
+
+def _params() -> Params:
+    """Of several dtypes, some empty or 0-dim; the names aren't sorted."""
+    return {
+        "e": torch.randn(7, 5),
+        "d": torch.randn(11, dtype=torch.float64),
+        "c": torch.randn(()),
+        "f": torch.randn(0, 3),
+        "b": torch.randn(4, 9).T,
+        "z": torch.randn(0, dtype=torch.float16),
+        "a": torch.randn(13).bfloat16(),
+    }
+
+
+def _loss(params: Params, x: Tensor) -> Tensor:
+    return sum(((p * x) ** 2).sum().double() for p in params.values()).float()
+
+
+def _step(hook: CommHook, loss: Any = _loss, **kwargs: Any) -> ltx.DataParallel:
+    strategy = ltx.DDPStrategy(comm_hook=hook, first_bucket_bytes=60, bucket_bytes=150)
+    return ltx.data_parallel(loss, strategy, **kwargs)
+
+
+def _train(hook: CommHook, **kwargs: Any) -> ltx.transforms.TrainStep:
+    return ltx.train_step(_step(hook), ltx.optim.from_torch(torch.optim.SGD, lr=0.1), **kwargs)
+
+
+def _backward(step: ltx.DataParallel, params: Params, x: Tensor) -> None:
+    given = ltx.Synced(params, step.init(params)) if step.strategy.stateful else params
+    step(ltx.tree.map(lambda t: t.detach().clone().requires_grad_(), given), x).backward()
+
+
+WAYS: dict[str, Callable[[ltx.DataParallel, Params, Tensor], Any]] = {
+    "ltx.grad": lambda step, params, x: ltx.grad(step)(params, x, sync_state=step.init(params)),
+    "backward": _backward,
+    "sync_gradients": lambda step, params, x: ltx.sync_gradients(
+        ltx.grad(ltx.block_backward_sync(step))(params, x), step.strategy, step.init(params)
+    ),
+    "accumulate": lambda step, params, x: ltx.grad(ltx.accumulate(step, 2))(params, x, sync_state=step.init(params)),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: type(hook).__name__)
+def test_is_what_is_recorded(ranks: Ranks, hook: CommHook, n: int, seed: int) -> None:
+    params = _params()
+
+    def run() -> list[ltx.Explanation]:
+        step, x = _step(hook), torch.tensor(float(ltx.axis_index()))
+        found = []
+        for name, way in WAYS.items():
+            with ltx.record() as nothing:
+                found.append(ltx.explain(step, params, x))
+            assert nothing.events == []
+            with ltx.record() as trace:
+                way(step, params, x)
+                ltx.psum(x)
+            assert found[-1].matches(trace), (name, str(found[-1]), trace)
+            assert sum(event.nbytes for event in trace.buckets) == found[-1].bytes
+            assert len(trace.buckets) == found[-1].collectives
+            assert [event.nbytes for event in trace.events if event.label == "header"] == [found[-1].header_bytes]
+            with ltx.record() as trace:
+                for _ in range(3):
+                    way(step, params, x)
+            assert found[-1].matches(trace, steps=3)
+            assert not found[-1].matches(trace, steps=2)
+        return found
+
+    for rank, found in enumerate(ranks(n).run(run)):
+        here = replace(ltx.explain(_step(hook), params, world=n), rank=rank)
+        assert found == [here] * len(WAYS)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_train_steps_whose_hook_changes(ranks: Ranks, n: int, overlap: Any, seed: int) -> None:
+    params = {name: p for name, p in _params().items() if p.dtype == torch.float32}
+
+    def run() -> list[str]:
+        train, x = _train(Warm(), overlap=overlap), torch.tensor(float(ltx.axis_index()))
+        state, seen = train.init(params), []
+        for number in range(4):
+            explained = ltx.explain(train, state, x)
+            assert explained == ltx.explain(train, params, sync_step=number)
+            with ltx.record() as trace:
+                state, _ = train(state, x)
+            assert explained.matches(trace), (str(explained), trace)
+            seen.append(repr(explained.hook))
+        return seen
+
+    assert ranks(n).run(run).replicated() == ["AllReduce()"] * 2 + ["FP16()"] * 2
+
+
+def test_what_doesnt_match(ranks: Ranks) -> None:
+    params = {"a": torch.ones(40), "b": torch.ones(40)}
+
+    def run() -> list[bool]:
+        step = _step(InTwoPhases())
+        with ltx.record() as trace:
+            torch.func.grad(step)(params, torch.tensor(1.0))
+        explained = ltx.explain(step, params)
+        lost = replace(trace, events=trace.events[:-1])
+        turned = replace(trace, events=trace.events[::-1])
+        other = replace(trace, events=[replace(event, nbytes=event.nbytes + 1) for event in trace.events])
+        return [
+            *(explained.matches(t) for t in (trace, lost, turned, other, wire.Trace())),
+            *(ltx.explain(_step(hook), params).matches(trace) for hook in (hooks.AllReduce(), hooks.FP16())),
+        ]
+
+    assert ranks(2).run(run).replicated() == [True] + [False] * 6
+
+
+def test_by_hand() -> None:
+    """Four ranks send 2 * 3/4 of a buffer to sum it, 3/4 to scatter or exchange it, 3 times it to gather it."""
+    params = {"first": torch.ones(10), "w": torch.ones(5, 4), "tail": torch.ones(16, dtype=torch.float64)}
+    rows = {
+        "AllReduce": (hooks.AllReduce(), [[("sum", 192)], [("sum", 120)], [("sum", 60)]]),
+        "FP16": (hooks.FP16(), [[("sum", 48)], [("sum", 60)], [("sum", 30)]]),
+        "InTwoPhases": (
+            InTwoPhases(),
+            [
+                [("reduce_scatter", 96), ("all_gather", 96)],
+                [("reduce_scatter", 60), ("all_gather", 60)],
+                [("reduce_scatter", 36), ("all_gather", 36)],  # 10 elements padded to 12
+            ],
+        ),
+        "InThreePhases": (
+            InThreePhases(),
+            [
+                [("exchange", 24), ("all_gather", 24), ("sum", 18)],
+                [("exchange", 30), ("all_gather", 30), ("sum", 18)],
+                [("exchange", 18), ("all_gather", 18), ("sum", 18)],
+            ],
+        ),
+    }
+    for name, (hook, issued) in rows.items():
+        strategy = ltx.DDPStrategy(comm_hook=hook, first_bucket_bytes=1, bucket_bytes=1)
+        found = ltx.explain(ltx.data_parallel(_loss, strategy), params, world=4)
+        assert [[(c.operation, c.nbytes) for c in bucket.collectives] for bucket in found.buckets] == issued, name
+        assert [bucket.paths for bucket in found.buckets] == [("tail",), ("w",), ("first",)]
+        assert [(b.index, b.elements, b.nbytes) for b in found.buckets] == [(0, 16, 128), (1, 20, 80), (2, 10, 40)]
+        assert [bucket.dtype for bucket in found.buckets] == [torch.float64, torch.float32, torch.float32]
+        assert all(bucket.hook is hook for bucket in found.buckets)
+        total = sum(nbytes for bucket in issued for _, nbytes in bucket)
+        assert (found.bytes, found.plain_bytes, found.header_bytes) == (total, 372, 96)
+        assert found.compression == 372 / total
+        assert found.collectives == sum(map(len, issued))
+
+
+def test_nothing_runs_and_nothing_needs_memory() -> None:
+    def never(params: Params, x: Tensor) -> Tensor:
+        raise AssertionError("called")
+
+    params = {"w": torch.empty(1 << 20, 1 << 20, device="meta"), "count": torch.empty(3, dtype=torch.int64)}
+    with ltx.record() as trace:
+        found = ltx.explain(_step(InThreePhases(), never), params, world=1000)
+    assert trace.events == []
+    assert [bucket.paths for bucket in found.buckets] == [("w",)]  # integers have no gradients
+    assert found.plain_bytes == 2 * (1 << 42) * 999 // 1000
+
+
+def test_one_rank_alone_may_ask_and_opens_no_axis(ranks: Ranks) -> None:
+    def run() -> tuple[int, int] | None:
+        group = dist.new_group(list(range(dist.get_world_size())))
+        if dist.get_rank() == 0:
+            return None
+        before = wire.open_axes()
+        found = ltx.explain(_step(hooks.AllReduce(), axis=group), _params())
+        assert wire.open_axes() == before
+        return found.world, found.rank
+
+    assert list(ranks(2).run(run)) == [None, (2, 1)]
+
+
+def test_simulated_ranks_are_explained_as_processes_are() -> None:
+    found = []
+
+    def one_rank(params: Params) -> Tensor:
+        found.append(ltx.explain(_step(ErrorFeedback()), params))
+        return params["e"].sum()
+
+    stacked = {name: p.expand(3, *p.shape) for name, p in _params().items()}
+    ltx.vmap(one_rank)(stacked)
+    assert found == [ltx.explain(_step(ErrorFeedback()), _params(), world=3)]
+
+
+def test_what_the_parameters_come_in() -> None:
+    params = {"w": torch.ones(40)}
+    step, warm = _step(ErrorFeedback()), _step(Warm())
+    bare = ltx.explain(step, params, world=2)
+    assert ltx.explain(step, ltx.Synced(params, step.init(params)), torch.ones(2), world=2) == bare
+    state = replace(warm.init(params), step=5)
+    assert ltx.explain(warm, ltx.Synced(params, state), world=2).sync_step == 5
+    assert ltx.explain(warm, ltx.Synced(params, state), world=2, sync_step=1).hook == hooks.AllReduce()
+    second = _step(hooks.AllReduce(), lambda x, p: (p["w"] * x).sum(), argnums=1)
+    assert ltx.explain(second, torch.ones(2), params, world=2).buckets[0].paths == ("w",)
+    both = ltx.explain(replace(second, argnums=(0, 1)), torch.ones(2), params, world=2)
+    assert [bucket.paths for bucket in both.buckets] == [("1.w",), ("0",)]
+    with pytest.raises(StepError, match=re.escape("argnums=1: the step was called with 1 positional arguments")):
+        ltx.explain(second, params)
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+TABLE = """\
+InThreePhases() on 2 ranks, synchronised step 0: what rank 0 sends
+
+bucket  parameters                          elements       gradients  collective  of                     sent
+------  ----------------------------------  --------  --------------  ----------  ------------------  -------
+     0  blocks.1.b .. blocks.0.b (3)          30,010  120 kB float32  exchange    bfloat16[2, 15005]  30.0 kB
+                                                                      all_gather  bfloat16[15005]     30.0 kB
+                                                                      sum         float32[3]             12 B
+     1  blocks.0.linear.weight, wte.weight    30,100  120 kB float32  exchange    bfloat16[2, 15050]  30.1 kB
+                                                                      all_gather  bfloat16[15050]     30.1 kB
+                                                                      sum         float32[3]             12 B
+     2  empty                                      0    0 B bfloat16  sum         float32[3]             12 B
+
+sent a step       120 kB in 7 collectives
+plain all-reduce  240 kB, 2.00 times as much
+header            64 B besides, for loss, weights and digest
+note: under second derivatives InThreePhases() counts as the exact mean, and sends that"""
+
+
+def test_table() -> None:
+    """A bucket of two parameters whose names fit, one of three whose names don't, an empty one."""
+    params = {
+        f"blocks.{i}.{kind}": torch.ones(n) for i in range(2) for kind, n in (("linear.weight", 30_000), ("b", 5))
+    }
+    params = {"empty": torch.ones(0, dtype=torch.bfloat16), "wte.weight": torch.ones(100), **params}
+    strategy = ltx.DDPStrategy(comm_hook=InThreePhases(), first_bucket_bytes=200_000)
+    found = ltx.explain(ltx.data_parallel(_loss, strategy), params, world=2)
+    assert str(found) == TABLE
+    assert found._repr_html_().startswith("<pre>InThreePhases() on 2 ranks")
+
+
+def test_no_gradients_on_the_wire() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Local(ltx.Strategy):
+        def hook(self, step: int) -> CommHook | None:
+            return hooks.AllReduce() if step < 2 else None
+
+        def after_update(self, params: Any, states: Any, step: int, axis: ltx.Axis) -> Any:
+            return ltx.pmean(params, axis), states
+
+    params = {"w": torch.ones(100)}
+    step = ltx.data_parallel(_loss, Local())
+    assert ltx.explain(step, params, world=2).bytes == 400
+    found = ltx.explain(step, params, world=2, sync_step=2)
+    assert (found.buckets, found.hook, found.bytes, found.collectives, found.header_bytes) == ((), None, 0, 0, 0)
+    assert (found.plain_bytes, found.compression) == (400, math.inf)
+    assert found.matches(wire.Trace())
+    assert "Local on 2 ranks, synchronised step 2: no gradients on the wire" in str(found)
+    assert f"note: {Local()!r} leaves the gradients of this step local" in str(found)
+    assert "after_update" not in str(found)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    assert "note: Local also works on parameters (after_update), which isn't counted" in str(
+        ltx.explain(train, params, world=2)
+    )
+    blocked = ltx.explain(ltx.block_backward_sync(step), params, world=2)
+    assert (blocked.bytes, blocked.notes) == (0, ("the step's gradients are blocked (block_backward_sync)",))
+    alone = ltx.explain(step, params)
+    assert (alone.world, alone.bytes, alone.compression) == (1, 0, 1.0)
+    assert str(alone).splitlines()[0] == "Local on 1 rank, synchronised step 0: no gradients on the wire"
+    nobody = ltx.explain(step, {"count": torch.ones(3, dtype=torch.int64)}, world=2)
+    assert (nobody.buckets, nobody.plain_bytes) == ((), 0)
+
+
+def test_lossy_hooks_say_what_second_derivatives_do() -> None:
+    for hook in HOOKS:
+        text = str(ltx.explain(_step(hook), _params(), world=2))
+        assert (f"note: under second derivatives {hook!r} counts as the exact mean" in text) == (not hook.exact)
+
+
+# --- what can't be explained -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadsValues(CommHook):
+    def reduce(self, share: Share) -> Reduction:
+        scale = share.flat.abs().max().item()
+        return (yield Ask("sum", share.flat / scale)), share.states
+
+
+@dataclass(frozen=True)
+class Foreign(CommHook):
+    """One with a state of its own to guard."""
+
+    def reduce(self, share: Share) -> Reduction:
+        if share.flat.is_meta:
+            raise UnsupportedError("Foreign() can't be explained")
+        yield Ask("sum", share.flat)
+
+
+@dataclass(frozen=True)
+class ReadsParameters(CommHook):
+    state_names: ClassVar[tuple[str, ...]] = ("norm",)
+
+    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
+        return {"norm": torch.tensor(float(param.norm()))}
+
+
+@dataclass(frozen=True)
+class AsksForMore(InTwoPhases):
+    phases: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class AsksForTheLargest(CommHook):
+    def reduce(self, share: Share) -> Reduction:
+        return (yield Ask("max", share.flat)), share.states
+
+
+def test_errors() -> None:
+    params = {"w": torch.ones(4)}
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (UnsupportedError, "explain: ReadsValues() can't be run on shapes alone: bucket 0 took", _step(ReadsValues())),
+        (UnsupportedError, "Foreign() can't be explained", _step(Foreign())),
+        (UnsupportedError, "ReadsParameters() can't be run on shapes alone: the first", _step(ReadsParameters())),
+        (StrategyError, "AsksForMore() asks for more than 1 collectives in bucket 0", _step(AsksForMore())),
+        (StrategyError, "AsksForTheLargest() asks for 'max' in bucket 0", _step(AsksForTheLargest())),
+        (StepError, "explain takes a step made by ltx.data_parallel or ltx.train_step, got function", _loss),
+    ]
+    for error, text, step in cases:
+        with pytest.raises(error, match=re.escape(text)):
+            ltx.explain(step, params, world=2)
+    step = _step(hooks.AllReduce())
+    for bad in (0, -1, 2.0, True, "2"):
+        with pytest.raises(InputError, match=re.escape(f"world must be an int of at least 1, got {bad!r}")):
+            ltx.explain(step, params, world=bad)
+    for bad in (-1, 2.0, False):
+        with pytest.raises(InputError, match=re.escape(f"sync_step must be an int of at least 0, got {bad!r}")):
+            ltx.explain(step, params, world=2, sync_step=bad)
+    with pytest.raises(TreeError, match=re.escape("the parameters must be a tree of tensors, but leaf 'w'")):
+        ltx.explain(step, {"w": 1.0}, world=2)
