@@ -36,6 +36,24 @@ def leaf_paths(tree: Tree) -> list[str]:
     return [".".join(str(part) for part in path) or "<the tree itself>" for path in optree.tree_paths(tree)]
 
 
+def plain_paths(tree: Tree) -> list[str]:
+    """:func:`leaf_paths` of dicts with string keys, lists and tuples, such as torch.compile can trace.
+
+    >>> plain_paths({"layers": [1, 2], "bias": 3})
+    ['bias', 'layers.0', 'layers.1']
+    """
+    if type(tree) is dict:
+        children = [(key, tree[key]) for key in sorted(tree)]
+    elif type(tree) in (list, tuple):
+        children = [(str(place), child) for place, child in enumerate(tree)]
+    elif isinstance(tree, torch.Tensor) or _leaf_count(tree) == 1:
+        return ["<the tree itself>"]
+    else:
+        raise TreeError(f"in a compiled graph parameters are dicts, lists and tuples, got {type(tree).__name__}.")
+    below = [(key, path) for key, child in children for path in plain_paths(child)]
+    return [key if path == "<the tree itself>" else f"{key}.{path}" for key, path in below]
+
+
 def insertion_order(tree: Tree) -> list[int]:
     """Positions of the leaves (in :func:`flatten`'s order) as the tree's builder listed them.
 

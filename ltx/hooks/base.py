@@ -65,6 +65,10 @@ class CommHook:
         """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged."""
         return self
 
+    def in_graph(self, step: int) -> CommHook | None:
+        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none."""
+        return None if self.reads_step else self
+
     def with_error_feedback(self) -> CommHook | None:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
         return None

@@ -44,6 +44,9 @@ class After(CommHook):
     def at(self, step: int) -> CommHook:
         return self.first.at(step) if step < self.step else self.hook.at(step)
 
+    def in_graph(self, step: int) -> CommHook | None:
+        return None if step < self.step else self.hook.in_graph(step)
+
     def with_error_feedback(self) -> CommHook | None:
         fed = self.hook.with_error_feedback()
         return None if fed is None else replace(self, hook=fed)
@@ -124,6 +127,10 @@ class Chain(LossyHook):
     def at(self, step: int) -> CommHook:
         hook, inner = self.hook.at(step), self.inner.at(step)
         return self if (hook, inner) == (self.hook, self.inner) else replace(self, hook=hook, inner=inner)
+
+    def in_graph(self, step: int) -> CommHook | None:
+        hook, inner = self.hook.in_graph(step), self.inner.in_graph(step)
+        return None if hook is None or inner is None else replace(self, hook=hook, inner=inner)
 
     def scale(self, axis_size: int) -> float:
         return self.hook.scale(axis_size)

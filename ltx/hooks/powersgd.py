@@ -64,6 +64,9 @@ class PowerHook(LossyHook):
     def at(self, step: int) -> CommHook:
         return AllReduce() if step < self.start_step else self
 
+    def in_graph(self, step: int) -> CommHook | None:
+        return self if self.warm_start and step >= self.start_step else None
+
     @property
     def state_names(self) -> tuple[str, ...]:
         return (*super().state_names, *((Q,) if self.warm_start else ()))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ltx.axis import Axis
-from ltx.errors import StrategyError
+from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
@@ -56,6 +56,15 @@ class Strategy:
         """The reduction of the gradients of synchronised step `step`; None leaves them local."""
         raise NotImplementedError(f"{type(self).__name__} must define hook(step)")
 
+    def hook_in_graph(self, step: int) -> CommHook | None:
+        """:meth:`hook` for a compiled graph that is traced at step `step` and runs at later ones too.
+
+        Raises:
+            UnsupportedError: the hook changes with the step, or draws random numbers from it.
+        """
+        hook = self.hook(step)
+        return None if hook is None else unchanging(hook, step)
+
     def init(self, param: Any, path: str = "") -> LeafState:
         """The state of the parameter at `path`: the hook's, and the strategy's own under other names."""
         hook = self.hook(0)
@@ -75,6 +84,18 @@ class Strategy:
     ) -> tuple[Tree, dict[str, LeafState]]:
         """What becomes of the updated parameters, and the next state."""
         return params, states
+
+
+def unchanging(hook: CommHook, step: int) -> CommHook:
+    """What of `hook` a graph that is compiled at `step` can hold."""
+    held = hook.in_graph(step)
+    if held is None:
+        raise UnsupportedError(
+            f"{hook!r} reads the number of steps, which is {step} for good in a graph that is compiled now. Take the "
+            "first steps eagerly until the hook no longer changes, use a hook without randomness, or compile the step "
+            "inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    return held
 
 
 @lru_cache(maxsize=64)

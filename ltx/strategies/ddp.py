@@ -14,7 +14,7 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.strategies.base import Strategy
+from ltx.strategies.base import Strategy, unchanging
 from ltx.sync.reduction import LeafState
 
 
@@ -57,6 +57,9 @@ class DDPStrategy(Strategy):
 
     def hook(self, step: int) -> hooks.CommHook:
         return self._comm_hook.at(step)
+
+    def hook_in_graph(self, step: int) -> hooks.CommHook:
+        return unchanging(self._comm_hook, step)
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return self._comm_hook.init(param, path)

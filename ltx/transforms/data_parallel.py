@@ -112,7 +112,7 @@ class DataParallel:
         leaves, spec = tree.flatten(params)
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
-            marked = self._mark_in_graph(params, leaves, counted if step is None else step)
+            marked = self._mark_in_graph(params, leaves, sync_state, counted if step is None else step)
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             counted = sync_state.checked_step() if sync_state is not None else 0
@@ -168,17 +168,29 @@ class DataParallel:
         nothing = synchronise.no_schedule(axis)
         return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
 
-    def _mark_in_graph(self, params: Tree, leaves: list[Any], step: int) -> Marked:
-        key = "" if self.blocked else synchronise.prepare_trace(self.strategy, self.axis, step)
+    def _mark_in_graph(self, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int) -> Marked:
+        key = synchronise.prepare_trace(self.strategy, self.axis, step, sync_state is not None, self.blocked)
         if key == "":
             return Marked(leaves)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
-        names = tuple(() for _ in wanted)
+        names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
+        states: list[torch.Tensor] = []
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if sync_state is not None:
+            paths, all_names = tree.plain_paths(params), synchronise.names_in_graph(key)
+            entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
+            names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
+            states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
+            kept = self._kept(sync_state, {paths[i] for i in wanted}, all_names)
         arrival = tuple(synchronise.arrival_order(params, wanted))
-        outs = synchronise.mark_in_graph(key, arrival, names, step, *[leaves[i] for i in wanted])
+        outs = synchronise.mark_in_graph(key, arrival, names, step, *[leaves[i] for i in wanted], *states)
         tokens = outs[len(wanted) :]
-        filled = _filled(leaves, wanted, outs[: len(wanted)])
-        return Marked(filled, lambda tied: list(synchronise.tie_in_graph(key, len(tokens), 0, *tokens, *tied)))
+        before, after = [x for x, _ in kept], [y for _, y in kept]
+
+        def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
+            return list(synchronise.tie_in_graph(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
+
+        return Marked(_filled(leaves, wanted, outs[: len(wanted)]), tie)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""

@@ -57,6 +57,8 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         filled[argnums] = Synced(args[argnums], sync_state)
         synced, value = torch.func.grad_and_value(scalar, argnums, has_aux)(*filled, **kwargs)
         state = synced.sync_state
+        if torch.compiler.is_compiling():  # the clock has counted: a step in the structure would be compiled anew
+            return (synced.params, state), value
         return (synced.params, SyncState(state.leaves, state.uses, torch.zeros_like(state.clock), steps + 1)), value
 
     return transformed

@@ -54,7 +54,7 @@ def sync_gradients(
     arrival = tuple(synchronise.arrival_order(grads, wanted))
     mine = [leaves[i] for i in wanted]
     if compiling:
-        key = synchronise.prepare_trace(strategy, axis, 0)
+        key = synchronise.prepare_trace(strategy, axis, 0, False)
         reduced = (
             list(synchronise.reduce_in_graph(key, arrival, tuple(() for _ in mine), 0, *mine)) if key and mine else mine
         )

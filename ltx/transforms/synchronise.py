@@ -12,7 +12,7 @@ from torch._C import _functorch
 
 from ltx import hooks, tree, wire
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import UnsupportedError
+from ltx.errors import SyncStateError, UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync import marker
 from ltx.sync.buckets import Leaf, plan_buckets
@@ -112,23 +112,28 @@ def tracked(tensor: torch.Tensor) -> bool:
 _traced: dict[str, tuple[Strategy, hooks.CommHook, Axis]] = {}
 
 
-def prepare_trace(strategy: Strategy, axis: Any, step: int) -> str:
+def prepare_trace(strategy: Strategy, axis: Any, step: int, with_state: bool, blocked: bool = False) -> str:
     """Run by Dynamo at trace time: register the entries into the graph and name their settings by a constant.
 
-    Gives "" where gradients stay local.
+    Gives "" where gradients stay local. `with_state`: the step was given its communication state. Errors are raised
+    here because Dynamo would hide them anywhere else.
     """
     torch.compiler.allow_in_graph(mark_in_graph)
     torch.compiler.allow_in_graph(tie_in_graph)
     torch.compiler.allow_in_graph(reduce_in_graph)
     found = wire.resolve(axis)
-    hook = strategy.hook(step)
-    if strategy.stateful:
+    hook = None if blocked else strategy.hook_in_graph(step)
+    if hook is None and with_state:
         raise UnsupportedError(
-            f"{strategy!r} has communication state, which torch.compile can't trace yet: compile the step inside, as "
-            "ltx.data_parallel(torch.compile(f), strategy)."
+            "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
         )
     if hook is None:
         return ""
+    if hook.state_names and not with_state:
+        raise SyncStateError(
+            f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
+            "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
+        )
     key = f"{strategy!r} at step {step} on {found!r}"
     if isinstance(found.backing, GroupBacking):
         key += f" of line {id(found.backing.line)}"
@@ -136,7 +141,13 @@ def prepare_trace(strategy: Strategy, axis: Any, step: int) -> str:
     return key
 
 
+def names_in_graph(key: str) -> tuple[str, ...]:
+    """The names of a leaf's states in the graph of `key`, which :func:`prepare_trace` gave."""
+    return _traced[key][1].state_names
+
+
 prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+names_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _schedule_in_graph(
