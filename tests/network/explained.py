@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 import ltx
+from ltx import hooks
 from ltx.hooks import Ask, CommHook, Reduction, Share
 
 COUNTERS = Path("/sys/class/net/eth0/statistics")
@@ -65,16 +66,26 @@ class Row:
     tolerance: float = 0.0
 
 
+STEPS = 4
+LARGE = ((2500, 2000), (2000, 1500), (99,))
+
 #: A further hook joins by its row. Besides what is explained, the interface sends what gloo puts in front of each
 #: message and the barriers around the steps: 2 to 4.4 kB a step, whatever the sizes. So it is within 3% where a rank
 #: sends 150 kB a step or more: give a hook that sends less of its gradients larger ones.
 ROWS: dict[str, Row] = {
-    "AllReduce": Row(ltx.hooks.AllReduce()),
-    "FP16": Row(ltx.hooks.FP16()),
+    "AllReduce": Row(hooks.AllReduce()),
+    "FP16": Row(hooks.FP16()),
     "InTwoPhases": Row(InTwoPhases()),
     "InBytes": Row(InBytes()),
+    "ByteGrad": Row(hooks.ByteGrad(), tolerance=1e-5),
+    "Quantize": Row(hooks.Quantize("channel"), tolerance=1e-5),
+    "PowerSGD": Row(hooks.PowerSGD(16, start_step=2), LARGE, sync_step=2, tolerance=1e-3),
+    # These are far off at one step, and make up for it later.
+    "OneBit": Row(hooks.OneBit(), LARGE, tolerance=STEPS + 1.0),
+    "TopK": Row(hooks.TopK(0.1), tolerance=STEPS + 1.0),
+    "RandomK": Row(hooks.RandomK(0.25), tolerance=STEPS + 1.0),
+    "RandomK in eight bits": Row(hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad()), tolerance=STEPS + 1.0),
 }
-STEPS = 4
 
 
 def sent() -> int:
