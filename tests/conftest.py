@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import secrets
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ltx import wire
 from ltx.axis import axes_in_scope, set_world_axes
+from ltx.errors import WorkerError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 
@@ -33,6 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the session: the garbage collector needn't go through them over and over."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +83,8 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
 
     with Pool(2, timeout_s=50.0) as pool:
         yield lambda fn, timeout_s=10.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
+        with pytest.raises(WorkerError):  # to end in order would be to wait for all that was left waiting
+            pool.run(os._exit, 0)
 
 
 @pytest.fixture
