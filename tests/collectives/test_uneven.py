@@ -245,9 +245,9 @@ def test_what_fits_on_no_rank(ranks: Ranks) -> None:
             with pytest.raises(AxisError, match=r"splits \[3, 3\] add up to 6") as caught:
                 MISFITS[op][0](5, (3, 3))
             found.append(str(caught.value))
-        with pytest.raises(RankMismatchError, match="rank 0's part has length 1 .*rank 1's part has length 1"):
+        with pytest.raises(RankMismatchError, match=r"rank 0's part has length 1 .*rank 1's part has length 1"):
             MISFITS["all_gather"][0](1, (2, 3))
-        with pytest.raises(RankMismatchError, match="rank 0: splits must be 2 lengths.*rank 1: splits"):
+        with pytest.raises(RankMismatchError, match=r"rank 0: splits must be 2 lengths.*rank 1: splits"):
             MISFITS["all_gather"][0](2, (2,) if ltx.axis_index() == 0 else (2, 2))
         found.append(str(MISFITS["all_gather"][0](1, (1, 1)).tolist()))
         return found
