@@ -187,7 +187,7 @@ ROUNDED = replace(DATA_PARALLEL, compiled=("grad",))
 OPS = (
     PSUM,
     replace(PSUM, name="psum with equal losses", equal=True, compiled=()),
-    Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs)),
+    Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs), compiled=()),
     Op("pmean", ltx.pmean, mean_of),
     Op(
         "weighted_mean",
@@ -198,13 +198,19 @@ OPS = (
     # From outside, copies are inputs of their own and pvary is no more than the identity.
     Op("pvary", ltx.pvary, lambda ws: SumOfCopies.apply(mean_of(ws), len(ws)), replicated=True, from_outside=False),
     Op("all_gather", ltx.all_gather, lambda xs: everywhere(xs, len(xs))),
-    Op("all_gather at dim 1", lambda x: ltx.all_gather(x, dim=1), lambda xs: everywhere(xs.movedim(0, 1), len(xs))),
+    Op(
+        "all_gather at dim 1",
+        lambda x: ltx.all_gather(x, dim=1),
+        lambda xs: everywhere(xs.movedim(0, 1), len(xs)),
+        compiled=(),
+    ),
     Op(
         "all_gather tiled",
         lambda x: ltx.all_gather(x, dim=1, tiled=True),
         lambda xs: everywhere(torch.cat(xs.unbind(), 1), len(xs)),
+        compiled=(),
     ),
-    Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0)),
+    Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0), compiled=()),
     Op(
         "psum_scatter tiled",
         lambda x: ltx.psum_scatter(x, dim=1, tiled=True),
@@ -223,11 +229,17 @@ OPS = (
     ),
     Op("reduce product", lambda x: ltx.reduce(x, "product"), lambda xs: everywhere(xs.prod(0), len(xs)), compiled=()),
     Op("sync_batch_norm", batch_norm, batch_norm_of, compiled=("grad",)),
-    Op("axis_index", lambda x: x * ltx.axis_index(), lambda xs: on_each(lambda x, rank: x * rank, xs)),
+    Op(
+        "axis_index",
+        lambda x: x * ltx.axis_index(),
+        lambda xs: on_each(lambda x, rank: x * rank, xs),
+        compiled=("grad",),
+    ),
     Op(
         "shard",
         lambda x: ltx.shard(x, dim=1),
         lambda xs: on_each(lambda x, rank: x.chunk(len(xs), 1)[rank], xs),
+        compiled=("grad",),
     ),
     DATA_PARALLEL,
     replace(ROUNDED, name="data_parallel bf16", apply=data_parallel(comm_hook="bf16"), rounding=2e-2),
@@ -237,13 +249,14 @@ OPS = (
         data_parallel(outputs="mean"),
         lambda ws: mean_of(rank_losses(ws)),
         replicated=True,
-        compiled=("grad",),
+        compiled=(),
     ),
     Op(
         "data_parallel with a psum",
         summing_step,
         lambda ws: on_each(rank_loss, sum_of(on_each(lambda w, rank: w * (1 + rank) / 3, mean_of(ws)))),
         replicated=True,
+        compiled=("grad",),
     ),
     Op(
         "data_parallel Weighted",
