@@ -54,11 +54,12 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     dtypes = [_sum_dtype(x.dtype) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)
     terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
-    # The number of negative weights travels with their sum, so that all ranks raise or none. Not stacked with the
-    # weight: where only one of the two has a tangent, torch 2.13 gives the other one without memory, which what
-    # Inductor compiles reads all the same (SIGSEGV).
-    sums = psum({"value": tree.unflatten(spec, terms), "weight": w, "negative": (w < 0).to(w.dtype)}, axis)
-    whole, negative = sums["weight"], sums["negative"]
+    # The number of negative weights travels with their sum, so that all ranks raise or none. Added, not stacked: where
+    # one of the two has no tangent, torch 2.13 stacks one without memory, and what Inductor compiles reads it (SIGSEGV).
+    negatives = (w < 0).to(w.dtype)
+    counted = torch.nn.functional.pad(w.unsqueeze(0), (0, 1)) + torch.nn.functional.pad(negatives.unsqueeze(0), (1, 0))
+    sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)
+    whole, negative = sums["weight"].unbind()
     if not torch.compiler.is_compiling():
         _check(w, whole, negative, axis)
     whole = torch.where(negative > 0, torch.nan, whole)
