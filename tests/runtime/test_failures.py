@@ -79,9 +79,7 @@ def test_workers_are_kept_when_asked_for(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("keep_on_error", [False, True])
-def test_a_peer_that_waits_in_a_collective(
-    ranks: Ranks, keep_on_error: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_waits_in_a_collective(ranks: Ranks, keep_on_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("pool", "failures"):
         monkeypatch.setattr(f"ltx.runtime.{module}.GRACE_S", 0.5)
 
