@@ -482,15 +482,22 @@ def attempt(f: Callable[..., Tensor], x: Tensor, t: Tensor, backend: str | None)
         return error
 
 
-def on_one_rank(
-    op_name: str, names: tuple[str, ...], xs: Tensor, ts: Tensor, backend: str | None, equal: bool
-) -> dict[str, Outcome]:
-    """The named transforms of an operation, on the real rank that this process is."""
-    (op,) = (op for op in OPS if op.name == op_name)
-    output = partial(op.output, equal=equal)
+#: An operation's and a transform's name, and their points and directions.
+Cell = tuple[str, str, Tensor, Tensor]
+
+
+def on_one_rank(cells: list[Cell], backend: str | None, equal: bool) -> list[Outcome]:
+    """What cells of the table give on the real rank that this process is."""
+    ops, transforms = ({entry.name: entry for entry in entries} for entries in (OPS, TRANSFORMS))
     rank = int(ltx.axis_index())
-    return {
-        transform.name: attempt(lambda x, t, f=transform: f.per_rank(output, x, t), xs[rank], ts[rank], backend)
-        for transform in TRANSFORMS
-        if transform.name in names
-    }
+    return [
+        attempt(
+            lambda x, t, op=ops[op], transform=transforms[transform]: transform.per_rank(
+                partial(op.output, equal=equal), x, t
+            ),
+            xs[rank],
+            ts[rank],
+            backend,
+        )
+        for op, transform, xs, ts in cells
+    ]

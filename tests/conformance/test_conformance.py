@@ -22,7 +22,7 @@ Apply = Callable[[Fn, Transform, Tensor, Tensor, str | None], Outcome]
 
 @dataclass(frozen=True)
 class Backing:
-    """What an axis' ranks are. `apply` is None for processes: they do all transforms of an operation in one run."""
+    """What an axis' ranks are. `apply` is None for processes: they do many rows in one run."""
 
     name: str
     size: int
@@ -82,8 +82,14 @@ class Row:
 
     @property
     def run(self) -> tuple[str, str | None, str, torch.dtype, bool]:
-        """What processes do in one run."""
-        return self.backing.name, self.mode, self.op.name, self.dtype, self.equal
+        """What processes do in one run: all transforms of an operation; of the few in other dtypes, all operations."""
+        few = self.equal or self.dtype != torch.float64
+        return self.backing.name, self.mode, "" if few else self.op.name, self.dtype, self.equal
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        """Where in a run."""
+        return self.op.name, self.transform.name
 
 
 def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
@@ -144,23 +150,24 @@ MARKS = {EAGER: (), AOT: (pytest.mark.slow_compile,), INDUCTOR: (pytest.mark.slo
 
 @pytest.fixture(scope="module")
 def outcome(ranks: Ranks, drawn: int) -> Callable[[Row], Outcome]:
-    """What a row gives, on all ranks. Processes do all transforms of an operation at the first one's turn."""
-    done: dict[tuple[Any, ...], dict[str, Outcome]] = {}
+    """What a row gives, on all ranks. Processes do all rows of a run at the first one's turn."""
+    done: dict[Any, dict[tuple[str, str], Outcome]] = {}
 
-    def on_processes(row: Row, xs: Tensor, ts: Tensor) -> dict[str, Outcome]:
-        group = [r for r in ROWS if r.run == row.run]
-        wanted = tuple(r.transform.name for r in (group if row in group else [row]))
-        by_rank = ranks(row.backing.size).run(on_one_rank, row.op.name, wanted, xs, ts, row.mode, row.equal)
-        return {name: _stacked([by_name[name] for by_name in by_rank]) for name in wanted}
+    def on_processes(row: Row) -> dict[tuple[str, str], Outcome]:
+        run = [r for r in ROWS if r.run == row.run]
+        wanted = run if row in run else [row]
+        cells = [(*r.cell, *draw(r.op, r.backing.size, drawn, r.dtype)) for r in wanted]
+        by_rank = ranks(row.backing.size).run(on_one_rank, cells, row.mode, row.equal)
+        return {r.cell: _stacked(list(each)) for r, *each in zip(wanted, *by_rank, strict=True)}
 
     def get(row: Row) -> Outcome:
-        xs, ts = draw(row.op, row.backing.size, drawn, row.dtype)
         if row.backing.apply is not None:
+            xs, ts = draw(row.op, row.backing.size, drawn, row.dtype)
             return row.backing.apply(partial(row.op.output, equal=row.equal), row.transform, xs, ts, row.mode)
         found = done.setdefault(row.run, {})
-        if row.transform.name not in found:
-            found.update(on_processes(row, xs, ts))
-        return found[row.transform.name]
+        if row.cell not in found:
+            found.update(on_processes(row))
+        return found[row.cell]
 
     return get
 
