@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ltx import wire
-from ltx.axis import axes_in_scope, set_world_axes
+from ltx.axis import Axis, GroupBacking, axes_in_scope, set_world_axes
+from ltx.errors import WorkerError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 
@@ -33,6 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the session: the garbage collector needn't go through them over and over."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +71,15 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
     """
 
     def run(fn: Callable[[], Any], timeout_s: float, sockets: bool) -> Any:
-        """fn() where the only axis in scope is a new one. It is left open: its channels may be waiting for ever."""
+        """fn() where the only axis in scope is a new one.
+
+        It is left open, since a peer may still wait in it, and closed at the next call, when nobody does. Its dozen
+        threads look around all the time: those of a hundred axes would take half of a processor.
+        """
         world_axes = axes_in_scope()
+        for axis in wire.open_axes():
+            if axis not in world_axes:
+                _close(axis)
         group = dist.new_group(list(range(dist.get_world_size())))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LTX_SHARED_MEMORY", "0" if sockets else "1")
@@ -75,6 +91,21 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
 
     with Pool(2, timeout_s=50.0) as pool:
         yield lambda fn, timeout_s=10.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
+        with pytest.raises(WorkerError):  # to end in order would be to wait for all that was left waiting
+            pool.run(os._exit, 0)
+
+
+def _close(axis: Axis) -> None:
+    """Close an axis in which something may still be under way, without waiting for it."""
+    line = cast(GroupBacking, axis.backing).line
+    groups = [line.group, *(channel.group for channel in line.channels)]
+    wire.close_axis(axis)
+    dist.destroy_process_group(line.group)
+    line.group = None
+    for channel in line.channels:
+        channel.group = None
+    # Threads end with the last reference to a group, and that waits for what is under way.
+    threading.Thread(target=groups.clear, daemon=True).start()
 
 
 @pytest.fixture

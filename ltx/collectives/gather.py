@@ -98,7 +98,7 @@ def all_gather(
 
     Raises:
         AxisError: `axis` isn't in scope, or `dim` is out of range.
-        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
 
     Example:
         >>> import torch, ltx
@@ -148,7 +148,7 @@ def psum_scatter(
 
     Raises:
         AxisError: `axis` isn't in scope, or the dimension can't be split among its ranks.
-        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
 
     Example:
         >>> import torch, ltx

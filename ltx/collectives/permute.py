@@ -99,7 +99,7 @@ def all_to_all(
 
     Raises:
         AxisError: `axis` isn't in scope, or a dimension doesn't fit.
-        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
 
     Example:
         >>> import torch, ltx

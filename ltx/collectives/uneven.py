@@ -6,7 +6,7 @@ shapes by their nature, so there is no simulated form.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,17 +94,20 @@ def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
 def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...]) -> Tree:
     """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
     found = _real(axis, "all_gather(splits=)", "Simulated ranks have equal shapes: leave splits out.")
-    _check_splits("all_gather", splits, found.size)
-    _agree("all_gather", splits, found)
     here = _rank(found)
+
+    def check_part(x: torch.Tensor) -> None:
+        length = x.shape[_dim("all_gather", x, dim)]
+        if length != splits[here]:
+            raise AxisError(
+                f"all_gather: rank {here}'s part has length {length} along dimension {dim}, but splits[{here}] is "
+                f"{splits[here]}."
+            )
+
+    _agree("all_gather", splits, found, _misfit("all_gather", value, splits, found, check_part))
 
     def one(x: torch.Tensor) -> torch.Tensor:
         at = _dim("all_gather", x, dim)
-        if x.shape[at] != splits[here]:
-            raise AxisError(
-                f"all_gather: rank {here}'s part has length {x.shape[at]} along dimension {dim}, but "
-                f"splits[{here}] is {splits[here]}."
-            )
         gathered = collective("all_gather", _padded(x, at, max(splits)), found, lambda x, n: (0, 0))
         return torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, splits, strict=True)], at)
 
@@ -114,12 +117,10 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...])
 def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...]) -> Tree:
     """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
     found = _real(axis, "psum_scatter(splits=)", "Simulated ranks have equal shapes: leave splits out.")
-    _check_splits("psum_scatter", splits, found.size)
-    _agree("psum_scatter", splits, found)
+    _agree("psum_scatter", splits, found, _sum_misfit("psum_scatter", value, dim, splits, found))
 
     def one(x: torch.Tensor) -> torch.Tensor:
         at = _dim("psum_scatter", x, dim)
-        _check_sum("psum_scatter", splits, x, at)
         parts = torch.stack([_padded(part, at, max(splits)) for part in x.split(splits, at)])
         mine: torch.Tensor = collective("psum_scatter", parts, found, lambda x, n: (0, 0))
         return mine.narrow(at, 0, splits[_rank(found)])
@@ -152,19 +153,11 @@ def all_to_all_uneven(
 
 
 def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int, ...]) -> list[list[int]]:
-    """Every rank's splits; if those of one don't fit, all ranks raise."""
-    problem: AxisError | None = None
-    try:
-        _check_splits("all_to_all", splits, axis.size)
-        for x in tree.flatten(value)[0]:
-            _check_sum("all_to_all", splits, x, _dim("all_to_all", x, split_dim))
-    except AxisError as error:
-        problem = error
-    table = told("all_to_all", [-1] * axis.size if problem else list(splits), axis)
-    if problem:
-        raise problem
-    if broken := [rank for rank, row in enumerate(table) if -1 in row]:
-        raise AxisError(f"all_to_all: the splits of ranks {broken} don't fit their tensors; the error there says how.")
+    """Every rank's splits; if those of one don't fit its tensors, all ranks raise."""
+    misfit = _sum_misfit("all_to_all", value, split_dim, splits, axis)
+    table = told("all_to_all", [-1] * axis.size if misfit else list(splits), axis)
+    if any(-1 in row for row in table):
+        _agree("all_to_all", splits, axis, misfit)  # raises, since they can't all fit
     return table
 
 
@@ -206,12 +199,41 @@ def _check_splits(what: str, splits: Sequence[int], n: int) -> None:
         raise AxisError(f"{what}: splits must be {n} lengths, one for each rank, got {list(splits)}.")
 
 
-def _agree(what: str, splits: tuple[int, ...], axis: Axis) -> None:
-    """Let the ranks compare their splits: what is sent is padded, so its shape doesn't tell."""
+def _misfit(
+    what: str, value: Tree, splits: tuple[int, ...], axis: Axis, check: Callable[[torch.Tensor], None]
+) -> AxisError | None:
+    """What is wrong with this rank's splits, or with its tensors under them; None if they fit."""
+    leaves = tree.flatten(value)[0]
+    tree.check_leaves(leaves, value, f"{what}: its argument")
+    try:
+        _check_splits(what, splits, axis.size)
+        for x in leaves:
+            check(x)
+    except AxisError as error:
+        return error
+    return None
+
+
+def _sum_misfit(what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis) -> AxisError | None:
+    """:func:`_misfit` of tensors that are split along `dim`."""
+    return _misfit(what, value, splits, axis, lambda x: _check_sum(what, splits, x, _dim(what, x, dim)))
+
+
+def _agree(what: str, splits: tuple[int, ...], axis: Axis, misfit: AxisError | None) -> None:
+    """Let the ranks compare their splits, and whether these fit: what is sent is padded, so its shape doesn't tell.
+
+    Raises:
+        RankMismatchError: they differ, or those of some ranks don't fit; on every rank.
+        AxisError: those of no rank fit, for the same reason.
+    """
     if axis.backing is not None:
         line: wire.Line = axis.backing.line  # type: ignore[union-attr]
-        signature = f"splits {list(splits)}"
-        line.issue_agreed(line.user, (what, "splits", splits), lambda: wire.Signature(what, (), signature))
+        signature = str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}"
+        # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
+        key = (what, "splits", splits, line.user.issued if misfit else None)
+        line.issue_agreed(line.user, key, lambda: wire.Signature(what, (), signature))
+    if misfit:
+        raise misfit
 
 
 def _check_sum(what: str, splits: Sequence[int], x: torch.Tensor, dim: int) -> None:

@@ -54,8 +54,10 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     dtypes = [_sum_dtype(x.dtype) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)
     terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
-    # The number of negative weights travels with their sum, so that all ranks raise or none.
-    counted = torch.stack([w, (w < 0).to(w.dtype)])
+    # The number of negative weights travels with their sum, so that all ranks raise or none. Added, not stacked: where
+    # one has no tangent, torch 2.13 stacks one without memory for it, which what Inductor compiles reads (SIGSEGV).
+    negatives = (w < 0).to(w.dtype)
+    counted = torch.nn.functional.pad(w.unsqueeze(0), (0, 1)) + torch.nn.functional.pad(negatives.unsqueeze(0), (1, 0))
     sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)
     whole, negative = sums["weight"].unbind()
     if not torch.compiler.is_compiling():

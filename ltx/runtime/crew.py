@@ -28,6 +28,8 @@ from ltx.runtime.world import POOL_VARIABLE
 # The folder that ltx is imported from.
 _IMPORT_HOME = str(Path(__file__).resolve().parents[2])
 _STOP_GRACE_S = 3.0
+# Collecting garbage while torch is imported takes a fifth of the time; the worker enables it when it is up.
+_WORKER = "import gc, sys; gc.disable(); from ltx.runtime.worker import main; main(int(sys.argv[1]))"
 
 
 class Crew:
@@ -112,7 +114,7 @@ class Crew:
             self._processes.append(
                 subprocess.Popen(
                     # -P: modules in the working directory shadow nothing while the worker starts.
-                    [sys.executable, "-P", "-m", "ltx.runtime.worker", str(theirs.fileno())],
+                    [sys.executable, "-P", "-c", _WORKER, str(theirs.fileno())],
                     env=_worker_environment(rank, self.size, threads),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,

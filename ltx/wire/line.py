@@ -163,6 +163,7 @@ class Line:
 
         Raises:
             RankMismatchError: they don't agree, or a peer waits elsewhere and won't come; on every rank.
+            PeerLostError: a peer's process has died, where all ranks share a machine.
             CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
         """
         self.post(place, post)
@@ -176,6 +177,7 @@ class Line:
                 pause = min(2 * pause, 0.05)
             if pause == 0.05:
                 self._refuse_elsewhere(place, post)
+                self._refuse_lost(everyone, post)
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"rank {self.rank}: {post.signature.operation} on axis {self.name!r}: ranks {self.absent(place)} "
@@ -217,6 +219,15 @@ class Line:
             if self._posted([f"{place}/{rank}"]):  # it has been here, and gone on
                 continue
             self._reply(there, rank, post)
+
+    def _refuse_lost(self, keys: list[str], post: Post) -> None:
+        """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
+        lost = self.user.lane.lost_peers() if self.user.lane is not None else []
+        if lost and not self._posted(keys):
+            raise PeerLostError(
+                f"rank {self.rank}: {post.signature.operation} on axis {self.name!r} failed while waiting for its "
+                f"peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
+            )
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""

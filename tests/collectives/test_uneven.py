@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -194,19 +195,78 @@ def test_splits_that_differ_between_ranks(torn: Callable[..., Any], op: str, kno
     assert known or all("splits [1, 3]" in text for text in found)
 
 
+#: name: (the call on a tensor of a length, a length that doesn't fit splits (3, 3) on rank 1, what is said of it)
+MISFITS: dict[str, tuple[Callable[[int, tuple[int, ...]], Any], int, str]] = {
+    "all_gather": (
+        lambda length, splits: ltx.all_gather(torch.ones(length), tiled=True, splits=splits),
+        4,
+        "rank 1's part has length 4 along dimension 0, but splits[1] is 3",
+    ),
+    "psum_scatter": (
+        lambda length, splits: ltx.psum_scatter(torch.ones(length), tiled=True, splits=splits),
+        5,
+        "splits [3, 3] add up to 6, but dimension 0 of a tensor of shape [5] has length 5",
+    ),
+    "all_to_all": (
+        lambda length, splits: ltx.all_to_all(torch.ones(length), 0, 0, splits=splits),
+        5,
+        "splits [3, 3] add up to 6, but dimension 0 of a tensor of shape [5] has length 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", MISFITS)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_tensor_that_does_not_fit_raises_on_all_ranks(torn: Callable[..., Any], op: str, known: bool) -> None:
+    """At once, and the same error; also if the peers have met these splits before and don't ask again."""
+    call, wrong, problem = MISFITS[op]
+    right = 3 if op == "all_gather" else 6
+
+    def run() -> tuple[str, float]:
+        if known:
+            call(right, (3, 3))
+        began = time.monotonic()
+        with pytest.raises(RankMismatchError) as caught:
+            call(wrong if ltx.axis_index() else right, (3, 3))
+        return str(caught.value), time.monotonic() - began
+
+    (first, first_s), (second, second_s) = torn(run, timeout_s=30.0)
+    assert first == second
+    assert f"ranks disagree on {op}, its arguments: rank 0: splits [3, 3]; rank 1: {problem}" in first
+    assert max(first_s, second_s) < 10
+
+
+def test_what_fits_on_no_rank(ranks: Ranks) -> None:
+    """The same error of one's own everywhere, each time; then the axis works."""
+
+    def run() -> list[str]:
+        found = []
+        for op in ("psum_scatter", "all_to_all", "psum_scatter"):
+            with pytest.raises(AxisError, match=r"splits \[3, 3\] add up to 6") as caught:
+                MISFITS[op][0](5, (3, 3))
+            found.append(str(caught.value))
+        with pytest.raises(RankMismatchError, match=r"rank 0's part has length 1 .*rank 1's part has length 1"):
+            MISFITS["all_gather"][0](1, (2, 3))
+        with pytest.raises(RankMismatchError, match=r"rank 0: splits must be 2 lengths.*rank 1: splits"):
+            MISFITS["all_gather"][0](2, (2,) if ltx.axis_index() == 0 else (2, 2))
+        found.append(str(MISFITS["all_gather"][0](1, (1, 1)).tolist()))
+        return found
+
+    *_, last = ranks(2).run(run).replicated()
+    assert last == "[1.0, 1.0]"
+
+
 def test_all_to_all_nobody_raises_alone(ranks: Ranks) -> None:
     def run() -> list[str]:
         rank = int(ltx.axis_index())
         found = []
         # Rank 1's splits don't add up; then only rank 0 receives chunks of unequal lengths.
         for splits, concat_dim in (([2, 2 + rank], 0), ([1 + rank, 3 - rank] if rank else [1, 3], 1)):
-            with pytest.raises(AxisError) as caught:
+            with pytest.raises((RankMismatchError, AxisError)) as caught:
                 ltx.all_to_all(torch.ones(4, 2), 0, concat_dim, splits=splits)
             found.append(str(caught.value))
         return found
 
-    first, second = ranks(2).run(run)
-    assert "the splits of ranks [1] don't fit" in first[0]
-    assert "splits [2, 3] add up to 5" in second[0]
-    assert "can't be concatenated" in first[1].replace("\n", " ")
-    assert first[1] == second[1]
+    first, second = ranks(2).run(run).replicated()
+    assert "rank 0: splits [2, 2]; rank 1: splits [2, 3] add up to 5" in first
+    assert "can't be concatenated" in second

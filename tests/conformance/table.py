@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 import ltx
 
 Fn = Callable[[Tensor], Tensor]
+
+REAL = (torch.float32, torch.bfloat16)
+ALL = (*REAL, torch.complex64)
+WHOLE = (torch.int64, torch.bool)
+#: Relative error of results by the dtype that operations round in; losses are always float64. Means of whole numbers
+#: are float32.
+ROUNDING = {torch.float64: 1e-9, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
+ROUNDING |= dict.fromkeys((torch.float32, torch.complex64, *WHOLE), 1e-5)
 
 
 @dataclass(frozen=True)
@@ -31,28 +40,30 @@ class Op:
         apply: what one rank calls, on a float64 tensor of shape (n, 2 n).
         reference: the same for the stacked values of all ranks: (n, *shape) -> (n, *shape of the result).
         replicated: ranks have the same argument, like the parameters of a step.
-        equal: ranks' losses weigh the same; else rank r's weighs r + 1.
         from_outside: a transform around all simulated ranks together gives the same as one on each rank.
         compiled: the transforms that are also compiled, which takes most of the time.
         rounding: relative error of gradients, which some hooks round; second derivatives are exact.
+        dtypes: that it also works in, besides float64.
+        whole: dtypes without derivatives that it also works in.
     """
 
     name: str
     apply: Fn
     reference: Fn
     replicated: bool = False
-    equal: bool = False
     from_outside: bool = True
     compiled: tuple[str, ...] = ("hvp",)
     rounding: float = 0.0
+    dtypes: tuple[torch.dtype, ...] = REAL
+    whole: tuple[torch.dtype, ...] = ()
 
-    def output(self, x: Tensor) -> Tensor:
-        """The operation's result on one rank, with the rank's weight."""
-        return self.apply(x) * (1 if self.equal else 1 + ltx.axis_index())
+    def output(self, x: Tensor, equal: bool = False) -> Tensor:
+        """The operation's result on one rank, with the rank's weight: r + 1 for rank r, or 1 for all."""
+        return self.apply(x) * (1 if equal else 1 + ltx.axis_index())
 
-    def outputs(self, xs: Tensor) -> Tensor:
+    def outputs(self, xs: Tensor, equal: bool = False) -> Tensor:
         """The same on all ranks."""
-        return torch.stack([y * (1 if self.equal else 1 + rank) for rank, y in enumerate(self.reference(xs))])
+        return torch.stack([y * (1 if equal else 1 + rank) for rank, y in enumerate(self.reference(xs))])
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Transform:
         reference: ``(outputs, xs, ts)`` on stacks; gives the stack of what the ranks get.
         gradient: a first derivative in reverse mode.
         plain: by autograd without torch.func, which can't be used under vmap or torch.compile.
+        real: torch has it for real numbers alone.
     """
 
     name: str
@@ -72,6 +84,7 @@ class Transform:
     reference: Callable[[Fn, Tensor, Tensor], Tensor]
     gradient: bool = False
     plain: bool = False
+    real: bool = False
 
 
 # --- operations ------------------------------------------------------------------------------------------------------
@@ -127,7 +140,13 @@ def exchanged(xs: Tensor) -> Tensor:
     return torch.stack([torch.cat([x.chunk(n, 1)[rank] for x in xs]) for rank in range(n)])
 
 
+def wide(x: Tensor) -> Tensor:
+    """In float64; complex numbers as pairs."""
+    return (torch.view_as_real(x) if x.is_complex() else x).double()
+
+
 def rank_loss(w: Tensor, rank: Tensor | int) -> Tensor:
+    w = wide(w)
     return torch.cos(w * (rank + 2) / 2).sum() + torch.tanh(w.sum(1)).sum() * (1 + rank)
 
 
@@ -156,21 +175,21 @@ def batch_of(rank: Tensor | int) -> Tensor:
 
 
 def batch_loss(w: Tensor, batch: Tensor) -> Tensor:
-    return torch.stack([torch.sin(w * sample).sum() for sample in batch.unbind()]).mean()
+    return torch.stack([torch.sin(wide(w) * sample).sum() for sample in batch.unbind()]).mean()
 
 
 def weight_of(x: Tensor) -> Tensor:
-    return x.square().mean()
+    return 1 + wide(x).square().mean()
 
 
 def weighted_mean_of(xs: Tensor) -> Tensor:
-    weights = xs.square().mean((1, 2))
-    return everywhere(torch.einsum("rij,r->ij", xs, weights) / weights.sum(), len(xs))
+    weights = torch.stack([weight_of(x) for x in xs])
+    return everywhere(torch.einsum("rij,r->ij", xs, weights.to(xs.dtype)) / weights.sum(), len(xs))
 
 
 def batch_norm(x: Tensor) -> Tensor:
     """One channel, so that a world of one has two values too."""
-    slope, shift = torch.tensor([[1.5], [0.5]], dtype=torch.float64)
+    slope, shift = torch.tensor([[1.5], [0.5]], dtype=x.dtype)
     return ltx.nn.sync_batch_norm(x.unsqueeze(1), None, None, slope, shift, eps=0.1)[0].squeeze(1)
 
 
@@ -180,70 +199,114 @@ def batch_norm_of(xs: Tensor) -> Tensor:
 
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
-PSUM = Op("psum", ltx.psum, sum_of, compiled=("grad", "hvp", "vmap of grad"))
+EVERY: dict[str, Any] = {"dtypes": ALL, "whole": WHOLE}
+PSUM = Op("psum", ltx.psum, sum_of, compiled=("grad", "hvp", "vmap of grad"), **EVERY)
 DATA_PARALLEL = Op("data_parallel", data_parallel(), rank_losses, replicated=True)
 ROUNDED = replace(DATA_PARALLEL, compiled=("grad",))
 
 OPS = (
     PSUM,
-    replace(PSUM, name="psum with equal losses", equal=True, compiled=()),
-    Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs)),
-    Op("pmean", ltx.pmean, mean_of),
+    Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs), compiled=(), **EVERY),
+    Op("pmean", ltx.pmean, mean_of, **EVERY),
     Op(
         "weighted_mean",
         lambda x: ltx.weighted_mean(x, weight_of(x)),
         weighted_mean_of,
-        compiled=("hvp",),
+        **EVERY,
     ),
     # From outside, copies are inputs of their own and pvary is no more than the identity.
-    Op("pvary", ltx.pvary, lambda ws: SumOfCopies.apply(mean_of(ws), len(ws)), replicated=True, from_outside=False),
-    Op("all_gather", ltx.all_gather, lambda xs: everywhere(xs, len(xs))),
-    Op("all_gather at dim 1", lambda x: ltx.all_gather(x, dim=1), lambda xs: everywhere(xs.movedim(0, 1), len(xs))),
+    Op(
+        "pvary",
+        ltx.pvary,
+        lambda ws: SumOfCopies.apply(mean_of(ws), len(ws)),
+        replicated=True,
+        from_outside=False,
+        **EVERY,
+    ),
+    Op("all_gather", ltx.all_gather, lambda xs: everywhere(xs, len(xs)), **EVERY),
+    Op(
+        "all_gather at dim 1",
+        lambda x: ltx.all_gather(x, dim=1),
+        lambda xs: everywhere(xs.movedim(0, 1), len(xs)),
+        compiled=(),
+        **EVERY,
+    ),
     Op(
         "all_gather tiled",
         lambda x: ltx.all_gather(x, dim=1, tiled=True),
         lambda xs: everywhere(torch.cat(xs.unbind(), 1), len(xs)),
+        compiled=(),
+        **EVERY,
     ),
-    Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0)),
+    Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0), compiled=(), **EVERY),
     Op(
         "psum_scatter tiled",
         lambda x: ltx.psum_scatter(x, dim=1, tiled=True),
         lambda xs: torch.stack(xs.sum(0).chunk(len(xs), 1)),
+        **EVERY,
     ),
-    Op("broadcast", lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1), lambda xs: everywhere(xs[-1], len(xs))),
-    Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs))),
-    Op("pmin", ltx.pmin, lambda xs: everywhere(xs.amin(0), len(xs)), compiled=()),
+    Op(
+        "broadcast",
+        lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1),
+        lambda xs: everywhere(xs[-1], len(xs)),
+        **EVERY,
+    ),
+    Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), whole=WHOLE),
+    Op("pmin", ltx.pmin, lambda xs: everywhere(xs.amin(0), len(xs)), compiled=(), whole=WHOLE),
     Op("pmax of ties", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), replicated=True, compiled=()),
-    Op("all_to_all", lambda x: ltx.all_to_all(x, 1, 0), exchanged),
-    Op("ppermute in a ring", lambda x: ltx.ppermute(x, ring(ltx.axis_size())), lambda xs: xs.roll(1, 0), compiled=()),
+    Op("all_to_all", lambda x: ltx.all_to_all(x, 1, 0), exchanged, **EVERY),
+    Op(
+        "ppermute in a ring",
+        lambda x: ltx.ppermute(x, ring(ltx.axis_size())),
+        lambda xs: xs.roll(1, 0),
+        compiled=(),
+        **EVERY,
+    ),
     Op(
         "ppermute to one",
         lambda x: ltx.ppermute(x, [(0, ltx.axis_size() - 1)]),
         lambda xs: on_each(lambda x, rank: xs[0] if rank == len(xs) - 1 else torch.zeros_like(x), xs),
+        **EVERY,
     ),
-    Op("reduce product", lambda x: ltx.reduce(x, "product"), lambda xs: everywhere(xs.prod(0), len(xs)), compiled=()),
-    Op("sync_batch_norm", batch_norm, batch_norm_of, compiled=("grad",)),
-    Op("axis_index", lambda x: x * ltx.axis_index(), lambda xs: on_each(lambda x, rank: x * rank, xs)),
+    Op(
+        "reduce product",
+        lambda x: ltx.reduce(x, "product"),
+        lambda xs: everywhere(xs.prod(0), len(xs)),
+        compiled=(),
+        dtypes=(torch.float32,),
+        whole=WHOLE,
+    ),
+    Op("sync_batch_norm", batch_norm, batch_norm_of, compiled=("grad",), dtypes=(torch.float32,)),
+    Op(
+        "axis_index",
+        lambda x: x * ltx.axis_index(),
+        lambda xs: on_each(lambda x, rank: x * rank, xs),
+        compiled=("grad",),
+        **EVERY,
+    ),
     Op(
         "shard",
         lambda x: ltx.shard(x, dim=1),
         lambda xs: on_each(lambda x, rank: x.chunk(len(xs), 1)[rank], xs),
+        compiled=("grad",),
+        **EVERY,
     ),
     DATA_PARALLEL,
-    replace(ROUNDED, name="data_parallel bf16", apply=data_parallel(comm_hook="bf16"), rounding=2e-2),
-    replace(ROUNDED, name="data_parallel fp16", apply=data_parallel(comm_hook="fp16"), rounding=2e-3),
+    replace(ROUNDED, name="data_parallel bf16", apply=data_parallel(comm_hook="bf16"), rounding=2e-2, dtypes=()),
+    replace(ROUNDED, name="data_parallel fp16", apply=data_parallel(comm_hook="fp16"), rounding=2e-3, dtypes=()),
     Op(
         "data_parallel with mean outputs",
         data_parallel(outputs="mean"),
         lambda ws: mean_of(rank_losses(ws)),
         replicated=True,
-        compiled=("grad",),
+        compiled=(),
     ),
     Op(
         "data_parallel with a psum",
         summing_step,
         lambda ws: on_each(rank_loss, sum_of(on_each(lambda w, rank: w * (1 + rank) / 3, mean_of(ws)))),
         replicated=True,
+        compiled=("grad",),
     ),
     Op(
         "data_parallel Weighted",
@@ -275,6 +338,7 @@ OPS = (
 
 def bend(y: Tensor) -> Tensor:
     """A nonlinear loss in which every element counts differently."""
+    y = wide(y)
     return torch.sin(y + 0.3 * torch.arange(float(y.numel())).reshape(y.shape)).sum()
 
 
@@ -290,12 +354,12 @@ def total(fs: Fn) -> Fn:
 
 def component(gradient: Fn, t: Tensor) -> Fn:
     """A loss made of a gradient, of another weight on each rank."""
-    return lambda x: (gradient(x) * t).sum() * (1 + ltx.axis_index())
+    return lambda x: wide(gradient(x) * t).sum() * (1 + ltx.axis_index())
 
 
 def components(gradients: Fn, ts: Tensor) -> Fn:
     """The same of all ranks."""
-    return lambda xs: on_each(lambda y, rank: y.sum() * (1 + rank), gradients(xs) * ts).sum()
+    return lambda xs: on_each(lambda y, rank: wide(y).sum() * (1 + rank), gradients(xs) * ts).sum()
 
 
 def samples(x: Tensor, t: Tensor) -> Tensor:
@@ -350,9 +414,20 @@ TRANSFORMS = (
         lambda fs, xs, ts: grad(lambda batch: vmap(total(fs))(batch).sum())(samples(xs, ts)).movedim(1, 0),
         gradient=True,
     ),
-    Transform("hessian", lambda f, x, t: hessian(loss(f))(x), lambda fs, xs, ts: common_shift(grad(total(fs)), xs)),
-    Transform("jacrev", lambda f, x, t: jacrev(f)(x), lambda fs, xs, ts: jacobian_of_sum(fs, xs), gradient=True),
-    Transform("jacfwd", lambda f, x, t: jacfwd(f)(x), lambda fs, xs, ts: common_shift(fs, xs)),
+    Transform(
+        "hessian",
+        lambda f, x, t: hessian(loss(f))(x),
+        lambda fs, xs, ts: common_shift(grad(total(fs)), xs),
+        real=True,
+    ),
+    Transform(
+        "jacrev",
+        lambda f, x, t: jacrev(f)(x),
+        lambda fs, xs, ts: jacobian_of_sum(fs, xs),
+        gradient=True,
+        real=True,
+    ),
+    Transform("jacfwd", lambda f, x, t: jacfwd(f)(x), lambda fs, xs, ts: common_shift(fs, xs), real=True),
     Transform(
         "autograd",
         lambda f, x, t: autograd(loss(f), x),
@@ -375,9 +450,18 @@ TRANSFORMS = (
 Outcome = Tensor | Exception
 
 
-def draw(op: Op, n: int, seed: int) -> tuple[Tensor, ...]:
-    """Points and directions of all ranks, stacked."""
-    xs, ts = torch.randn(2, n, n, 2 * n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def quarters(zs: Tensor) -> Tensor:
+    """The nearest multiples of 1/4."""
+    return torch.view_as_complex((4 * torch.view_as_real(zs)).round() / 4) if zs.is_complex() else (4 * zs).round() / 4
+
+
+def draw(op: Op, n: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Points and directions of all ranks, stacked; multiples of 1/4 in narrow dtypes, so that sums are exact there."""
+    drawn = torch.complex128 if dtype.is_complex else torch.float64
+    zs = torch.randn(2, n, n, 2 * n, dtype=drawn, generator=torch.Generator().manual_seed(seed))
+    if dtype != drawn:
+        zs = zs > 0 if dtype == torch.bool else quarters(zs) * (1 if dtype in ALL else 4)
+    xs, ts = zs.to(dtype)
     return tuple(everywhere(z[0], n).contiguous() for z in (xs, ts)) if op.replicated else (xs, ts)
 
 
@@ -398,14 +482,22 @@ def attempt(f: Callable[..., Tensor], x: Tensor, t: Tensor, backend: str | None)
         return error
 
 
-def on_one_rank(
-    op_name: str, names: tuple[str, ...], xs: Tensor, ts: Tensor, backend: str | None
-) -> dict[str, Outcome]:
-    """The named transforms of an operation, on the real rank that this process is."""
-    (op,) = (op for op in OPS if op.name == op_name)
+#: An operation's and a transform's name, and their points and directions.
+Cell = tuple[str, str, Tensor, Tensor]
+
+
+def on_one_rank(cells: list[Cell], backend: str | None, equal: bool) -> list[Outcome]:
+    """What cells of the table give on the real rank that this process is."""
+    ops, transforms = ({entry.name: entry for entry in entries} for entries in (OPS, TRANSFORMS))
     rank = int(ltx.axis_index())
-    return {
-        transform.name: attempt(lambda x, t, f=transform: f.per_rank(op.output, x, t), xs[rank], ts[rank], backend)
-        for transform in TRANSFORMS
-        if transform.name in names
-    }
+    return [
+        attempt(
+            lambda x, t, op=ops[op], transform=transforms[transform]: transform.per_rank(
+                partial(op.output, equal=equal), x, t
+            ),
+            xs[rank],
+            ts[rank],
+            backend,
+        )
+        for op, transform, xs, ts in cells
+    ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +14,15 @@ from torch import Tensor
 import ltx
 from ltx.runtime.pool import Pool
 
-from .table import OPS, TRANSFORMS, Op, Outcome, Transform, attempt, draw, on_one_rank
+from .table import OPS, ROUNDING, TRANSFORMS, Fn, Op, Outcome, Transform, attempt, draw, on_one_rank
 
 Ranks = Callable[[int], Pool]
-Apply = Callable[[Op, Transform, Tensor, Tensor, str | None], Outcome]
+Apply = Callable[[Fn, Transform, Tensor, Tensor, str | None], Outcome]
 
 
 @dataclass(frozen=True)
 class Backing:
-    """What an axis' ranks are. `apply` is None for processes: they do all transforms of an operation in one run."""
+    """What an axis' ranks are. `apply` is None for processes: they do many rows in one run."""
 
     name: str
     size: int
@@ -28,17 +30,17 @@ class Backing:
     plain: bool = True  # autograd without torch.func works around it
 
 
-def _simulated(op: Op, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
-    return attempt(ltx.vmap(lambda x, t: transform.per_rank(op.output, x, t)), xs, ts, backend)
+def _simulated(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
+    return attempt(ltx.vmap(lambda x, t: transform.per_rank(output, x, t)), xs, ts, backend)
 
 
-def _from_outside(op: Op, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
+def _from_outside(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
     """The transform of all simulated ranks together."""
-    return attempt(lambda xs, ts: transform.reference(ltx.vmap(op.output), xs, ts), xs, ts, backend)
+    return attempt(lambda xs, ts: transform.reference(ltx.vmap(output), xs, ts), xs, ts, backend)
 
 
-def _alone(op: Op, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
-    return attempt(lambda xs, ts: transform.per_rank(op.output, xs[0], ts[0]).unsqueeze(0), xs, ts, backend)
+def _alone(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
+    return attempt(lambda xs, ts: transform.per_rank(output, xs[0], ts[0]).unsqueeze(0), xs, ts, backend)
 
 
 PROCESSES = Backing("2 processes", 2)
@@ -63,16 +65,31 @@ WITH_INDUCTOR = (
 
 @dataclass(frozen=True)
 class Row:
-    """One test: a cell of op x transform x backing x eager or compiled."""
+    """One test: a cell of op x transform x backing x eager or compiled x dtype x whether ranks' losses are equal."""
 
     backing: Backing
     mode: str | None
     op: Op
     transform: Transform
+    dtype: torch.dtype = torch.float64
+    equal: bool = False
 
     def __str__(self) -> str:
-        names = (self.backing.name, self.mode or "eager", self.op.name, self.transform.name)
+        names = [self.backing.name, self.mode or "eager", self.op.name, self.transform.name]
+        names += [str(self.dtype).removeprefix("torch.")] * (self.dtype != torch.float64)
+        names += ["equal losses"] * self.equal
         return "-".join(names).replace(" ", "_")
+
+    @property
+    def run(self) -> tuple[str, str | None, str, torch.dtype, bool]:
+        """What processes do in one run: all transforms of an operation; of the few in other dtypes, all operations."""
+        few = self.equal or self.dtype != torch.float64
+        return self.backing.name, self.mode, "" if few else self.op.name, self.dtype, self.equal
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        """Where in a run."""
+        return self.op.name, self.transform.name
 
 
 def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
@@ -103,30 +120,54 @@ def _rows(within: Callable[[Backing, str | None, Op, Transform], bool]) -> list[
     ]
 
 
-ROWS = _rows(_is_in_table)
-FULL_ROWS = [row for row in _rows(_is_in_full_table) if row not in ROWS]
+def _variants() -> list[Row]:
+    """Eagerly: ranks' losses equal, as they are in data parallelism, and the other dtypes."""
+    found = []
+    for row in _rows(lambda backing, mode, op, transform: mode is EAGER and _is_in_table(backing, mode, op, transform)):
+        value = row.transform.name == "value"
+        if row.backing.size > 1 and not value:
+            found.append(replace(row, equal=True))
+        if row.backing in (PROCESSES, SIMULATED, ALONE):
+            dtypes = [*row.op.dtypes, *(row.op.whole if value else ())]
+            found += [replace(row, dtype=dtype) for dtype in dtypes if not (dtype.is_complex and row.transform.real)]
+    return found
+
+
+def _is_representative(row: Row) -> bool:
+    """The variants that are always run: reverse mode if losses are equal, forward over reverse mode in each dtype."""
+    if row.equal:
+        return row.op.name == "psum" or (row.transform.name == "grad" and row.backing in (PROCESSES, SIMULATED))
+    return row.transform.name == ("value" if row.dtype in row.op.whole else "hvp")
+
+
+ROWS = [*_rows(_is_in_table), *filter(_is_representative, _variants())]
+FULL_ROWS = [
+    *(row for row in _rows(_is_in_full_table) if row not in ROWS),
+    *(row for row in _variants() if not _is_representative(row)),
+]
 MARKS = {EAGER: (), AOT: (pytest.mark.slow_compile,), INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor)}
 
 
 @pytest.fixture(scope="module")
 def outcome(ranks: Ranks, drawn: int) -> Callable[[Row], Outcome]:
-    """What a row gives, on all ranks. Processes do all transforms of an operation at the first one's turn."""
-    done: dict[tuple[str, str | None, str], dict[str, Outcome]] = {}
+    """What a row gives, on all ranks. Processes do all rows of a run at the first one's turn."""
+    done: dict[Any, dict[tuple[str, str], Outcome]] = {}
 
-    def on_processes(row: Row, xs: Tensor, ts: Tensor) -> dict[str, Outcome]:
-        group = [r for r in ROWS if (r.backing, r.mode, r.op) == (row.backing, row.mode, row.op)]
-        wanted = tuple(r.transform.name for r in (group if row in group else [row]))
-        by_rank = ranks(row.backing.size).run(on_one_rank, row.op.name, wanted, xs, ts, row.mode)
-        return {name: _stacked([by_name[name] for by_name in by_rank]) for name in wanted}
+    def on_processes(row: Row) -> dict[tuple[str, str], Outcome]:
+        run = [r for r in ROWS if r.run == row.run]
+        wanted = run if row in run else [row]
+        cells = [(*r.cell, *draw(r.op, r.backing.size, drawn, r.dtype)) for r in wanted]
+        by_rank = ranks(row.backing.size).run(on_one_rank, cells, row.mode, row.equal)
+        return {r.cell: _stacked(list(each)) for r, *each in zip(wanted, *by_rank, strict=True)}
 
     def get(row: Row) -> Outcome:
-        xs, ts = draw(row.op, row.backing.size, drawn)
         if row.backing.apply is not None:
-            return row.backing.apply(row.op, row.transform, xs, ts, row.mode)
-        found = done.setdefault((row.backing.name, row.mode, row.op.name), {})
-        if row.transform.name not in found:
-            found.update(on_processes(row, xs, ts))
-        return found[row.transform.name]
+            xs, ts = draw(row.op, row.backing.size, drawn, row.dtype)
+            return row.backing.apply(partial(row.op.output, equal=row.equal), row.transform, xs, ts, row.mode)
+        found = done.setdefault(row.run, {})
+        if row.cell not in found:
+            found.update(on_processes(row))
+        return found[row.cell]
 
     return get
 
@@ -150,9 +191,13 @@ def _check(got: Outcome, want: Tensor, tolerance: float) -> None:
 )
 def test_conformance(row: Row, outcome: Callable[[Row], Outcome], drawn: int) -> None:
     print(f"LTX_SEED={drawn} repeats this test's random numbers")
-    xs, ts = draw(row.op, row.backing.size, drawn)
-    rounding = row.op.rounding if row.transform.gradient else 0.0
-    _check(outcome(row), row.transform.reference(row.op.outputs, xs, ts), max(rounding, 1e-9))
+    # What is expected is computed in float64, of the numbers that the row's dtype has.
+    exact = torch.complex128 if row.dtype.is_complex else torch.float64
+    xs, ts = (z.to(exact) for z in draw(row.op, row.backing.size, drawn, row.dtype))
+    want = row.transform.reference(partial(row.op.outputs, equal=row.equal), xs, ts)
+    got = outcome(row)
+    rounding = max(ROUNDING[row.dtype], row.op.rounding if row.transform.gradient else 0.0)
+    _check(got.to(want.dtype) if isinstance(got, Tensor) else got, want, rounding)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.replace(" ", "_"))
@@ -165,4 +210,4 @@ def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row
 
 
 def test_names_are_unique() -> None:
-    assert len({str(row) for row in ROWS}) == len(ROWS)
+    assert len({str(row) for row in [*ROWS, *FULL_ROWS]}) == len(ROWS) + len(FULL_ROWS)

@@ -74,12 +74,13 @@ def _maps(case: Case, x: Tensor, bar: Tensor) -> Found:
     return (y_bar * y).sum(), (x_bar * x).sum(), y, push_back(x)[0], tangent
 
 
-def _draw(case: Case, n: int) -> tuple[Tensor, Tensor]:
-    """The ranks' x, and numbers for their ȳ."""
+def _draw(case: Case, n: int, equal: bool) -> tuple[Tensor, Tensor]:
+    """The ranks' x, and numbers for their ȳ, which are equal if the ranks' losses are."""
     xs = torch.randn(n, *case.shape(n), dtype=torch.float64)
     if case.rule == "pvary":  # takes one value that all share
         xs = xs[:1].expand_as(xs).contiguous()
-    return xs, torch.randn(n, 36, dtype=torch.float64)
+    bars = torch.randn(n, 36, dtype=torch.float64)
+    return xs, bars[:1].expand_as(bars).contiguous() if equal else bars
 
 
 def _check(case: Case, xs: Tensor, found: Found) -> None:
@@ -96,10 +97,14 @@ def test_every_rule_is_listed() -> None:
     assert {case.rule for case in CASES} == set(RULES)
 
 
+losses = pytest.mark.parametrize("equal", [False, True], ids=["different losses", "equal losses"])
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("n", [2, 3])
-def test_simulated(case: Case, n: int, seed: int) -> None:
-    xs, bars = _draw(case, n)
+@losses
+def test_simulated(case: Case, n: int, equal: bool, seed: int) -> None:
+    xs, bars = _draw(case, n, equal)
     _check(case, xs, ltx.vmap(lambda x, bar: _maps(case, x, bar))(xs, bars))
 
 
@@ -109,8 +114,9 @@ def _all_cases(drawn: list[tuple[Tensor, Tensor]]) -> list[Found]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_processes_and_the_same_as_simulated(ranks: Ranks, n: int, seed: int) -> None:
-    drawn = [_draw(case, n) for case in CASES]
+@losses
+def test_processes_and_the_same_as_simulated(ranks: Ranks, n: int, equal: bool, seed: int) -> None:
+    drawn = [_draw(case, n, equal) for case in CASES]
     by_rank = ranks(n).run(_all_cases, drawn)
     for case, (xs, bars), *found in zip(CASES, drawn, *by_rank, strict=True):
         stacked = tuple(torch.stack(parts) for parts in zip(*found, strict=True))

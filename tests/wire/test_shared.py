@@ -62,11 +62,24 @@ def test_a_dead_peer_is_noticed(ranks: Callable[[int], Any]) -> None:
     assert ranks(2).run(lambda: lane_of() is not None).replicated()  # new workers have a new lane
 
 
-def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any]) -> None:
+def die_or_compare(rank_that_dies: int) -> str:
+    """The survivor is the first to come to a new collective."""
+    if int(ltx.axis_index()) == rank_that_dies:
+        os.kill(os.getpid(), 9)
+    try:
+        ltx.psum(torch.ones(10))
+    except ltx.errors.PeerLostError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", [die_or_wait, die_or_compare])
+def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], how: Callable[[int], str]) -> None:
     note = tmp_path / "survivor"
+    ranks(2).run(lambda: None)
 
     def run() -> None:
-        note.write_text(die_or_wait(1))
+        note.write_text(how(1))
 
     with pytest.raises(ltx.errors.WorkerError):
         ranks(2).run(run)
