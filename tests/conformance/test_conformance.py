@@ -145,7 +145,13 @@ FULL_ROWS = [
     *(row for row in _rows(_is_in_full_table) if row not in ROWS),
     *(row for row in _variants() if not _is_representative(row)),
 ]
-MARKS = {EAGER: (), AOT: (pytest.mark.slow_compile,), INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor)}
+MARKS = {
+    EAGER: (),
+    AOT: (pytest.mark.slow_compile,),
+    INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor, pytest.mark.timeout(260)),
+}
+# A second derivative takes Inductor a minute where nothing is in its cache.
+LIMITS_S = {INDUCTOR: 250.0}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +163,7 @@ def outcome(ranks: Ranks, drawn: int) -> Callable[[Row], Outcome]:
         run = [r for r in ROWS if r.run == row.run]
         wanted = run if row in run else [row]
         cells = [(*r.cell, *draw(r.op, r.backing.size, drawn, r.dtype)) for r in wanted]
-        by_rank = ranks(row.backing.size).run(on_one_rank, cells, row.mode, row.equal)
+        by_rank = ranks(row.backing.size).run(on_one_rank, cells, row.mode, row.equal, timeout_s=LIMITS_S.get(row.mode))
         return {r.cell: _stacked(list(each)) for r, *each in zip(wanted, *by_rank, strict=True)}
 
     def get(row: Row) -> Outcome:

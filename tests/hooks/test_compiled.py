@@ -74,7 +74,7 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
         ]
         return eager, compiled, counters["stats"]["unique_graphs"]
 
-    found = list(ranks(2).run(on_rank))
+    found = list(ranks(2).run(on_rank, timeout_s=200.0))
     for eager, compiled, graphs in found:
         assert graphs == 2
         for results in compiled:
