@@ -2,6 +2,8 @@
 
 from ltx.hooks.allreduce import AllReduce as AllReduce
 from ltx.hooks.base import CommHook as CommHook
+from ltx.hooks.from_torch import FromTorch as FromTorch
+from ltx.hooks.from_torch import from_torch as from_torch
 from ltx.hooks.half import BF16 as BF16
 from ltx.hooks.half import FP16 as FP16
 from ltx.sync.reduction import Ask as Ask

@@ -94,7 +94,8 @@ class Plan:
         """The hook's view of a bucket."""
         backing = self.axis.backing
         rank = backing.rank if isinstance(backing, GroupBacking) else self.axis.index() if backing is not None else 0
-        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step)
+        last = bucket.index == len(self.buckets) - 1
+        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step, last, self.axis)
 
 
 class Schedule(ABC):
@@ -230,11 +231,8 @@ class WireSchedule(Schedule):
         for bucket, batch, (flat, states) in zip(
             self.plan.buckets, self._batches, self._flights.land_each(), strict=False
         ):
-            yield (
-                bucket,
-                unpack(flat.view(*batch, bucket.numel), bucket),
-                self.plan.flatten_states(bucket, states),
-            )
+            grads = unpack(flat.view(*batch, bucket.numel), bucket)
+            yield bucket, grads, self.plan.flatten_states(bucket, states)
 
     def finish(self) -> wire.Header | None:
         """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
