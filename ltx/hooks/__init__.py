@@ -6,6 +6,8 @@ from ltx.hooks.from_torch import FromTorch as FromTorch
 from ltx.hooks.from_torch import from_torch as from_torch
 from ltx.hooks.half import BF16 as BF16
 from ltx.hooks.half import FP16 as FP16
+from ltx.hooks.to_torch import ToTorch as ToTorch
+from ltx.hooks.to_torch import to_torch as to_torch
 from ltx.sync.reduction import Ask as Ask
 from ltx.sync.reduction import Reduction as Reduction
 from ltx.sync.reduction import Share as Share

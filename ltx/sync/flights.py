@@ -102,3 +102,8 @@ class Flights:
                 while given < len(self) and (landed := self.landed(given)) is not None:
                     yield landed
                     given += 1
+
+    def flush(self) -> None:
+        """Land what was launched so far. More may be launched afterwards."""
+        for _ in self.land_each():
+            pass

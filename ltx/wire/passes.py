@@ -19,11 +19,16 @@ from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, 
 
 
 class BackwardPass:
-    """One pass, until everything it has issued has landed (:meth:`done`)."""
+    """One pass, until everything it has issued has landed (:meth:`done`).
+
+    Attributes:
+        flush: lands what it has issued so far.
+    """
 
     def __init__(self) -> None:
         self.task: int = torch._C._current_graph_task_id()
         self.is_done = False
+        self.flush: Callable[[], None] = lambda: None
         if self.task >= 0:
             # At the end of a pass that went well, also of one that wanted no gradient of a parameter.
             torch.autograd.Variable._execution_engine.queue_callback(self.done)
@@ -80,6 +85,15 @@ class Passes:
             self._under_way = []
         self._under_way.append(entered)
         return entered
+
+    def flush_others(self, mine: BackwardPass) -> None:
+        """Land what other passes have issued, before `mine` issues more.
+
+        So their later phases, which are issued whenever something has landed, don't mix with those of `mine`.
+        """
+        for other in self._under_way:
+            if other is not mine and not other.is_done:
+                other.flush()
 
     def complete(self) -> None:
         """A pass has landed whole on this rank, and so could on all."""
