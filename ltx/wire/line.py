@@ -176,6 +176,8 @@ class Line:
                 pause = min(2 * pause, 0.05)
             if pause == 0.05:
                 self._refuse_elsewhere(place, post)
+                if self.passes.inside:
+                    self.passes.look()
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"rank {self.rank}: {post.signature.operation} on axis {self.name!r}: ranks {self.absent(place)} "

@@ -95,6 +95,12 @@ class Passes:
             if other is not mine and not other.is_done:
                 other.flush()
 
+    @property
+    def inside(self) -> bool:
+        """Whether what runs now is part of a pass."""
+        task = torch._C._current_graph_task_id()
+        return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
+
     def complete(self) -> None:
         """A pass has landed whole on this rank, and so could on all."""
         self._completed += 1

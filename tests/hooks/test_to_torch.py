@@ -67,16 +67,16 @@ class Counted(CommHook):
 
 @dataclass(frozen=True)
 class InPhases(CommHook):
-    """The mean as sums over halves of the bucket, one after the other, of which the even buckets take one less."""
+    """The mean as sums over parts of the bucket, one after the other: two for even buckets, three for the others."""
 
     phases: ClassVar[int] = 3
 
     def reduce(self, share: Share) -> Reduction:
         count = 3 - (share.bucket.index % 2 == 0)
-        parts = []
-        for part in share.flat.tensor_split(count):
-            parts.append((yield Ask("sum", part.contiguous())))
-        return torch.cat(parts), share.states
+        total = torch.empty_like(share.flat)
+        for part, place in zip(share.flat.tensor_split(count), total.tensor_split(count), strict=True):
+            place.copy_((yield Ask("sum", part.clone())))
+        return total, share.states
 
 
 class Delay(torch.autograd.Function):
@@ -219,8 +219,9 @@ def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
     for channel, labels in by_channel.items():
         places = [int(label.split()[1]) for label in labels if label.startswith("bucket")]
         passes = [place for place, previous in zip(places, [99, *places], strict=False) if place <= previous]
-        assert len(passes) == 6, f"{channel}: {places}"  # each pass goes up
-        assert max(places) > 3
+        # Each pass goes up; the first one has only bucket 0, which has no third phase.
+        assert len(passes) == (6 if 0 in places else 5), f"{channel}: {places}"
+        assert max(places) == 3
 
 
 def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, seed: int) -> None:
@@ -228,15 +229,13 @@ def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, seed: int) -> N
         net = new_net(seed)
         ddp = DistributedDataParallel(net, **SMALL)
         ddp.register_comm_hook(None, to_torch(hooks.AllReduce(), ddp))
-        for i in range(2):  # the first pass is in one bucket
-            log: list[tuple[float, str]] = []
-            for k, layer in enumerate(net.layers):
-                layer._backward_hooks.clear()
-                layer.register_full_backward_hook(
-                    lambda *_, k=k: log.append((time.perf_counter(), f"layer {k}")), prepend=False
-                )
-            with ltx.record() as trace:
-                ddp(batch(seed, i)).backward()
+        log: list[tuple[float, str]] = []
+        for k, layer in enumerate(net.layers):
+            layer.register_full_backward_hook(lambda *_, k=k: log.append((time.perf_counter(), f"layer {k}")))
+        ddp(batch(seed, 0)).backward()  # in one bucket
+        log.clear()
+        with ltx.record() as trace:
+            ddp(batch(seed, 1)).backward()
         log.extend((event.issued_s, event.label) for event in trace.events if event.label.startswith("bucket"))
         return [label for _, label in sorted(log)]
 
@@ -337,7 +336,8 @@ def test_state_dict_goes_on_in_other_buckets(ranks: Ranks, seed: int) -> None:
     for whole, halves, state, resumed in pool:
         assert_equal(whole, halves)
         assert_equal(dict(state), dict(resumed))
-        assert list(state["params"]) and all(t["error"].abs().sum() > 0 for t in state["params"].values())
+        assert state["params"].keys() == whole.keys()
+        assert all(t["error"].abs().sum() > 0 for t in state["params"].values())
     assert not torch.equal(*(found[2]["params"]["layers.0.weight"]["error"] for found in pool))  # each rank's own
 
 
@@ -434,38 +434,58 @@ def test_ranks_with_different_hooks(torn: Torn, seed: int) -> None:
     assert "ranks disagree on bucket 0 of DistributedDataParallel, its arguments: rank 0: BF16()" in text
 
 
+class Around(Net):
+    """A net in the middle of which another one runs, so that in the backward pass too its buckets lie between."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = [inner]  # not a submodule
+
+    def forward(self, x: Tensor, use: int = 4) -> Tensor:
+        x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+        x = x * self.inner[0](x)
+        return self.layers[3](torch.tanh(self.layers[2](x))).square().sum()
+
+
+def nested(seed: int, hook: Callable[[], Any], delays: random.Random | None = None, group: Any = None) -> Any:
+    how = {**SMALL, "find_unused_parameters": True, "process_group": group}
+    inner = DistributedDataParallel(new_net(seed, delays=delays), **how)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + 1)
+        outer = DistributedDataParallel(Around(inner), **how)
+    for ddp in (inner, outer):
+        if (registered := hook()) is not None:
+            ddp.register_comm_hook(group, registered)
+    return inner, outer
+
+
 def test_two_modules_in_one_backward_pass(ranks: Ranks, seed: int) -> None:
     """Their buckets interleave: the phases of one don't mix with those of the other."""
 
     def run(ours: bool) -> list[Params]:
         delays = random.Random(seed + ltx.world().rank)
-        nets = [new_net(seed + i, delays=delays) for i in range(2)]
-        ddps = [DistributedDataParallel(net, **SMALL) for net in nets]
-        for ddp in ddps if ours else []:
-            ddp.register_comm_hook(None, to_torch(InPhases(), ddp))
-        for i in range(4):
-            for ddp in ddps:
-                ddp.zero_grad()
-            (ddps[0](batch(seed, i)) + 2 * ddps[1](batch(seed, i))).backward()
-        return [grads_of(net) for net in nets]
+        hook = (lambda: to_torch(InPhases())) if ours else nothing
+        inner, outer = nested(seed, hook, delays)
+        for i in range(6):
+            inner.zero_grad()
+            outer.zero_grad()
+            outer(batch(seed, i)).backward()
+        return [grads_of(inner.module), grads_of(outer.module)]
 
     got, want = ranks(2).run(run, True).replicated(), ranks(2).run(run, False).replicated()
-    assert_equal(got, want, rtol=1e-5, atol=1e-6)
+    assert_equal(got, want, rtol=1e-4, atol=1e-5)
+
+
+def nothing() -> None:
+    return None
 
 
 def test_one_hook_for_two_modules_is_refused(torn: Torn, seed: int) -> None:
     def run() -> str:
-        group = ltx.wire.resolve(None).backing.line.group
-        ddps = [
-            DistributedDataParallel(new_net(seed), process_group=group, find_unused_parameters=True, **SMALL)
-            for _ in range(2)
-        ]
-        hook = to_torch(hooks.AllReduce())
-        for ddp in ddps:
-            ddp.register_comm_hook(group, hook)
-        x = batch(seed, 0)
+        one = to_torch(hooks.AllReduce())
+        _, outer = nested(seed, lambda: one, group=ltx.wire.resolve(None).backing.line.group)
         with pytest.raises(StrategyError) as caught:
-            (ddps[0](x) + ddps[1](x)).backward()
+            outer(batch(seed, 0)).backward()
         return str(caught.value)
 
     assert "Each DDP module needs a to_torch of its own" in torn(run).replicated()
@@ -488,8 +508,8 @@ def test_dtypes_and_odd_shapes(ranks: Ranks, seed: int) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.double = nn.Parameter(torch.arange(3.0).double())
-            self.half = nn.Parameter(torch.arange(4.0).bfloat16())
+            self.wide = nn.Parameter(torch.arange(3.0).double())
+            self.narrow = nn.Parameter(torch.arange(4.0).bfloat16())
             self.scalar = nn.Parameter(torch.tensor(2.0))
             self.empty = nn.Parameter(torch.zeros(0, 3))
 
@@ -503,7 +523,7 @@ def test_dtypes_and_odd_shapes(ranks: Ranks, seed: int) -> None:
         if hook is not None:
             ours = to_torch(hook, ddp)
 
-            def spied(state: Any, bucket: Any) -> Any:
+            def spied(state, bucket):  # DDP wants other annotations than text
                 before = bucket.buffer().clone()
                 future = ours(state, bucket)
                 untouched.append(torch.equal(before, bucket.buffer()))
@@ -519,7 +539,8 @@ def test_dtypes_and_odd_shapes(ranks: Ranks, seed: int) -> None:
         got, untouched = ranks(2).run(run, hook).replicated()
         want, _ = ranks(2).run(run, None).replicated()
         assert_equal(got, want)
-        assert untouched and all(untouched)
+        assert len(untouched) == 6  # a bucket a dtype, in each of two passes
+        assert all(untouched)
 
 
 def test_what_ddp_sees_of_it() -> None:
