@@ -266,7 +266,9 @@ def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedData
             order in which DDP shows them first, which a checkpoint shouldn't rely on.
 
     The first argument of ``register_comm_hook`` is the process group over which to reduce; None for that of the DDP
-    module in `names`, or else the default one. It has to be DDP's own.
+    module in `names`, or else the default one. It has to be the group that DDP was given: DDP doesn't tell its hook.
+    All of the group's ranks open an axis over it at their first bucket, if there is none yet. Parameters that aren't
+    contiguous lie in DDP's buckets, and so before the hook, in the order of their memory.
 
     Returns:
         A :class:`ToTorch`. It holds the hook's state and changes with each backward pass; ``state_dict()`` and

@@ -256,6 +256,16 @@ def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
     assert again == too == "DeadlockDetectedError"
 
 
+def test_a_future_that_never_comes(torn: Torn, seed: int) -> None:
+    def run() -> Any:
+        group = ltx.wire.resolve(None).backing.line.group
+        return error_of(lambda state, bucket: torch.futures.Future(), group, seed)
+
+    for kind, text, _ in torn(run, timeout_s=1.0):
+        assert kind in ("CollectiveTimeoutError", "DeadlockDetectedError")  # whoever is first tells the other
+        assert "of bucket 0 on axis 'data' didn't complete within 1 s" in text
+
+
 def seen_by(hook_sees: Callable[[Any], Any], nbytes: int, where: Callable[[], Any] = nothing) -> list[Any]:
     """What hook_sees(bucket) gives for each bucket of one pass."""
     seen: list[Any] = []
@@ -430,20 +440,20 @@ def test_with_an_optimizer_that_overlaps(ranks: Ranks, seed: int) -> None:
 
 
 def test_ranks_that_differ_in_order_dont_wait_for_each_other(ranks: Ranks) -> None:
-    """A psum in the loss and a bucket arrive in opposite orders: buckets wait for their peers after both."""
+    """On rank 0 the gradient of z comes before that of a psum, on rank 1 after it."""
 
     def run() -> Params:
         def loss(params: Params) -> Tensor:
-            first, second = ("a", "b") if ltx.world().rank == 0 else ("b", "a")
-            total = (params[first] ** 2).sum()
-            return total + (ltx.psum(total * 0 + params["c"].sum()) * params[second]).sum()
+            c, z = params["c"], params["z"]
+            return (ltx.psum(c.sum()) * z).sum() if ltx.world().rank == 0 else ltx.psum(c.sum() * z.sum())
 
         step = ltx.data_parallel(loss, strategy_of(default_hooks.allreduce_hook, nbytes=8))
-        return torch.func.grad(step)({name: torch.ones(2) for name in "abc"})
+        return torch.func.grad(step)({name: torch.ones(2) for name in "cz"})
 
     grads = ranks(2).run(run, timeout_s=20.0).replicated()
-    assert grads["a"].tolist() == grads["b"].tolist() == [3.0, 3.0]
-    assert grads["c"].tolist() == [4.0, 4.0]
+    # Of (z p + p) / 2 at c = z = 2, where p = c + z c is the psum.
+    assert grads["z"].tolist() == [6.0, 6.0]
+    assert grads["c"].tolist() == [4.5, 4.5]
 
 
 def test_is_a_value() -> None:

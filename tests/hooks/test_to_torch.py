@@ -543,6 +543,14 @@ def test_dtypes_and_odd_shapes(ranks: Ranks, seed: int) -> None:
         assert all(untouched)
 
 
+def test_under_debug_checks(ranks: Ranks, seed: int) -> None:
+    def run() -> list[Params]:
+        with ltx.debug_checks():
+            return with_ddp(Feedback(), seed, **SMALL)
+
+    assert_equal(ranks(2).run(run).replicated(), ranks(2).run(with_ltx, Feedback(), seed).replicated())
+
+
 def test_what_ddp_sees_of_it() -> None:
     hook = to_torch(hooks.FP16())
     assert hook.__qualname__ == hook.__name__ == repr(hook) == "to_torch(FP16())"
