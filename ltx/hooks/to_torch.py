@@ -39,6 +39,11 @@ class _Pass:
     dtypes: list[torch.dtype] = field(default_factory=list)
     futures: list[torch.futures.Future[torch.Tensor]] = field(default_factory=list)
 
+    @property
+    def going_on(self) -> bool:
+        """Whether the engine still runs it, and hasn't dropped it."""
+        return self.passage.task == torch._C._current_graph_task_id()
+
 
 class ToTorch:
     """What :func:`to_torch` gives: a hook of torch with its state.
@@ -85,8 +90,7 @@ class ToTorch:
 
     def _refuse_another(self, bucket: GradBucket) -> None:
         """Raise if this isn't the next bucket of the pass under way, nor the first of a new one."""
-        going_on = self._pass is not None and self._pass.passage.task == torch._C._current_graph_task_id()
-        expected = len(self._pass.flights) if self._pass is not None and going_on else 0
+        expected = len(self._pass.flights) if self._pass is not None and self._pass.going_on else 0
         if bucket.index() != expected:
             raise StrategyError(
                 f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
@@ -222,7 +226,7 @@ class ToTorch:
         if not isinstance(state_dict, Mapping) or set(state_dict) != {"step", "params"}:
             keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise SyncStateError(f"{self!r}: expected a dict with 'step' and 'params' from state_dict(), got {keys}.")
-        if self._pass is not None:
+        if self._pass is not None and self._pass.going_on:
             raise SyncStateError(f"{self!r}: a backward pass is under way. Load the state before or after it.")
         known = {name for name, _ in self._names.values()}
         unknown = sorted(set(state_dict["params"]) - known) if self._named else []

@@ -421,6 +421,47 @@ def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
     assert_equal(grads, others)
 
 
+def test_a_pass_that_the_program_leaves(torn: Torn, seed: int) -> None:
+    """Between two buckets, on every rank: the hook goes on with another module."""
+
+    def run() -> tuple[Params, int]:
+        group = ltx.wire.resolve(None).backing.line.group
+        net = new_net(seed)
+        hook = to_torch(Feedback())
+        how = {"process_group": group, "find_unused_parameters": True, **SMALL}
+        ddp = DistributedDataParallel(net, **how)
+        ddp.register_comm_hook(group, hook)
+
+        def fail(_: Any) -> None:
+            hook.load_state_dict({"step": 7, "params": {}})
+
+        net.layers[1].weight.register_hook(fail)
+        with pytest.raises(SyncStateError, match="a backward pass is under way"):
+            ddp(batch(seed, 0)).backward()
+        hook.load_state_dict({"step": 7, "params": {}})
+        net = new_net(seed)
+        again = DistributedDataParallel(net, **how)
+        again.register_comm_hook(group, hook)
+        again(batch(seed, 0)).backward()
+        return grads_of(net), hook.step
+
+    grads, step = torn(run).replicated()
+    assert step == 8
+    assert_equal(grads, in_bfloat16(seed))
+
+
+def in_bfloat16(seed: int) -> Params:
+    """The first step's gradients of two ranks in bfloat16, on simulated ranks."""
+    net = new_net(seed)
+    step = ltx.data_parallel(lambda p, x: functional_call(net, p, (x,)), ltx.DDPStrategy(comm_hook=Feedback()))
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    local = [
+        {name: g / 2 for name, g in torch.func.grad(ltx.block_backward_sync(step))(params, x).items()}
+        for x in (torch.randn(3, 7, generator=torch.Generator().manual_seed(seed + rank)) for rank in range(2))
+    ]
+    return {name: g.bfloat16().float() + local[1][name].bfloat16().float() for name, g in local[0].items()}
+
+
 def test_ranks_with_different_hooks(torn: Torn, seed: int) -> None:
     def run() -> str:
         hook = hooks.FP16() if ltx.world().rank else hooks.BF16()
