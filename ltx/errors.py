@@ -32,6 +32,10 @@ class StrategyError(LtxError, ValueError):
     """A field of a strategy or hook has a value that isn't allowed."""
 
 
+class HookError(LtxError, TypeError):
+    """A hook written for torch's DistributedDataParallel that isn't one, or that can't run here."""
+
+
 class StepError(LtxError, TypeError):
     """A step's output or arguments don't fit the transformation around it."""
 

@@ -48,6 +48,8 @@ class Share:
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
         step: the number of synchronised steps before this one.
+        last: whether no bucket comes after this one.
+        axis: the ranks themselves; None where a share stands for itself.
     """
 
     flat: torch.Tensor
@@ -56,6 +58,8 @@ class Share:
     rank: int | torch.Tensor = 0
     states: Sequence[LeafState] = ()
     step: int = 0
+    last: bool = True
+    axis: Axis | None = None
 
 
 #: Yields asks, is sent their results, returns (sum of the shares, next states).

@@ -25,8 +25,9 @@ from torch._C import _functorch
 
 from ltx import wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
-from ltx.errors import StrategyError, UnsupportedError
+from ltx.errors import UnsupportedError
 from ltx.sync.buckets import Bucket
+from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import (
     EXACT_MEAN,
     Ask,
@@ -93,7 +94,8 @@ class Plan:
         """The hook's view of a bucket."""
         backing = self.axis.backing
         rank = backing.rank if isinstance(backing, GroupBacking) else self.axis.index() if backing is not None else 0
-        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step)
+        last = bucket.index == len(self.buckets) - 1
+        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step, last, self.axis)
 
 
 class Schedule(ABC):
@@ -146,22 +148,8 @@ def make_schedule(plan: Plan, compiled: bool) -> Schedule:
     return OnceSchedule(plan)
 
 
-@dataclass
-class _Flight:
-    """A bucket under way: its reduction, and the collective that it waits for."""
-
-    reduction: Reduction
-    batch: torch.Size
-    ticket: wire.Ticket | None = None
-    phase: int = 0
-    landed: tuple[torch.Tensor, Sequence[LeafState]] | None = None
-
-
 class WireSchedule(Schedule):
-    """Asynchronous reductions on the bucket channels of an axis.
-
-    Each phase of the hooks (its first collective, its second, ...) has a channel of its own, and on each channel issues
-    go out in bucket order, so that all ranks issue alike whatever order their gradients arrive in.
+    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Flights`).
 
     With `deferred` the fence doesn't wait: a train step lands the buckets itself, one by one.
     """
@@ -175,8 +163,8 @@ class WireSchedule(Schedule):
         self.line: wire.Line = plan.axis.backing.line
         self.header: wire.HeaderTicket | None = None
         self._passage: wire.BackwardPass | None = None
-        self._ready: dict[int, tuple[Dims, Sequence[torch.Tensor]]] = {}
-        self._flights: list[_Flight] = []
+        self._flights = Flights(self.line)
+        self._batches: list[torch.Size] = []
         self._packed: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
 
     def send_header(self, total: torch.Tensor, weight: torch.Tensor) -> wire.HeaderTicket:
@@ -203,12 +191,12 @@ class WireSchedule(Schedule):
             self.line.passes.leave(f"{type(reason).__name__}: {reason}")
 
     def _reset(self) -> None:
-        self._flights, self._packed = [], {}
+        self._flights, self._batches, self._packed = Flights(self.line), [], {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
             self._launch(index, dims, tensors)
-            self._poll()
+            self._flights.poll()
         return tuple(tensors)
 
     @contextmanager
@@ -217,7 +205,7 @@ class WireSchedule(Schedule):
         try:
             yield
         except BaseException as error:
-            if isinstance(error, UnsupportedError) and not self._flights:
+            if isinstance(error, UnsupportedError) and not len(self._flights):
                 self._forget()  # the program's mistake, which all ranks see before the first bucket
             else:
                 self.abandon(error)
@@ -235,58 +223,16 @@ class WireSchedule(Schedule):
         while len(self._flights) in self._packed:
             place = len(self._flights)
             ready, its_states = self._packed.pop(place)
-            share = self.plan.share(self.plan.buckets[place], ready.view(-1), its_states)
-            flight = _Flight(hook.reduce(share), ready.shape[:-1])
-            self._flights.append(flight)
-            self._advance(place, flight, None)
-
-    def _advance(self, place: int, flight: _Flight, result: torch.Tensor | None) -> None:
-        """Run a reduction up to its next collective, and issue that."""
-        try:
-            ask = next(flight.reduction) if result is None else flight.reduction.send(result)
-        except StopIteration as end:
-            flight.landed, flight.ticket = end.value, None
-            return
-        if flight.phase == self.hook.phases:
-            raise StrategyError(
-                f"rank {self.line.rank}: {self.hook!r} asks for more than {flight.phase} collectives in bucket "
-                f"{place}. Say how many it may ask for: phases: ClassVar[int] = ..."
-            )
-        channel = self.line.bucket_channel(flight.phase)
-        flight.phase += 1
-        flight.ticket = channel.issue(ask.operation, ask.buffer, f"bucket {place}") if ask.buffer.numel() else None
-        if flight.ticket is None:  # nothing to send; every rank has the same shapes
-            self._advance(place, flight, ask.buffer)
-
-    def _poll(self) -> None:
-        """Go on with reductions whose collective has landed, as long as each phase stays in bucket order."""
-        for place, flight in enumerate(self._flights):
-            while flight.ticket is not None and flight.ticket.done and self._may_issue(place, flight.phase):
-                self._advance(place, flight, flight.ticket.wait())
-
-    def _may_issue(self, place: int, phase: int) -> bool:
-        return all(f.landed is not None or f.phase > phase for f in self._flights[:place])
+            self._batches.append(ready.shape[:-1])
+            self._flights.launch(hook, self.plan.share(self.plan.buckets[place], ready.view(-1), its_states))
 
     def land_each(self) -> Iterator[tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]]:
         """The buckets in order, each as soon as it has landed: (bucket, reduced gradients, next states)."""
-        # Rounds: each unfinished reduction goes on by one collective, in bucket order, which keeps every phase's
-        # channel in order; whatever has landed in order is given out at once.
-        given = 0
-        while given < len(self._flights):
-            for place in range(given, len(self._flights)):
-                flight = self._flights[place]
-                if flight.ticket is not None:
-                    self._advance(place, flight, flight.ticket.wait())
-                while given < len(self._flights) and (landed := self._flights[given].landed) is not None:
-                    yield self._unpacked(given, landed)
-                    given += 1
-
-    def _unpacked(
-        self, place: int, landed: tuple[torch.Tensor, Sequence[LeafState]]
-    ) -> tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]:
-        bucket, (flat, states) = self.plan.buckets[place], landed
-        grads = unpack(flat.view(*self._flights[place].batch, bucket.numel), bucket)
-        return bucket, grads, self.plan.flatten_states(bucket, states)
+        for bucket, batch, (flat, states) in zip(
+            self.plan.buckets, self._batches, self._flights.land_each(), strict=False
+        ):
+            grads = unpack(flat.view(*batch, bucket.numel), bucket)
+            yield bucket, grads, self.plan.flatten_states(bucket, states)
 
     def finish(self) -> wire.Header | None:
         """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
@@ -326,10 +272,18 @@ class GraphSchedule(Schedule):
         assert isinstance(plan.axis.backing, GroupBacking)
         line: wire.Line = plan.axis.backing.line
         self._group = line.bucket_channel(0).group.group_name
-        self._started: dict[int, tuple[Reduction, Callable[[], torch.Tensor], Bucket]] = {}
+        self._started: dict[int, tuple[Reduction, Bucket, Callable[[], torch.Tensor] | Landed]] = {}
 
     def begin(self) -> None:
         self._started = {}
+
+    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Callable[[], torch.Tensor] | Landed:
+        """Run a reduction up to its next collective, and give what waits for that; or what has become of it."""
+        try:
+            return self._issue(next(reduction) if result is None else reduction.send(result))
+        except StopIteration as end:
+            landed: Landed = end.value
+            return landed
 
     def _issue(self, ask: Ask) -> Callable[[], torch.Tensor]:
         """Start a collective; gives what waits for it."""
@@ -350,19 +304,16 @@ class GraphSchedule(Schedule):
         # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
         leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
         reduction = hook.reduce(self.plan.share(bucket, flat, states))
-        self._started[index] = (reduction, self._issue(next(reduction)), replace(bucket, leaves=leaves))
+        self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
         return tuple(t.view_as(t) for t in tensors)
 
     def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         outs: list[torch.Tensor] = []
         for index in range(len(self.plan.buckets)):
-            reduction, landed, bucket = self._started.pop(index)
-            while True:
-                try:
-                    landed = self._issue(reduction.send(landed()))
-                except StopIteration as end:
-                    flat, states = end.value
-                    break
+            reduction, bucket, landed = self._started.pop(index)
+            while callable(landed):
+                landed = self._go_on(reduction, landed())
+            flat, states = landed
             outs.extend(unpack(flat, bucket))
             outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
         return tuple(outs)

@@ -178,6 +178,8 @@ class Line:
             if pause == 0.05:
                 self._refuse_elsewhere(place, post)
                 self._refuse_lost(everyone, post)
+                if self.passes.inside:
+                    self.passes.look()
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"rank {self.rank}: {post.signature.operation} on axis {self.name!r}: ranks {self.absent(place)} "

@@ -19,11 +19,16 @@ from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, 
 
 
 class BackwardPass:
-    """One pass, until everything it has issued has landed (:meth:`done`)."""
+    """One pass, until everything it has issued has landed (:meth:`done`).
+
+    Attributes:
+        flush: lands what it has issued so far.
+    """
 
     def __init__(self) -> None:
         self.task: int = torch._C._current_graph_task_id()
         self.is_done = False
+        self.flush: Callable[[], None] = lambda: None
         if self.task >= 0:
             # At the end of a pass that went well, also of one that wanted no gradient of a parameter.
             torch.autograd.Variable._execution_engine.queue_callback(self.done)
@@ -45,6 +50,8 @@ class Passes:
 
     Attributes:
         reunions: how often the ranks have found together again.
+        foreign_runs: how often collectives of others have begun (see :mod:`ltx.wire.foreign`).
+        foreign_error: why these no longer pair; "" as long as they do.
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class Passes:
         self._completed = 0
         self._has_left = False
         self.reunions = 0
+        self.foreign_runs = 0
+        self.foreign_error = ""
 
     def enter(self) -> BackwardPass:
         """A pass begins. The engine having dropped an earlier one shows here."""
@@ -76,6 +85,21 @@ class Passes:
             self._under_way = []
         self._under_way.append(entered)
         return entered
+
+    def flush_others(self, mine: BackwardPass) -> None:
+        """Land what other passes have issued, before `mine` issues more.
+
+        So their later phases, which are issued whenever something has landed, don't mix with those of `mine`.
+        """
+        for other in self._under_way:
+            if other is not mine and not other.is_done:
+                other.flush()
+
+    @property
+    def inside(self) -> bool:
+        """Whether what runs now is part of a pass."""
+        task = torch._C._current_graph_task_id()
+        return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
     def complete(self) -> None:
         """A pass has landed whole on this rank, and so could on all."""
@@ -92,7 +116,9 @@ class Passes:
                 "peers wait for the rest of it."
             )
         )
-        self._store.set(self._key(self._rank), json.dumps([self._completed, why]))
+        self._store.set(
+            self._key(self._rank), json.dumps([self._completed, why, self.foreign_runs, self.foreign_error])
+        )
 
     def look(self) -> None:
         """Called while this rank waits: raise if what it waits for won't come."""
@@ -100,7 +126,7 @@ class Passes:
             return
         for rank in range(self._size):
             if rank != self._rank and self._posted([self._key(rank)]):
-                _, why = json.loads(self._store.get(self._key(rank)))
+                _, why, *_ = json.loads(self._store.get(self._key(rank)))
                 raise DeadlockDetectedError(
                     f"rank {self._rank}: rank {rank} has left a backward pass on axis {self._axis_name!r} halfway "
                     f"({why}), so what this rank waits for won't come. Once every rank has left it, the next pass goes "
@@ -127,7 +153,11 @@ class Passes:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-        completed = {rank: json.loads(self._store.get(key))[0] for rank, key in keys.items()}
+        posts = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
+        completed = {rank: post[0] for rank, post in posts.items()}
+        runs = {post[2] for post in posts.values()}
+        begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
+        self.foreign_error = next((post[3] for post in posts.values() if post[3]), begun)
         self._has_left, self._completed = False, 0
         self.reunions += 1
         self._renew()

@@ -1,0 +1,210 @@
+"""from_torch: a hook written for DistributedDataParallel.register_comm_hook, in steps of ltx.
+
+Such a hook issues collectives of its own, in callbacks too, whose order between buckets differs from rank to rank. So
+each bucket's future is awaited before the next bucket, and all of it is done once every gradient is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ltx import wire
+from ltx.axis import Axis, GroupBacking
+from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
+from ltx.hooks.base import CommHook
+from ltx.sync.reduction import Reduction, Share
+
+TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+class LookAlike:
+    """A bucket as hooks know it from torch: ``dist.GradBucket`` has no constructor."""
+
+    def __init__(self, share: Share, owner: FromTorch):
+        self._buffer = share.flat
+        self._share = share
+        self._owner = owner
+        self.refused: UnsupportedError | None = None
+
+    def index(self) -> int:
+        """Its place in the order of launches."""
+        return self._share.bucket.index
+
+    def is_last(self) -> bool:
+        """Whether no bucket comes after it."""
+        return self._share.last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, flat, not divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the buffer."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer in the parameters' shapes."""
+        bucket = self._share.bucket
+        parts = self._buffer[: bucket.numel].split(bucket.sizes)
+        return [part.view(leaf.shape) for part, leaf in zip(parts, bucket.leaves, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Not to be had."""
+        # Kept, as one that is raised in a future's callback comes out of it as a RuntimeError.
+        self.refused = UnsupportedError(
+            f"{self._owner!r} asks for the bucket's parameters, which a step of ltx doesn't change: it gives new ones. "
+            'Hooks that update parameters while gradients arrive are ltx.train_step(..., overlap="update") here.'
+        )
+        raise self.refused
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FromTorch(CommHook):
+    """What :func:`from_torch` gives. Two are equal if they have the same function and the very same state."""
+
+    hook: TorchHook
+    state: Any = None
+
+    exact: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    phases: ClassVar[int] = 0  # on the wire; what the hook asks its own group for isn't the wire's to know
+
+    def __post_init__(self) -> None:
+        if not callable(self.hook):
+            raise HookError(
+                f"from_torch takes a function (state, bucket) -> Future[Tensor], got {type(self.hook).__name__}."
+            )
+        if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+            _check_bf16(self)
+
+    @property
+    def _name(self) -> str:
+        hook = getattr(self.hook, "func", self.hook)  # a partial's
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    def __repr__(self) -> str:
+        # Compared between ranks: no addresses.
+        return f"FromTorch({self._name}, {type(self.state).__name__})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FromTorch) and self.hook == other.hook and self.state is other.state
+
+    def __hash__(self) -> int:
+        return hash((self.hook, id(self.state)))
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0  # DDP doesn't divide for hooks either
+
+    def reduce(self, share: Share) -> Reduction:
+        line = self._line(share)
+        label = f"{self!r} of bucket {share.bucket.index}"
+        wire.begin_foreign(line, label)
+        bucket = LookAlike(share, self)
+        try:
+            future = self.hook(self.state, bucket)
+            if not isinstance(future, torch._C.Future):
+                raise StrategyError(
+                    f"rank {line.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
+                )
+            result = wire.wait_for_foreign(line, future, label)
+        except RuntimeError as error:
+            if bucket.refused is None or bucket.refused is error:
+                raise
+            raise bucket.refused from error
+        yield from ()  # nothing is asked of the wire
+        return self._checked(result, share, label, line), share.states
+
+    def _line(self, share: Share) -> wire.Line:
+        if type(share.flat) is not torch.Tensor:
+            raise UnsupportedError(
+                f"{self!r} can't be part of a compiled graph. Compile the step inside: "
+                "ltx.data_parallel(torch.compile(f), strategy)."
+            )
+        if share.axis is None or not isinstance(share.axis.backing, GroupBacking):
+            where = "in a world of one without a process group" if share.axis_size == 1 else "on simulated ranks"
+            raise UnsupportedError(
+                f"{self!r} talks over a process group of torch.distributed, so it can't run {where}. Use a hook of "
+                "ltx.hooks there, or start the program with a launcher (ltx run, torchrun)."
+            )
+        line: wire.Line = share.axis.backing.line
+        self._check_ranks(share.axis, line)
+        return line
+
+    def _check_ranks(self, axis: Axis, line: wire.Line) -> None:
+        group = self.state if isinstance(self.state, dist.ProcessGroup) else getattr(self.state, "process_group", None)
+        theirs = sorted(dist.get_process_group_ranks(group))  # None: the default group, as hooks have it
+        ours = sorted(dist.get_process_group_ranks(line.group))
+        if theirs != ours:
+            whose = "the default process group" if group is None else "the process group of its state"
+            raise AxisError(
+                f"rank {line.rank}: {self!r} talks to ranks {theirs} of {whose}, but axis {axis.name!r} has ranks "
+                f"{ours}. Give the hook's state a process group over the axis' ranks, or use the axis of that group."
+            )
+
+    def _checked(self, result: Any, share: Share, label: str, line: wire.Line) -> torch.Tensor:
+        if not isinstance(result, torch.Tensor) or result.numel() != share.flat.numel():
+            got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise StrategyError(
+                f"rank {line.rank}: {label}: expected its future to hold a tensor of {share.flat.numel()} elements, "
+                f"got {got}. The future of a collective holds a list: add .then(lambda f: f.value()[0])."
+            )
+        # What isn't our buffer is the hook's, which may write into it at the next step.
+        is_ours = result.untyped_storage().data_ptr() == share.flat.untyped_storage().data_ptr()
+        return result.reshape(-1) if is_ours else result.reshape(-1).to(share.flat.dtype, copy=True)
+
+
+def _check_bf16(hook: FromTorch) -> None:
+    """DDP's condition for these two."""
+    nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
+    if not ((torch.version.cuda or torch.version.hip) and nccl):
+        raise HookError(
+            f"{hook!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. ltx.hooks.BF16() "
+            "works everywhere."
+        )
+
+
+def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
+    """A hook written for ``DistributedDataParallel.register_comm_hook``, as a communication hook of ltx.
+
+    It gets each rank's own gradients, not divided by the number of ranks, in buckets that look like
+    ``torch.distributed.GradBucket``, and does with them what it does under DDP, to the same bits where the buckets are
+    the same. It talks over the process group of its `state`, or over the default one, which must have the axis' ranks.
+
+    What differs from other hooks:
+
+    * Its state is the caller's and changes while it runs. It isn't part of the communication state, so a step that is
+      run again, or fails halfway, has moved it on all the same. State that is kept by the bucket's index, as
+      PowerSGD's is, lasts as long as the buckets do.
+    * Each bucket's future is awaited before the next bucket, once all gradients are there: nothing overlaps. In return
+      hooks run with several buckets that under DDP on gloo abort or hang.
+    * It runs eagerly and between processes only. Second derivatives take the exact mean.
+    * :func:`ltx.record` doesn't see what it sends.
+
+    Args:
+        hook: ``(state, bucket) -> Future[Tensor]``.
+        state: its first argument.
+
+    Raises:
+        HookError: (a TypeError) `hook` isn't callable, or it is one of torch's bfloat16 hooks and there is no NCCL.
+        UnsupportedError: on simulated ranks, in a world of one without a process group, in a compiled graph, under
+            vmap between processes; and if the hook asks for the bucket's parameters.
+        AxisError: the hook's process group doesn't have the axis' ranks.
+        StrategyError: the hook doesn't give a future that holds a tensor of the bucket's size.
+        DeadlockDetectedError: a peer has failed in its hook; and from then on, as the collectives on the hook's process
+            group no longer pair.
+
+    What the hook raises is raised as it is, and ends the backward pass on all ranks.
+
+    Example:
+        >>> import ltx
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+        >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+        >>> ltx.DDPStrategy(comm_hook=ltx.hooks.from_torch(powerSGD_hook, state)).comm_hook
+        FromTorch(powerSGD_hook, PowerSGDState)
+    """
+    return FromTorch(hook, state)

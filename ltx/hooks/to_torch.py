@@ -1,0 +1,303 @@
+"""to_torch: a communication hook of ltx for DistributedDataParallel.register_comm_hook."""
+
+# Annotations are evaluated here: DDP compares those of a hook with the classes themselves.
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ltx import wire
+from ltx.axis import Axis, GroupBacking
+from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
+from ltx.hooks.base import CommHook
+from ltx.sync.buckets import Bucket, leaves_of
+from ltx.sync.flights import Flights
+from ltx.sync.reduction import LeafState, Share, pack
+
+
+class StateDict(TypedDict):
+    """A :class:`ToTorch`'s state: the number of steps so far, and each parameter's tensors by name."""
+
+    step: int
+    params: dict[str, LeafState]
+
+
+@dataclass
+class _Pass:
+    """One backward pass: its buckets so far."""
+
+    axis: Axis
+    line: wire.Line
+    passage: wire.BackwardPass
+    flights: Flights
+    names: list[list[str]] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    futures: list[torch.futures.Future[torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def going_on(self) -> bool:
+        """Whether the engine still runs it, and hasn't dropped it."""
+        return self.passage.task == torch._C._current_graph_task_id()
+
+
+class ToTorch:
+    """What :func:`to_torch` gives: a hook of torch with its state.
+
+    Attributes:
+        hook: the hook of ltx.
+        step: the number of backward passes so far whose gradients were reduced.
+    """
+
+    def __init__(self, hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None):
+        if not isinstance(hook, CommHook):
+            raise HookError(f"to_torch takes an ltx.hooks.CommHook, got {type(hook).__name__}.")
+        self.hook = hook
+        self.step = 0
+        self._group = names.process_group if isinstance(names, DistributedDataParallel) else None
+        given = dict(names.module.named_parameters()) if isinstance(names, DistributedDataParallel) else names
+        # Keyed by id; the tensors are kept with the names, so that no other gets their ids.
+        self._named = given is not None
+        self._names = {id(param): (name, param) for name, param in (given or {}).items()}
+        self._states: dict[str, LeafState] = {}
+        self._loaded: dict[str, LeafState] = {}
+        self._pass: _Pass | None = None
+        # DDP logs what its hook is called.
+        self.__name__ = self.__qualname__ = f"to_torch({hook!r})"
+
+    def __repr__(self) -> str:
+        return self.__qualname__
+
+    def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self._refuse_another(bucket)
+        try:
+            if self._pass is None or bucket.index() == 0:
+                self._pass = self._begin(state)
+            future = self._launch(self._pass, bucket)
+            if bucket.is_last():
+                self._land(self._pass)
+            return future
+        except BaseException as error:
+            # Peers may wait for the rest of this pass.
+            if self._pass is not None:
+                self._pass.line.passes.leave(f"{type(error).__name__}: {error}")
+                self._pass = None
+            raise
+
+    def _refuse_another(self, bucket: GradBucket) -> None:
+        """Raise if this isn't the next bucket of the pass under way, nor the first of a new one."""
+        expected = len(self._pass.flights) if self._pass is not None and self._pass.going_on else 0
+        if bucket.index() != expected:
+            raise StrategyError(
+                f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
+                "to_torch of its own."
+            )
+
+    def _begin(self, state: Any) -> _Pass:
+        axis = wire.resolve(self._group_of(state))
+        assert isinstance(axis.backing, GroupBacking)
+        line: wire.Line = axis.backing.line
+        passage, flights = line.passes.enter(), Flights(line)
+        line.passes.rejoin()
+        passage.flush = flights.flush
+        return _Pass(axis, line, passage, flights)
+
+    def _group_of(self, state: Any) -> Any:
+        group = state if state is not None else self._group
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise AxisError(
+                f"{self!r}: register_comm_hook's state is the process group over which to reduce, or None for DDP's "
+                f"default; got {type(group).__name__}."
+            )
+        return group if group is not None else dist.group.WORLD
+
+    def _launch(self, now: _Pass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer, grads = bucket.buffer(), bucket.gradients()
+        if buffer.layout != torch.strided:
+            raise UnsupportedError(
+                f"{self!r}: bucket {bucket.index()} holds a sparse gradient, which has no flat buffer. Use "
+                "torch.nn.Embedding(sparse=False)."
+            )
+        names = [self._name(param) for param in bucket.parameters()]
+        hook = self.hook.at(self.step)
+        mine = Bucket(bucket.index(), tuple(range(len(grads))), leaves_of(grads))
+        states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
+        states = [{name: entry[name] for name in hook.state_names if name in entry} for entry in states]
+        now.line.passes.flush_others(now.passage)
+        self._agree(now.line, hook, names, grads, mine, states, bucket.is_last())
+        # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
+        flat = pack(grads, mine, hook.wire_dtype(mine.dtype), hook.scale(now.axis.size))
+        now.names.append(names)
+        now.dtypes.append(buffer.dtype)
+        now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))
+        now.flights.launch(
+            hook,
+            Share(flat, mine, now.axis.size, now.line.rank, states, self.step, bucket.is_last(), now.axis),
+        )
+        now.flights.poll()
+        self._settle(now)
+        return now.futures[-1]
+
+    def _agree(
+        self,
+        line: wire.Line,
+        hook: CommHook,
+        names: list[str],
+        grads: list[torch.Tensor],
+        bucket: Bucket,
+        states: list[LeafState],
+        last: bool,
+    ) -> None:
+        """Ranks must have the same buckets and the same hook; they compare those that are new."""
+        state_names = sorted({name for state in states for name in state})
+        line.issue_agreed(
+            line.bucket_channel(0),
+            ("to_torch", hook, tuple(names), bucket, tuple(state_names), last),
+            lambda: wire.Signature.of(
+                f"bucket {bucket.index} of DistributedDataParallel",
+                names,
+                grads,
+                f"{hook!r} with states {state_names}{', the last bucket' if last else ''}",
+            ),
+        )
+        line.open_phases(hook.phases)
+
+    def _settle(self, now: _Pass) -> None:
+        """Complete the futures of what has landed."""
+        for place, future in enumerate(now.futures):
+            landed = now.flights.landed(place)
+            if landed is not None and not future.done():
+                future.set_result(landed[0].to(now.dtypes[place]))
+
+    def _land(self, now: _Pass) -> None:
+        """All buckets are there: wait for them, then take over the next states at once."""
+        landed = list(now.flights.land_each())
+        self._settle(now)
+        for names, (_, states) in zip(now.names, landed, strict=True):
+            for name, state in zip(names, states, strict=True):
+                self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
+        self.step += 1
+        now.passage.done()
+        now.line.passes.complete()
+        self._pass = None
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def _name(self, param: torch.Tensor) -> str:
+        known = self._names.get(id(param))
+        if known is None:
+            if self._named:
+                raise StrategyError(
+                    f"{self!r}: DDP reduces a parameter of shape {list(param.shape)} that isn't among the "
+                    f"{len(self._names)} of names=. Give all of them: to_torch(hook, dict(module.named_parameters()))."
+                )
+            known = self._names[id(param)] = (str(len(self._names)), param)
+        return known[0]
+
+    def _state(self, name: str, param: torch.Tensor) -> LeafState:
+        if name not in self._states:
+            fresh = self.hook.init(param.detach(), name)
+            self._states[name] = _checked(name, fresh, self._loaded.pop(name, fresh))
+        return self._states[name]
+
+    def state_dict(self) -> StateDict:
+        """A copy of this rank's state; each rank has its own. Keyed by parameter, so that buckets may change.
+
+        Without `names` the keys are places in the order in which DDP showed the parameters first.
+        """
+        copies = {
+            name: {key: tensor.detach().clone() for key, tensor in state.items()}
+            for name, state in {**self._loaded, **self._states}.items()
+            if state
+        }
+        return {"step": self.step, "params": copies}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Go on from what :meth:`state_dict` gave. Parameters that it doesn't hold begin anew.
+
+        Raises:
+            SyncStateError: it isn't such a dict, or names parameters that `names` doesn't; or, at the next step, its
+                tensors don't fit the hook's.
+        """
+        if not isinstance(state_dict, Mapping) or set(state_dict) != {"step", "params"}:
+            keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise SyncStateError(f"{self!r}: expected a dict with 'step' and 'params' from state_dict(), got {keys}.")
+        if self._pass is not None and self._pass.going_on:
+            raise SyncStateError(f"{self!r}: a backward pass is under way. Load the state before or after it.")
+        known = {name for name, _ in self._names.values()}
+        unknown = sorted(set(state_dict["params"]) - known) if self._named else []
+        if unknown:
+            raise SyncStateError(
+                f"{self!r}: the state is of parameters {unknown}, which aren't among names={sorted(known)}. Give both "
+                "the same names."
+            )
+        self.step = state_dict["step"]
+        self._states = {}
+        self._loaded = {
+            name: {key: tensor.detach().clone() for key, tensor in state.items()}
+            for name, state in state_dict["params"].items()
+        }
+
+
+def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
+    """`loaded` on the device of `fresh`, if it is of the same kind."""
+
+    def kinds(state: LeafState) -> dict[str, str]:
+        return {key: f"{tensor.dtype}{list(tensor.shape)}" for key, tensor in state.items()}
+
+    if kinds(fresh) != kinds(loaded):
+        raise SyncStateError(
+            f"the state of parameter {name!r}: expected {kinds(fresh)}, got {kinds(loaded)} from load_state_dict. Load "
+            "a state of the same hook and model, or begin with a new to_torch."
+        )
+    return {key: tensor.to(fresh[key].device) for key, tensor in loaded.items()}
+
+
+def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None) -> ToTorch:
+    """A communication hook of ltx for torch's DistributedDataParallel, of which nothing else has to change.
+
+    DDP's buckets are reduced as :func:`ltx.data_parallel` reduces its own, asynchronously and in order over the wire of
+    ltx. On every rank: ``ddp.register_comm_hook(None, ltx.hooks.to_torch(hook, ddp))``, once for each DDP module.
+
+    Args:
+        hook: the hook.
+        names: the DDP module itself, or ``dict(module.named_parameters())``. What a hook remembers of a parameter, and
+            what randomness it draws for it, goes by its name. Without names it goes by the parameter's place in the
+            order in which DDP shows them first, which a checkpoint shouldn't rely on.
+
+    The first argument of ``register_comm_hook`` is the process group over which to reduce; None for that of the DDP
+    module in `names`, or else the default one. It has to be the group that DDP was given: DDP doesn't tell its hook.
+    All of the group's ranks open an axis over it at their first bucket, if there is none yet. Parameters that aren't
+    contiguous lie in DDP's buckets, and so before the hook, in the order of their memory.
+
+    Returns:
+        A :class:`ToTorch`. It holds the hook's state and changes with each backward pass; ``state_dict()`` and
+        ``load_state_dict(...)`` keep it with a checkpoint, a dict for each rank. What it gives DDP are gradients that
+        are reduced already: nothing is divided any more.
+
+    Raises:
+        HookError: (a TypeError) `hook` isn't an ltx.hooks.CommHook.
+        RankMismatchError: in a backward pass, ranks have different hooks or buckets; on all ranks.
+        DeadlockDetectedError: in a backward pass, a peer has failed in its hook.
+
+    A DDP module whose backward pass has raised is of no further use, whatever its hook; make a new one.
+
+    Example:
+        >>> import torch, ltx
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> def train(module, batches):  # on every rank, after torch.distributed.init_process_group
+        ...     ddp = DistributedDataParallel(module)
+        ...     ddp.register_comm_hook(None, ltx.hooks.to_torch(ltx.hooks.BF16(), ddp))
+        ...     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ...     for x in batches:
+        ...         optimizer.zero_grad()
+        ...         ddp(x).square().mean().backward()
+        ...         optimizer.step()
+        >>> ltx.hooks.to_torch(ltx.hooks.BF16())
+        to_torch(BF16())
+    """
+    return ToTorch(hook, names)

@@ -1,0 +1,109 @@
+"""Flights: reductions of several buckets under way at once on the bucket channels of an axis.
+
+Each phase of a hook (its first collective, its second, ...) has a channel of its own, and on each channel issues go out
+in bucket order, so that all ranks issue alike whatever order their gradients arrive in and their collectives land in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ltx import wire
+from ltx.errors import StrategyError
+from ltx.sync.reduction import LeafState, Reducer, Reduction, Share
+
+#: (sum of the shares, next states)
+Landed = tuple[torch.Tensor, Sequence[LeafState]]
+
+
+@dataclass
+class _Flight:
+    """A bucket under way: its reduction, and the collective that it waits for."""
+
+    hook: Reducer
+    reduction: Reduction
+    ticket: wire.Ticket | None = None
+    phase: int = 0
+    landed: Landed | None = None
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.ticket is not None and self.ticket.done
+
+
+class Flights:
+    """The reductions of one backward pass, in the order of their launches."""
+
+    def __init__(self, line: wire.Line):
+        self._line = line
+        self._flights: list[_Flight] = []
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(self, hook: Reducer, share: Share) -> None:
+        """Start the next bucket in order.
+
+        A hook that asks the wire for nothing may wait for something else, for which peers that are still on their way
+        through the backward pass can't be made to wait: it runs when it is landed.
+        """
+        flight = _Flight(hook, hook.reduce(share))
+        self._flights.append(flight)
+        if hook.phases > 0:
+            self._advance(len(self) - 1)
+
+    def _advance(self, place: int) -> None:
+        """Wait for a reduction's collective, run it up to its next one, and issue that."""
+        flight = self._flights[place]
+        result = flight.ticket.wait() if flight.ticket is not None else None
+        while True:
+            try:
+                ask = next(flight.reduction) if result is None else flight.reduction.send(result)
+            except StopIteration as end:
+                flight.landed, flight.ticket = end.value, None
+                return
+            if flight.phase == flight.hook.phases:
+                raise StrategyError(
+                    f"rank {self._line.rank}: {flight.hook!r} asks for more than {flight.phase} collectives in bucket "
+                    f"{place}. Say how many it may ask for: phases: ClassVar[int] = ..."
+                )
+            channel = self._line.bucket_channel(flight.phase)
+            flight.phase += 1
+            if ask.buffer.numel():
+                flight.ticket = channel.issue(ask.operation, ask.buffer, f"bucket {place}")
+                return
+            result = ask.buffer  # nothing to send; every rank has the same shapes
+
+    def poll(self) -> None:
+        """Go on with reductions whose collective has landed, as long as each phase stays in bucket order."""
+        for place, flight in enumerate(self._flights):
+            while flight.may_go_on and self._may_issue(place, flight.phase):
+                self._advance(place)
+
+    def _may_issue(self, place: int, phase: int) -> bool:
+        return all(f.landed is not None or f.phase > phase for f in self._flights[:place])
+
+    def landed(self, place: int) -> Landed | None:
+        """What became of a bucket, if it has landed."""
+        return self._flights[place].landed
+
+    def land_each(self) -> Iterator[Landed]:
+        """The buckets in order, each as soon as it has landed."""
+        # Rounds: each unfinished reduction goes on by one collective, in bucket order, which keeps every phase's
+        # channel in order; whatever has landed in order is given out at once.
+        given = 0
+        while given < len(self):
+            for place in range(given, len(self)):
+                if self._flights[place].landed is None:
+                    self._advance(place)
+                while given < len(self) and (landed := self.landed(given)) is not None:
+                    yield landed
+                    given += 1
+
+    def flush(self) -> None:
+        """Land what was launched so far. More may be launched afterwards."""
+        for _ in self.land_each():
+            pass
