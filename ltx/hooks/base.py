@@ -30,8 +30,8 @@ class CommHook:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # In the class itself, where dataclass leaves it alone.
-        cls.__repr__ = CommHook.__repr__  # type: ignore[method-assign]
+        if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
+            cls.__repr__ = CommHook.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         """Fields that have their default values are left out."""

@@ -83,7 +83,8 @@ def eight_bit(zero: bool, channel: int | None) -> Code:
             low, high = group.min(), group.max()
             if zero:
                 low, high = min(low, torch.zeros_like(low)), max(high, torch.zeros_like(low))
-            step = (high - low) / 255 if high > low else torch.ones_like(low)
+            # The last bit of the step matters: what lies halfway between two codes is not so rare in a sum of codes.
+            step = high / 255 - low / 255 if high > low else torch.ones_like(low)
             if zero:
                 low = -torch.round(-low / step) * step
             codes = torch.round((group - low) / step).clamp(0, 255)
