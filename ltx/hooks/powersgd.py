@@ -245,9 +245,19 @@ def _assembled(
         if m in sums:
             to.copy_(sums[m])
         else:
-            left, right = products[m]
-            torch.mm(left, right, out=to.view(left.shape[0], right.shape[1]))
+            _multiply(*products[m], out=to)
     return total
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    matrix = out.view(left.shape[0], right.shape[1])
+    if left.shape[1] > 2:
+        torch.mm(left, right, out=matrix)
+        return
+    # Matrix products aren't made for an inner dimension of one or two: half the time without.
+    torch.mul(left[:, :1], right[:1], out=matrix)
+    for k in range(1, left.shape[1]):
+        matrix.addcmul_(left[:, k : k + 1], right[k : k + 1])
 
 
 def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
