@@ -182,6 +182,8 @@ class WireSchedule(Schedule):
         if self.header is None:
             # A deferred pass, whose header is out already, is its train step's to watch.
             self._passage = self.line.passes.enter()
+            if self.hook.phases > 1:
+                self._passage.flush = self._flights.flush
             nothing = torch.zeros((), dtype=torch.float64, device=self.line.device)
             self.send_header(nothing, nothing)
 
@@ -219,6 +221,8 @@ class WireSchedule(Schedule):
         batch = grads[0].shape[: len(dims)]
         flat = pack(grads, bucket, hook.wire_dtype(bucket.dtype), hook.scale(self.plan.axis.size), batch)
         self._packed[index] = (flat, states)
+        if self._passage is not None and hook.phases > 1:
+            self.line.passes.flush_others(self._passage)
         # Strictly in bucket order: one that is ready early waits for those before it.
         while len(self._flights) in self._packed:
             place = len(self._flights)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._C import _functorch
 
-from ltx import tree
+from ltx import tree, wire
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.transforms.captured import watch_for_traced_values
@@ -64,7 +64,8 @@ class Call:
         wanted = [x for x in self.inputs if x.requires_grad]
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            found = torch.autograd.grad(self.outputs, wanted, one, retain_graph=True, allow_unused=True)
+            with wire.nested_run():
+                found = torch.autograd.grad(self.outputs, wanted, one, retain_graph=True, allow_unused=True)
             return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True))
 
         grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))

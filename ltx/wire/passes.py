@@ -10,12 +10,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
+
+# The runs of the engine that the present one is inside of.
+_enclosing: list[int] = []
+
+
+@contextmanager
+def nested_run() -> Iterator[None]:
+    """Around a run of the engine that may be inside another, whose passes go on afterwards."""
+    _enclosing.append(torch._C._current_graph_task_id())
+    try:
+        yield
+    finally:
+        _enclosing.pop()
 
 
 class BackwardPass:
@@ -79,8 +93,9 @@ class Passes:
         """A pass begins. The engine having dropped an earlier one shows here."""
         entered = BackwardPass()
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
-        # One that is under way in the same run of the engine goes on beside this one.
-        if any(earlier.task == -1 or earlier.task != entered.task for earlier in self._under_way):
+        # One that is under way in the same run of the engine, or in one around it, goes on beside this one.
+        alive = (entered.task, *_enclosing)
+        if any(earlier.task == -1 or earlier.task not in alive for earlier in self._under_way):
             self.leave("something was raised in it")
             self._under_way = []
         self._under_way.append(entered)

@@ -331,6 +331,44 @@ def test_a_graph_that_is_used_twice(ranks: Ranks) -> None:
         assert ranks(2).run(run, hook).replicated() == [9.0, 9.0, 9.0]
 
 
+@pytest.mark.parametrize("hook", [InTwoPhases(), InThreePhases()], ids=["two phases", "three phases"])
+def test_two_steps_in_one_loss_whose_hooks_take_several_phases(hook: CommHook, ranks: Ranks, seed: int) -> None:
+    """Later phases are issued whenever something has landed; those of one step mustn't pair with the other's."""
+    params = [_params(), _params()]
+
+    def loss(p: Params, rank: int, delays_s: list[float]) -> Tensor:
+        return sum(
+            (
+                torch.sin(Delay.apply(w, d, [], "") * (1 + rank)).sum()
+                for w, d in zip(p.values(), delays_s, strict=True)
+            ),
+            torch.zeros(()),
+        )
+
+    def around(p: Params, inner: Params, rank: int, delays_s: list[float]) -> Tensor:
+        """Its buckets begin before those of the step inside, and end after them."""
+        halves = [{name: w for name, w in p.items() if (name in NAMES[:3]) is first} for first in (True, False)]
+        before = loss(halves[0], rank, delays_s[:3])
+        inside = ltx.data_parallel(loss, _strategy(hook))(inner, rank, delays_s[3:9])
+        return before + inside + loss(halves[1], rank, delays_s[9:])
+
+    def on_rank() -> Any:
+        rank = int(ltx.axis_index())
+        drawn, found = random.Random(seed + rank), []
+        for _ in range(6):
+            delays_s = [drawn.choice([0.0, 0.002, 0.006]) for _ in 2 * NAMES]
+            step = ltx.data_parallel(around, _strategy(hook))
+            found.append(torch.func.grad(step, argnums=(0, 1))(*params, rank, delays_s))
+        return found
+
+    expected = [
+        {name: sum((1 + r) * torch.cos(w * (1 + r)) for r in range(3)) / 3 for name, w in p.items()} for p in params
+    ]
+    for found in ranks(3).run(on_rank):
+        for grads in found:
+            torch.testing.assert_close(list(grads), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_two_steps_in_one_loss(ranks: Ranks) -> None:
     """Two graphs whose backward passes interleave pair by step, not by arrival."""
 
