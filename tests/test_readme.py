@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import ltx
+
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -48,3 +50,17 @@ def test_simulated_ranks_agree_with_one_process(names: dict[str, Any]) -> None:
     for name, per_rank in names["per_rank"].items():
         for gradient in per_rank:
             torch.testing.assert_close(gradient, whole[name])
+
+
+def test_the_bytes_of_each_hook() -> None:
+    from benchmarks.models import Transformer
+    from ltx import hooks
+
+    params = dict(Transformer().named_parameters())
+    rows = re.findall(r"^\| (`[A-Z].*?) \|.*\| ([0-9.]+) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 10
+    for names, ratio in rows:
+        for name in re.findall(r"`(.*?)`", names):
+            hook = eval(name, vars(hooks))
+            step = ltx.data_parallel(lambda params: params, ltx.DDPStrategy(comm_hook=hook))
+            assert f"{ltx.explain(step, params, world=4).compression:.1f}" == ratio, name
