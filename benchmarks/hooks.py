@@ -1,4 +1,4 @@
-"""Time of a training step with each communication hook: ltx, torch DDP, DDP's own hooks and the local step, interleaved.
+"""Time of a training step with each communication hook: ltx, DDP, DDP's own hooks and the local step, interleaved.
 
     python -m benchmarks.hooks [--link loopback|1gbit|100mbit] [--iterations 60] [--hooks fp16 powersgd ...]
 
