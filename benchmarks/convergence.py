@@ -103,7 +103,7 @@ GOALS = {
 CHOSEN = ("fp32", *GOALS)
 
 #: What shows why Adam's eps matters.
-WITH_SMALL_EPS = ("fp32", "bytegrad", "onebit")
+WITH_SMALL_EPS = ("fp32", "powersgd 4", "bytegrad", "quantize", "onebit")
 
 
 class Task:
