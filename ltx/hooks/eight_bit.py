@@ -1,8 +1,8 @@
 """ByteGrad and Quantize: eight bits a number, on a grid between a group's least and greatest.
 
-    q = clamp(round((x - low) / step), 0, 255),    x^ = low + q * step,    |x^ - x| <= step / 2
-    ByteGrad:   low = min x,  step = (max x - min x) / 255
-    Quantize:   step = (max(x, 0) - min(x, 0)) / 255,  low = -round(-min(x, 0) / step) * step, so that 0 is on the grid
+    q = clamp(round((x - centre) / step), -128, 127),    x^ = centre + q * step,    |x^ - x| <= step / 2
+    ByteGrad:   centre = min x + 128 step,        step = (max x - min x) / 255
+    Quantize:   centre = (128 - zero) * step,     step = (max(x, 0) - min(x, 0)) / 255,  zero = round(-min(x, 0) / step)
 
 ByteGrad is Bagua's (Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB 2022, section
 3), Quantize the affine quantization of ``torch.distributed``'s quantization hooks (Jacob et al., "Quantization and
@@ -23,31 +23,31 @@ from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 
 @dataclass(frozen=True)
 class EightBitHook(ScatteredHook):
-    """Messages are ``[low, step] of each group, a byte for each number``."""
+    """Messages are ``[centre, step] of each group, a signed byte for each number``; the centre has the code 0."""
 
     def groups(self, m: int) -> int:
         """How many groups a row of m numbers has, each with a grid of its own."""
         return 1
 
     def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(low, step), each of shape ``(k, 1)``, for groups of shape ``(k, size)``."""
+        """(centre, step), each of shape ``(k, 1)``, for groups of shape ``(k, size)``."""
         raise NotImplementedError(f"{type(self).__name__} must define grid(groups)")
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         k, m = rows.shape
         groups = rows.view(k * self.groups(m), -1)
-        low, step = self.grid(groups)
-        # As int8: torch converts to it eight times faster than to uint8.
-        codes = torch.sub(groups, low).div_(step).round_().sub_(128).clamp(-128, 127).to(torch.int8)
-        grid = torch.cat([low.view(k, -1), step.view(k, -1)], 1)
+        centre, step = self.grid(groups)
+        # Where the step is 0 any code will do. int8, because torch converts to it eight times faster than to uint8.
+        codes = torch.sub(groups, centre).mul_(1 / step).round_().clamp(-128, 127).to(torch.int8)
+        grid = torch.cat([centre.view(k, -1), step.view(k, -1)], 1)
         return torch.cat([as_bytes(grid), as_bytes(codes.view(k, m))], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         k, count = messages.shape[0], self.groups(m)
         grid, start = from_bytes(messages, 0, 2 * count, dtype)
-        low, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
+        centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
         codes = messages[:, start:].view(torch.int8).to(dtype).view(k * count, -1)
-        return codes.add_(128).mul_(step).add_(low).view(k, m)
+        return codes.mul_(step).add_(centre).view(k, m)
 
 
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,15 +57,14 @@ def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _step(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    step = high / 255 - low / 255  # not (high - low) / 255, which may overflow
-    return torch.where(step == 0, torch.ones_like(step), step)
+    return high / 255 - low / 255  # not (high - low) / 255, which may overflow
 
 
 @dataclass(frozen=True)
 class ByteGrad(EightBitHook):
     """Eight bits a gradient, one grid for each rank's part of a bucket: a quarter of float32's bytes.
 
-    Two quantizations, the shares' and the sum's; each is off by half a step at most. The least number is exact.
+    Two quantizations, the shares' and the sum's; each is off by half a step at most.
 
     Args:
         error_feedback: keep what rounding loses for the next step.
@@ -83,7 +82,8 @@ class ByteGrad(EightBitHook):
 
     def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = _extremes(groups)
-        return low, _step(low, high)
+        step = _step(low, high)
+        return low + 128 * step, step
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,9 @@ class Quantize(EightBitHook):
         low, high = _extremes(groups)
         low, high = low.clamp(max=0), high.clamp(min=0)
         step = _step(low, high)
-        return -torch.round(-low / step).clamp(0, 255) * step, step
+        # One product, so that what is decoded of its code is 0 to the last bit.
+        zero = torch.round(-low / torch.where(step == 0, 1, step)).clamp(0, 255)
+        return (128 - zero) * step, step
 
 
 def check_positive(hook: object, *names: str) -> None:

@@ -131,7 +131,7 @@ class PowerSGD(PowerHook):
         firsts = [start @ matrices.mT for matrices, start in zip(stacks, starts, strict=True)]
         ask = Ask("sum", _joined([*firsts, *(parts[m] for m in whole)]))
         *firsts, whole_sums = _cut((yield ask), firsts)
-        firsts = [orthonormal(first) for first in firsts]
+        firsts = _orthonormal_all(firsts)
         seconds = [first @ matrices for matrices, first in zip(stacks, firsts, strict=True)]
         if groups:
             *seconds, _ = _cut((yield Ask("sum", _joined(seconds))), seconds)
@@ -258,6 +258,16 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> Non
     torch.mul(left[:, :1], right[:1], out=matrix)
     for k in range(1, left.shape[1]):
         matrix.addcmul_(left[:, k : k + 1], right[k : k + 1])
+
+
+def _orthonormal_all(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`orthonormal` of stacks of different shapes at once: padded with zeros, which changes nothing."""
+    if len(stacks) < 2:
+        return [orthonormal(stack) for stack in stacks]
+    ranks, length = max(s.shape[1] for s in stacks), max(s.shape[2] for s in stacks)
+    padded = [torch.nn.functional.pad(s, (0, length - s.shape[2], 0, ranks - s.shape[1])) for s in stacks]
+    done = orthonormal(torch.cat(padded)).split([len(s) for s in stacks])
+    return [part[:, : s.shape[1], : s.shape[2]] for part, s in zip(done, stacks, strict=True)]
 
 
 def orthonormal(matrices: torch.Tensor) -> torch.Tensor:

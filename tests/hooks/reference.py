@@ -84,11 +84,13 @@ def eight_bit(zero: bool, channel: int | None) -> Code:
             if zero:
                 low, high = min(low, torch.zeros_like(low)), max(high, torch.zeros_like(low))
             # The last bit of the step matters: what lies halfway between two codes is not so rare in a sum of codes.
-            step = high / 255 - low / 255 if high > low else torch.ones_like(low)
-            if zero:
-                low = -torch.round(-low / step) * step
-            codes = torch.round((group - low) / step).clamp(0, 255)
-            out[start : start + len(group)] = low + codes * step
+            step = high / 255 - low / 255
+            if step == 0:
+                out[start : start + len(group)] = low
+                continue
+            centre = (128 - torch.round(-low / step)) * step if zero else low + 128 * step
+            codes = torch.round((group - centre) * (1 / step)).clamp(-128, 127)
+            out[start : start + len(group)] = centre + codes * step
         return out
 
     return code

@@ -1,0 +1,433 @@
+"""Convergence with each communication hook: validation loss after a fixed number of steps, and the bytes that it took.
+
+    python -m benchmarks.convergence [--fresh] [--table] [--out FILE]
+
+Two tasks: the demo's GPT, small, on the characters of Python's own help texts, and scikit-learn's digits. Each hook
+trains from the same parameters on the same batches as fp32 does, over the seeds 0, 1 and 2, which were fixed before
+anything was run; learning rates, warm-ups and block sizes were chosen on other seeds. Ranks are simulated, and for some
+of the runs two processes. All worlds share the same global batches, so that they differ in communication alone.
+
+Bytes are those that rank 0 sends for gradients in the whole training, from ltx.explain; on processes what was recorded
+has to match. Every run is written to the results file as it ends, and one that stands there with the same settings
+isn't repeated; `--fresh` begins anew. The notebook 02_communication_hooks reads that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import attention
+from torch.nn.functional import cross_entropy
+
+import ltx
+from ltx import hooks
+from ltx.demo.model import GPT
+from ltx.demo.text import Corpus, read_topics
+
+Params = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+
+SEEDS = (0, 1, 2)
+RANKS = (16, 64)
+PROCESSES = 2
+RESULTS = Path(__file__).parent / "results" / "convergence.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is fixed for all hooks of a task."""
+
+    steps: int
+    batch_size: int  # of all ranks together
+    peak_lr: float
+    warm_up: int  # exact steps before hooks that want some
+    block: int  # numbers that share a scale, where a hook has blocks
+    eps: float | None = None  # Adam's
+
+
+SETTINGS = {
+    "digits": Settings(steps=300, batch_size=128, peak_lr=0.5, warm_up=30, block=32),
+    "gpt": Settings(steps=200, batch_size=64, peak_lr=4e-3, warm_up=60, block=32, eps=1e-3),
+    "gpt, eps 1e-8": Settings(steps=200, batch_size=64, peak_lr=4e-3, warm_up=60, block=32, eps=1e-8),
+}
+
+
+def hooks_of(settings: Settings) -> dict[str, hooks.CommHook]:
+    """Every hook, by the name that the tables use."""
+    k, block = settings.warm_up, settings.block
+    return {
+        "fp32": hooks.AllReduce(),
+        "fp16": hooks.FP16(),
+        "bf16": hooks.BF16(),
+        "bytegrad": hooks.ByteGrad(),
+        "quantize": hooks.Quantize(),
+        "quantize per channel": hooks.Quantize("channel", block),
+        "qsgd": hooks.QSGD(block=block),
+        "powersgd 4": hooks.PowerSGD(rank=4, start_step=k),
+        "powersgd 4 in bf16": hooks.cast(hooks.PowerSGD(rank=4, start_step=k), torch.bfloat16),
+        "batched powersgd 4": hooks.BatchedPowerSGD(rank=4, start_step=k),
+        "onebit": hooks.after(k, hooks.OneBit(block)),
+        "topk 5%": hooks.after(k, hooks.TopK(0.05)),
+        "randomk 20%": hooks.after(k, hooks.RandomK(0.2)),
+        "randomk 20% in bytes": hooks.after(k, hooks.chain(hooks.RandomK(0.2), hooks.ByteGrad())),
+        "onebit, no feedback": hooks.after(k, hooks.OneBit(block, error_feedback=False)),
+        "topk 5%, no feedback": hooks.after(k, hooks.TopK(0.05, error_feedback=False)),
+        "randomk 20%, no feedback": hooks.after(k, hooks.RandomK(0.2, error_feedback=False)),
+        "onebit from step 0": hooks.OneBit(block),
+        "noop": hooks.Noop(),
+    }
+
+
+#: hook -> how far its mean validation loss may be above fp32's
+GOALS = {
+    "powersgd 4": 0.01,
+    "bytegrad": 0.01,
+    "quantize": 0.01,
+    "quantize per channel": 0.01,
+    "onebit": 0.02,
+}
+
+#: What is also run on the larger simulated world and on processes.
+CHOSEN = ("fp32", *GOALS)
+
+#: What shows why Adam's eps matters.
+WITH_SMALL_EPS = ("fp32", "powersgd 4", "bytegrad", "quantize", "onebit")
+
+
+class Task:
+    """A model, its data and how it is trained."""
+
+    skeleton: nn.Module  # whose parameters aren't used
+    held_out: Batch
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # in SETTINGS
+        self.settings = SETTINGS[name]
+
+    def model(self) -> nn.Module:
+        """A new model, from torch's generator."""
+        raise NotImplementedError
+
+    def batch(self, step: int, seed: int) -> Batch:
+        """The global batch of a step, a function of its arguments."""
+        raise NotImplementedError
+
+    def optimizer(self) -> ltx.optim.Optimizer:
+        raise NotImplementedError
+
+    def lr(self, step: int) -> float:
+        """Up for a twentieth of the steps, then down to a hundredth along a cosine."""
+        steps, peak = self.settings.steps, self.settings.peak_lr
+        rise = max(1, steps // 20)
+        if step < rise:
+            return peak * (step + 1) / rise
+        return peak * (0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))))
+
+    def params(self, seed: int) -> Params:
+        """The first parameters."""
+        torch.manual_seed(seed)
+        return {name: p.detach().clone() for name, p in self.model().named_parameters()}
+
+    def loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross-entropy in nats."""
+        # The batched forms of torch's other attention kernels are loops, with a warning.
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            logits = functional_call(self.skeleton, params, (x,))
+        return cross_entropy(logits.flatten(0, -2), y.flatten())
+
+    @torch.no_grad()
+    def validate(self, params: Params, every: int = 1) -> float:
+        """The loss on what is held out, or on each `every`-th of it."""
+        x, y = (part[::every] for part in self.held_out)
+        return self.loss(params, x, y).item()
+
+
+class CharacterGPT(Task):
+    """The demo's GPT with 2 layers of width 32, on the texts of Python's help()."""
+
+    context = 32
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.corpus = Corpus.of(read_topics())
+        self.held_out = self.corpus.validation_windows(self.context)
+        self.skeleton = self.model()
+
+    def model(self) -> nn.Module:
+        return GPT(len(self.corpus.vocabulary), self.context, width=32, layers=2, heads=2)
+
+    def batch(self, step: int, seed: int) -> Batch:
+        return self.corpus.batch(step, self.settings.batch_size, self.context, seed)
+
+    def optimizer(self) -> ltx.optim.Optimizer:
+        adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=self.lr, eps=self.settings.eps, weight_decay=0.1)
+        return ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adamw)
+
+
+class Digits(Task):
+    """scikit-learn's 1,797 digits of 8 x 8 pixels, a fifth of them held out, and a network with one hidden layer."""
+
+    def __init__(self, name: str) -> None:
+        from sklearn.datasets import load_digits
+
+        super().__init__(name)
+        data = load_digits()
+        x, y = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+        held, rest = order[: len(x) // 5], order[len(x) // 5 :]
+        self.held_out, self.train = (x[held], y[held]), (x[rest], y[rest])
+        self.skeleton = self.model()
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = self.train
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        chosen = torch.randint(len(x), (self.settings.batch_size,), generator=generator)
+        return x[chosen], y[chosen]
+
+    def optimizer(self) -> ltx.optim.Optimizer:
+        return ltx.optim.from_torch(torch.optim.SGD, lr=self.lr, weight_decay=1e-3)
+
+
+TASKS = {"digits": Digits, "gpt": CharacterGPT, "gpt, eps 1e-8": CharacterGPT}
+
+
+def strategy_of(task: Task, hook: str) -> ltx.DDPStrategy:
+    """The strategy with the hook of that name."""
+    return ltx.DDPStrategy(comm_hook=hooks_of(task.settings)[hook])
+
+
+def bytes_of(task: Task, hook: str, ranks: int) -> int:
+    """What rank 0 sends for gradients in the whole training."""
+    strategy, params = strategy_of(task, hook), task.params(0)
+    step = ltx.data_parallel(task.loss, strategy)
+    by_hook: dict[hooks.CommHook | None, int] = {}
+    total = 0
+    for count in range(task.settings.steps):
+        in_force = strategy.hook(count)
+        if in_force not in by_hook:
+            by_hook[in_force] = ltx.explain(step, params, world=ranks, sync_step=count).bytes
+        total += by_hook[in_force]
+    return total
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training came to: validation losses of rank 0's parameters.
+
+    Attributes:
+        first_loss, loss: before the first step and after the last one.
+        curve: (steps done, loss on a part of what is held out).
+        apart: how far ranks' parameters are from their mean at the end, by its norm; 0 where they are equal to the bit.
+    """
+
+    first_loss: float
+    loss: float
+    curve: list[tuple[int, float]]
+    apart: float
+
+
+def simulated(task: Task, hook: str, seed: int, ranks: int) -> Outcome:
+    """Train on simulated ranks."""
+    step = ltx.data_parallel(task.loss, strategy_of(task, hook))
+    optimizer, params = task.optimizer(), task.params(seed)
+    drifting = hook == "noop"
+
+    def one_rank(params: Params, sync_state: Any, x: Tensor, y: Tensor) -> Any:
+        (grads, sync_state), _ = ltx.grad_and_value(step)(params, *ltx.shard((x, y)), sync_state=sync_state)
+        return grads, sync_state
+
+    def each(leaf: Tensor) -> Tensor:
+        return leaf.expand(ranks, *leaf.shape).clone()
+
+    # What ranks have in common is held once: parameters and the optimizer's state, as long as gradients are equal.
+    sync_state = ltx.tree.map(each, step.init(params))
+    params = ltx.tree.map(each, params) if drifting else params
+    opt_state = optimizer.init(params)
+    on_ranks = ltx.vmap(one_rank, in_dims=(0 if drifting else None, 0, None, None), axis_size=ranks)
+
+    def rank_0(tree: Params) -> Params:
+        return {name: leaf[0] for name, leaf in tree.items()}
+
+    def validate(every: int = 1) -> float:
+        return task.validate(rank_0(params) if drifting else params, every)
+
+    first_loss, curve = validate(), []
+    for index in range(task.settings.steps):
+        grads, sync_state = on_ranks(params, sync_state, *task.batch(index, seed))
+        if not drifting:
+            if not all((g == g[:1]).all() for g in grads.values()):
+                raise RuntimeError(f"{hook}, seed {seed}, step {index}: gradients differ between the ranks.")
+            grads = rank_0(grads)
+        params, opt_state = optimizer.apply(grads, opt_state, params)
+        if _is_mark(index + 1, task.settings.steps):
+            curve.append((index + 1, validate(every=8)))
+    return Outcome(first_loss, validate(), curve, _apart(list(params.values())) if drifting else 0.0)
+
+
+def _apart(leaves: list[Tensor]) -> float:
+    """The root mean square over ranks (dimension 0) of their distance from the mean, by the mean's norm."""
+    rows = torch.cat([leaf.flatten(1) for leaf in leaves], 1)
+    mean = rows.mean(0)
+    return ((rows - mean).norm(dim=1).square().mean().sqrt() / mean.norm()).item()
+
+
+def _is_mark(done: int, steps: int, marks: int = 15) -> bool:
+    return done * marks // steps > (done - 1) * marks // steps
+
+
+def one_process(task: Task, hook: str, seed: int) -> tuple[Outcome, bool]:
+    """Train on this process and its peers; and whether what was recorded is what was explained."""
+    step = ltx.data_parallel(task.loss, strategy_of(task, hook))
+    train = ltx.train_step(step, task.optimizer())
+    state = train.init(task.params(seed))
+    first_loss, curve, matched = task.validate(state.params), [], True
+    for index in range(task.settings.steps):
+        expected = ltx.explain(train, state) if index in (0, task.settings.steps - 1) else None
+        with ltx.record() as trace:
+            state, _ = train(state, *ltx.shard(task.batch(index, seed)))
+        matched = matched and (expected is None or expected.matches(trace))
+        if _is_mark(index + 1, task.settings.steps):
+            curve.append((index + 1, task.validate(state.params, every=8)))
+    everyone = [ltx.all_gather(leaf) for leaf in state.params.values()]
+    apart = 0.0 if all((leaf == leaf[:1]).all() for leaf in everyone) else _apart(everyone)
+    return Outcome(first_loss, task.validate(state.params), curve, apart), matched
+
+
+def on_processes(pool: ltx.Pool, task: Task, hook: str, seed: int) -> Outcome:
+    """Train on the processes of a pool; the outcome of rank 0."""
+    outcome, matched = pool.run(one_process, task, hook, seed).rank(0)
+    if not matched:
+        raise RuntimeError(f"{hook}: what was recorded isn't what ltx.explain said.")
+    return outcome
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training of the study."""
+
+    task: str
+    ranks: int
+    backing: str  # "simulated" or "processes"
+    hook: str
+    seed: int
+
+
+def cases() -> list[Case]:
+    """The study: the chosen hooks on every world, then the others on the smallest simulated one."""
+    found = []
+    for task in ("digits", "gpt"):
+        for ranks, backing in [*((n, "simulated") for n in RANKS), (PROCESSES, "processes")]:
+            found += [Case(task, ranks, backing, hook, seed) for hook in CHOSEN for seed in SEEDS]
+    found += [Case("gpt, eps 1e-8", RANKS[0], "simulated", hook, seed) for hook in WITH_SMALL_EPS for seed in SEEDS]
+    for task in ("digits", "gpt"):
+        others = [hook for hook in hooks_of(SETTINGS[task]) if hook not in CHOSEN]
+        found += [Case(task, RANKS[0], "simulated", hook, seed) for seed in SEEDS for hook in others]
+    return found
+
+
+def run(case: Case, task: Task, pool: Callable[[], ltx.Pool]) -> dict[str, Any]:
+    """Train, and tell everything about it."""
+    if case.backing == "processes":
+        outcome = on_processes(pool(), task, case.hook, case.seed)
+    else:
+        outcome = simulated(task, case.hook, case.seed, case.ranks)
+    return {**_settings(case), **asdict(outcome), "bytes": bytes_of(task, case.hook, case.ranks)}
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    settings = SETTINGS[case.task]
+    return {**asdict(case), "made": repr(hooks_of(settings)[case.hook]), "settings": asdict(settings)}
+
+
+def load(path: Path = RESULTS) -> dict[str, Any]:
+    """The results file: torch's version, and the runs."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def ratios(runs: list[dict[str, Any]], task: str, ranks: int, hook: str) -> list[float]:
+    """Validation loss by fp32's of the same seed, a ratio a seed."""
+    found = [r for r in runs if (r["task"], r["ranks"]) == (task, ranks)]
+    base = {r["seed"]: r["loss"] for r in found if r["hook"] == "fp32"}
+    return [r["loss"] / base[r["seed"]] for r in found if r["hook"] == hook and r["seed"] in base]
+
+
+def table(runs: list[dict[str, Any]], task: str, ranks: int) -> list[str]:
+    """Markdown: a row a hook."""
+    found = [r for r in runs if (r["task"], r["ranks"]) == (task, ranks)]
+    where = "processes" if ranks == PROCESSES else "simulated ranks"
+    lines = [
+        f"| {task}, {ranks} {where} | bytes of fp32's | validation loss | to fp32's | seed by seed | goal |",
+        "|---|---|---|---|---|---|",
+    ]
+    plain = next((r["bytes"] for r in found if r["hook"] == "fp32"), math.nan)
+    for hook in dict.fromkeys(r["hook"] for r in found):
+        rows = [r for r in found if r["hook"] == hook]
+        loss = statistics.mean(r["loss"] for r in rows)
+        each = ratios(runs, task, ranks, hook)
+        mean = statistics.mean(each) if each else math.nan
+        seeds = ", ".join(f"{value:.4f}" for value in each)
+        goal = GOALS.get(hook)
+        said = "" if goal is None else f"{1 + goal:.2f}, {'met' if mean <= 1 + goal else 'missed'}"
+        lines.append(f"| {hook} | {rows[0]['bytes'] / plain:.3f} | {loss:.4f} | {mean:.4f} | {seeds} | {said} |")
+    first = statistics.mean(r["first_loss"] for r in found)
+    return [*lines, "", f"Validation loss before the first step: {first:.4f}."]
+
+
+def main() -> None:
+    """Parse, run what isn't in the file, print Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
+    parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("error")
+
+    runs = load(arguments.out)["runs"] if arguments.out.exists() and not arguments.fresh else []
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    made: dict[str, Task] = {}
+    pools: list[ltx.Pool] = []
+
+    def pool() -> ltx.Pool:
+        if not pools:
+            pools.append(ltx.Pool(PROCESSES))
+        return pools[0]
+
+    try:
+        for case in [] if arguments.table else cases():
+            wanted = json.loads(json.dumps(_settings(case)))
+            if any(all(r.get(key) == value for key, value in wanted.items()) for r in runs):
+                continue
+            if case.task not in made:
+                made[case.task] = TASKS[case.task](case.task)
+            found = run(case, made[case.task], pool)
+            print(*asdict(case).values(), f"{found['loss']:.4f}", file=sys.stderr, flush=True)
+            runs = [r for r in runs if any(r[key] != value for key, value in asdict(case).items())] + [found]
+            lines = ",\n".join(json.dumps(r) for r in runs)
+            arguments.out.write_text(f'{{"torch": "{torch.__version__}", "runs": [\n{lines}\n]}}\n')
+    finally:
+        for each in pools:
+            each.close()
+
+    for task, ranks in dict.fromkeys((r["task"], r["ranks"]) for r in runs):
+        print("\n".join(table(runs, task, ranks)), end="\n\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
