@@ -19,6 +19,7 @@ import torch
 
 from ltx.errors import StrategyError
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
+from ltx.sync.reduction import is_plain
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class EightBitHook(ScatteredHook):
         groups = rows.view(k * self.groups(m), -1)
         centre, step = self.grid(groups)
         # Where the step is 0 any code will do. int8, because torch converts to it eight times faster than to uint8.
-        codes = torch.sub(groups, centre).mul_(1 / step).round_().clamp(-128, 127).to(torch.int8)
+        scaled = torch.sub(groups, centre).mul_(1 / step).round_()
+        scaled = (
+            scaled.clamp_(-128, 127) if is_plain(groups) else scaled.clamp(-128, 127)
+        )  # vmap has no rule for clamp_
+        codes = scaled.to(torch.int8)
         grid = torch.cat([centre.view(k, -1), step.view(k, -1)], 1)
         return torch.cat([as_bytes(grid), as_bytes(codes.view(k, m))], 1)
 

@@ -145,11 +145,13 @@ class PowerSGD(PowerHook):
                     states[m][Q] = following
         sizes = [parts[m].numel() for m in whole]
         sums = dict(zip(whole, whole_sums.split(sizes), strict=True))
-        total = _assembled(parts, products, sums)
+        # Over all ranks a part of 1/n each adds up to the total.
+        early = feedback and is_plain(share.flat)
+        total = _assembled(parts, products, sums, 1 / n if early else None)
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
-            # Over all ranks a part of 1/n each adds up to the total.
-            corrected.sub_(total, alpha=1 / n)
+            if not early:
+                corrected.sub_(total, alpha=1 / n)
             if ask.sent is not None:  # another hook has done the sums, so what travels whole has a residual too
                 sent = _cut(ask.sent(), firsts)[-1].split(sizes)
                 for m, mine in zip(whole, sent, strict=True):
@@ -236,8 +238,12 @@ def _assembled(
     parts: Sequence[torch.Tensor],
     products: dict[int, tuple[torch.Tensor, torch.Tensor]],
     sums: dict[int, torch.Tensor],
+    less: float | None,
 ) -> torch.Tensor:
-    """The flat total: part m is the product of its two thin matrices, or given in `sums`."""
+    """The flat total: part m is the product of its two thin matrices, or given in `sums`.
+
+    With `less`, that much of the total is taken off the parts, each while it is in the cache.
+    """
     if not is_plain(parts[0]):
         return _joined([sums[m] if m in sums else torch.mm(*products[m]) for m in range(len(parts))])
     total = parts[0].new_empty(sum(part.numel() for part in parts))
@@ -246,6 +252,8 @@ def _assembled(
             to.copy_(sums[m])
         else:
             _multiply(*products[m], out=to)
+        if less is not None:
+            parts[m].view(-1).sub_(to, alpha=less)
     return total
 
 

@@ -62,7 +62,10 @@ class ScatteredHook(LossyHook):
         # Decoded before it is sent: the wire may do with a buffer what it likes.
         mine = self.decode(outgoing, m, dtype) if feedback else None
         incoming = yield Ask("exchange", outgoing)
-        part = self.decode(incoming, m, dtype).sum(0)
+        # One message after the other, each while it is in the cache.
+        part = self.decode(incoming[:1], m, dtype)[0]
+        for place in range(1, n):
+            part.add_(self.decode(incoming[place : place + 1], m, dtype)[0])
         message = self.encode(part[None], second)
         lost = self.decode(message, m, dtype)[0] - part if feedback else None
         messages = yield Ask("all_gather", message[0])
