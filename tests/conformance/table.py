@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -493,7 +492,7 @@ def on_one_rank(cells: list[Cell], backend: str | None, equal: bool) -> list[Out
     return [
         attempt(
             lambda x, t, op=ops[op], transform=transforms[transform]: transform.per_rank(
-                partial(op.output, equal=equal), x, t
+                lambda x: op.output(x, equal=equal), x, t
             ),
             xs[rank],
             ts[rank],
