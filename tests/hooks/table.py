@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from ltx import hooks
@@ -72,4 +73,7 @@ COMBINED: dict[str, CommHook] = {
 }
 
 HOOKS: dict[str, CommHook] = {**{name: row.hook for name, row in ROWS.items()}, **COMBINED}
+#: One hook of each kind, for what takes long; the others join with --full.
+FEW = ("bytegrad", "qsgd", "onebit", "topk", "randomk", "powersgd 1", "randomk in eight bits", "onebit after 1")
+MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in HOOKS]
 FED_BACK = [name for name, hook in HOOKS.items() if "residual" in hook.state_names]

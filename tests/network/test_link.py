@@ -33,7 +33,7 @@ def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None
 
 @pytest.mark.network
 @pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not()))
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_step_sends_what_is_explained(n: int) -> None:
     """By the ledger's count exactly, and within 3% by that of each rank's interface without its packets' headers."""
     with links.link("1gbit", n) as link:

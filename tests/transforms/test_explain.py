@@ -137,7 +137,7 @@ WAYS: dict[str, Callable[[ltx.DataParallel, Params, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: type(hook).__name__)
 def test_is_what_is_recorded(ranks: Ranks, hook: CommHook, n: int, seed: int) -> None:
     params = _params()
