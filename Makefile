@@ -44,7 +44,7 @@ notebooks: $(VENV)/.test
 		$(BIN)/jupyter-execute --timeout=300 "$$notebook" || exit 1; \
 	done
 
-# Others beside it: python -m benchmarks.collectives, benchmarks.simulated.
+# Others beside it: python -m benchmarks.collectives, benchmarks.hooks, benchmarks.simulated, benchmarks.convergence.
 bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.step_time $(BENCH)
 
