@@ -5,48 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
 import ltx
 from ltx import hooks
-from ltx.hooks import Ask, CommHook, Reduction, Share
+from ltx.hooks import CommHook
 
 COUNTERS = Path("/sys/class/net/eth0/statistics")
 PACKET_HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with time stamps
-
-
-@dataclass(frozen=True)
-class InTwoPhases(CommHook):
-    """The mean as a reduce-scatter and an all-gather."""
-
-    phases: ClassVar[int] = 2
-
-    def reduce(self, share: Share) -> Reduction:
-        n, numel = share.axis_size, share.flat.numel()
-        padded = torch.nn.functional.pad(share.flat, (0, -numel % n))
-        part = yield Ask("reduce_scatter", padded.reshape(n, -1))
-        whole = yield Ask("all_gather", part.contiguous())
-        return whole.reshape(-1)[:numel], share.states
-
-
-@dataclass(frozen=True)
-class InBytes(CommHook):
-    """As compressors go: one byte an element is exchanged and gathered. Exact for the small integers below."""
-
-    exact: ClassVar[bool] = False
-    phases: ClassVar[int] = 2
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def reduce(self, share: Share) -> Reduction:
-        n, numel = share.axis_size, share.flat.numel()
-        rows = torch.nn.functional.pad(share.flat, (0, -numel % n)).reshape(n, -1).to(torch.int8)
-        mine = yield Ask("exchange", rows)
-        whole = yield Ask("all_gather", mine.sum(0, dtype=torch.int8))
-        return whole.reshape(-1)[:numel].to(share.flat.dtype) / n, share.states
 
 
 @dataclass(frozen=True)
@@ -75,8 +42,6 @@ LARGE = ((2500, 2000), (2000, 1500), (99,))
 ROWS: dict[str, Row] = {
     "AllReduce": Row(hooks.AllReduce()),
     "FP16": Row(hooks.FP16()),
-    "InTwoPhases": Row(InTwoPhases()),
-    "InBytes": Row(InBytes()),
     "ByteGrad": Row(hooks.ByteGrad(), tolerance=1e-5),
     "Quantize": Row(hooks.Quantize("channel"), tolerance=1e-5),
     "PowerSGD": Row(hooks.PowerSGD(16, start_step=2), LARGE, sync_step=2, tolerance=1e-3),
