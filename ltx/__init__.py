@@ -3,6 +3,8 @@
 A step is a pure function. Distribution is a transformation of it. A strategy is a value.
 """
 
+from typing import TYPE_CHECKING, Any
+
 # --- submodules
 from ltx import errors as errors
 from ltx import hooks as hooks
@@ -66,13 +68,26 @@ from ltx.transforms import sync_gradients as sync_gradients
 from ltx.transforms import train_step as train_step
 from ltx.transforms import uneven as uneven
 
-# --- planning
-from ltx.transforms.explain import Explanation as Explanation
-from ltx.transforms.explain import explain as explain
-
 # --- the wire
 from ltx.wire import axis_from_group as axis_from_group
 from ltx.wire import debug_checks as debug_checks
 from ltx.wire import record as record
 
+# --- planning, imported when first asked for: training doesn't need it
+if TYPE_CHECKING:
+    from ltx.transforms.explain import Explanation as Explanation
+    from ltx.transforms.explain import explain as explain
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Explanation", "explain"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ltx.transforms import explain
+
+    return getattr(explain, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "Explanation", "explain"})

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ltx.errors import StrategyError
 from ltx.sync.reduction import LeafState, Reduction, Share
 
 
@@ -61,6 +62,10 @@ class CommHook:
         """
         return {}
 
+    def states_of(self, entries: LeafState) -> LeafState:
+        """The part of a leaf's state that this hook reads."""
+        return {name: entries[name] for name in self.state_names if name in entries}
+
     def at(self, step: int) -> CommHook:
         """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged."""
         return self
@@ -84,3 +89,13 @@ class CommHook:
     def reduce(self, share: Share) -> Reduction:
         """Yield asks, return (the sum of all ranks' shares, the next states)."""
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
+
+
+def check_whole(hook: CommHook, least: int, *names: str) -> None:
+    """Raise unless the fields `names` are whole numbers of at least `least`."""
+    for name in names:
+        value = getattr(hook, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise StrategyError(
+                f"{type(hook).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
+            )

@@ -9,7 +9,7 @@ import torch
 
 from ltx.errors import StrategyError
 from ltx.hooks.allreduce import AllReduce
-from ltx.hooks.base import CommHook
+from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import LossyHook, Sending, Sent
 from ltx.sync.buckets import Bucket, leaves_of
@@ -29,8 +29,7 @@ class After(CommHook):
     first: CommHook = _EXACT
 
     def __post_init__(self) -> None:
-        if not isinstance(self.step, int) or isinstance(self.step, bool) or self.step < 0:
-            raise StrategyError(f"after: step must be a whole number of at least 0, got {self.step!r}.")
+        check_whole(self, 0, "step")
         for name in ("hook", "first"):
             _check_hook("after", getattr(self, name))
 

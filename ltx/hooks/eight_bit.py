@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from ltx.errors import StrategyError
+from ltx.hooks.base import check_whole
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 from ltx.sync.reduction import is_plain
 
@@ -40,9 +41,8 @@ class EightBitHook(ScatteredHook):
         centre, step = self.grid(groups)
         # Where the step is 0 any code will do. int8, because torch converts to it eight times faster than to uint8.
         scaled = torch.sub(groups, centre).mul_(1 / step).round_()
-        scaled = (
-            scaled.clamp_(-128, 127) if is_plain(groups) else scaled.clamp(-128, 127)
-        )  # vmap has no rule for clamp_
+        # vmap has no rule for clamp_.
+        scaled = scaled.clamp_(-128, 127) if is_plain(groups) else scaled.clamp(-128, 127)
         codes = scaled.to(torch.int8)
         grid = torch.cat([centre.view(k, -1), step.view(k, -1)], 1)
         return torch.cat([as_bytes(grid), as_bytes(codes.view(k, m))], 1)
@@ -115,7 +115,7 @@ class Quantize(EightBitHook):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "channel"):
             raise StrategyError(f'Quantize.per must be "tensor" or "channel", got {self.per!r}.')
-        check_positive(self, "channel")
+        check_whole(self, 1, "channel")
 
     def multiple(self) -> int:
         return self.channel if self.per == "channel" else 1
@@ -130,11 +130,3 @@ class Quantize(EightBitHook):
         # One product, so that what is decoded of its code is 0 to the last bit.
         zero = torch.round(-low / torch.where(step == 0, 1, step)).clamp(0, 255)
         return (128 - zero) * step, step
-
-
-def check_positive(hook: object, *names: str) -> None:
-    """Raise unless the fields `names` are positive whole numbers."""
-    for name in names:
-        value = getattr(hook, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise StrategyError(f"{type(hook).__name__}.{name} must be a positive whole number, got {value!r}.")

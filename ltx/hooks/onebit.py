@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ltx.errors import StrategyError
-from ltx.hooks.eight_bit import check_positive
+from ltx.hooks.base import check_whole
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 from ltx.sync.reduction import is_plain
 
@@ -40,7 +40,7 @@ class OneBit(ScatteredHook):
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_positive(self, "block")
+        check_whole(self, 1, "block")
         if self.block % 8:
             raise StrategyError(f"OneBit.block must be a multiple of 8, got {self.block}.")
 

@@ -23,8 +23,7 @@ import torch
 
 from ltx.errors import StrategyError
 from ltx.hooks.allreduce import AllReduce
-from ltx.hooks.base import CommHook
-from ltx.hooks.eight_bit import check_positive
+from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.lossy import LossyHook, Sending, Sent
 from ltx.hooks.noise import key_of, normal
 from ltx.sync.buckets import Leaf
@@ -55,11 +54,8 @@ class PowerHook(LossyHook):
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_positive(self, "rank")
-        if not isinstance(self.start_step, int) or isinstance(self.start_step, bool) or self.start_step < 0:
-            raise StrategyError(
-                f"{type(self).__name__}.start_step must be a whole number of at least 0, got {self.start_step!r}."
-            )
+        check_whole(self, 1, "rank")
+        check_whole(self, 0, "start_step")
 
     def at(self, step: int) -> CommHook:
         return AllReduce() if step < self.start_step else self

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 
 from ltx.errors import StrategyError
-from ltx.hooks.eight_bit import check_positive
-from ltx.hooks.noise import uniform
-from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes, random_keys
+from ltx.hooks.base import check_whole
+from ltx.hooks.noise import key_of, uniform
+from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 from ltx.sync.reduction import Share
 
 
@@ -46,7 +46,7 @@ class QSGD(ScatteredHook):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(self, "levels", "block")
+        check_whole(self, 1, "levels", "block")
         if self.levels > 127:
             raise StrategyError(f"QSGD.levels must be at most 127, got {self.levels}.")
 
@@ -54,7 +54,9 @@ class QSGD(ScatteredHook):
         return self.block
 
     def keys(self, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-        return random_keys(self.seed, share)
+        place = (self.seed, share.step, share.bucket.index)
+        first, second = (key_of(*place, turn, share.rank, device=share.flat.device) for turn in (0, 1))
+        return first, second
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         assert key is not None

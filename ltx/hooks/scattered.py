@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 
 from ltx.hooks.lossy import LossyHook, Sending, Sent
-from ltx.hooks.noise import key_of
 from ltx.sync.reduction import Ask, Share
 
 
@@ -81,14 +80,6 @@ class ScatteredHook(LossyHook):
             return (mine + here[:, None] * lost).view(-1)[:numel]
 
         return Sent(total[:numel], own, share.states)
-
-
-def random_keys(seed: int, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys for hooks with randomness: of the seed, the step, the bucket's place and the rank."""
-    first, second = (
-        key_of(seed, share.step, share.bucket.index, turn, share.rank, device=share.flat.device) for turn in (0, 1)
-    )
-    return first, second
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,18 +40,12 @@ class DDPStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.comm_hook, str):
-            named = hooks.BY_NAME.get(self.comm_hook)
-            if named is None:
-                raise StrategyError(
-                    f"DDPStrategy.comm_hook must be one of {sorted(hooks.BY_NAME)} or an ltx.hooks.CommHook, "
-                    f"got {self.comm_hook!r}."
-                )
+        if isinstance(self.comm_hook, str) and self.comm_hook in hooks.NAMED:
             # The name is short for the hook, and equal to it.
-            object.__setattr__(self, "comm_hook", named)
-        elif not isinstance(self.comm_hook, hooks.CommHook):
+            object.__setattr__(self, "comm_hook", getattr(hooks, hooks.NAMED[self.comm_hook])())
+        if not isinstance(self.comm_hook, hooks.CommHook):
             raise StrategyError(
-                f"DDPStrategy.comm_hook must be one of {sorted(hooks.BY_NAME)} or an ltx.hooks.CommHook, "
+                f"DDPStrategy.comm_hook must be one of {sorted(hooks.NAMED)} or an ltx.hooks.CommHook, "
                 f"got {self.comm_hook!r}."
             )
 

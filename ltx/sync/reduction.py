@@ -160,15 +160,13 @@ def pack_pure(grads: Sequence[torch.Tensor], bucket: Bucket, wire_dtype: torch.d
 
 def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
     """The parts of a flat buffer as views in their parameters' shapes and dtype."""
-    flat = flat.to(bucket.dtype)
-    batch = flat.shape[:-1]
-    parts = flat.split(bucket.sizes, dim=-1)
-    return [part.reshape((*batch, *leaf.shape)) for part, leaf in zip(parts, bucket.leaves, strict=True)]
+    return parts_of(flat.to(bucket.dtype), bucket)
 
 
 def parts_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """The parts of a flat buffer as views in their parameters' shapes."""
-    return [part.view(leaf.shape) for part, leaf in zip(flat.split(bucket.sizes), bucket.leaves, strict=True)]
+    """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch."""
+    batch, parts = flat.shape[:-1], flat.split(bucket.sizes, dim=-1)
+    return [part.reshape((*batch, *leaf.shape)) for part, leaf in zip(parts, bucket.leaves, strict=True)]
 
 
 def is_plain(x: torch.Tensor) -> bool:

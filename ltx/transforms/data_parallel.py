@@ -235,7 +235,7 @@ class DataParallel:
         assert state is not None
         found: list[LeafState] = []
         for i in wanted:
-            found.append(synchronise.states_of(hook, state.leaves.get(paths()[i], {})))
+            found.append(hook.states_of(state.leaves.get(paths()[i], {})))
             lost = [name for name, tensor in found[-1].items() if not synchronise.tracked(tensor)]
             if lost:
                 raise SyncStateError(

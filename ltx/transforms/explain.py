@@ -6,7 +6,6 @@ values. So what is counted is what the hook will ask for, and not a formula besi
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -126,6 +125,8 @@ class Explanation:
         return "\n".join([self._title(), *self._table(), *self._totals(), *(f"note: {text}" for text in self.notes)])
 
     def _repr_html_(self) -> str:
+        import html  # a dictionary of two thousand names, for notebooks alone
+
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _title(self) -> str:
@@ -280,7 +281,7 @@ def explain(
         return Explanation(inner.strategy, hook, size, rank, number, (), plain_bytes, notes)
     with _on_shapes_alone(hook, "the first state"):
         entries = inner.init(tree.unflatten(tree.flatten(params)[1], leaves)).leaves
-    states = [synchronise.states_of(hook, entries.get(paths[i], {})) for i in wanted]
+    states = [hook.states_of(entries.get(paths[i], {})) for i in wanted]
     plan = planned(hook, states)
     buckets = tuple(
         BucketExplanation(

@@ -88,7 +88,7 @@ def _reduce(
             f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )
     entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
-    states = [synchronise.states_of(hook, e) for e in entries]
+    states = [hook.states_of(e) for e in entries]
     plan = synchronise.make_plan(
         strategy,
         hook,

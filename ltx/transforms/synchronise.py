@@ -16,7 +16,6 @@ from ltx.errors import SyncStateError, UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync import marker
 from ltx.sync.buckets import Leaf, plan_buckets
-from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Plan, Schedule, WireSchedule, make_schedule
 from ltx.typing import Tree
 
@@ -31,11 +30,10 @@ def _plan(
     leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
     arrival: tuple[int, ...],
     names: Names,
-    step: int,
     agreement: wire.Agreement | None,
 ) -> Plan:
     buckets = plan_buckets(tuple(Leaf(*leaf) for leaf in leaves), arrival, *sizes)
-    return Plan(axis, hook, buckets, names, step, agreement)
+    return Plan(axis, hook, buckets, names, agreement=agreement)
 
 
 def make_plan(
@@ -73,18 +71,14 @@ def make_plan(
         )
         order = tuple(agreement.offer)
         line.open_phases(hook.phases)
-    return _plan(axis, hook, sizes, leaves, order, names, step if hook.stateful else 0, agreement)
+    plan = _plan(axis, hook, sizes, leaves, order, names, agreement)
+    return replace(plan, step=step) if hook.stateful else plan
 
 
 def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
     """The places among the `wanted` leaves of a tree in the order in which their gradients are expected."""
     place = {leaf: i for i, leaf in enumerate(wanted)}
     return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
-
-
-def states_of(hook: hooks.CommHook, entries: LeafState) -> LeafState:
-    """The part of a leaf's state that `hook` reads."""
-    return {name: entries[name] for name in hook.state_names if name in entries}
 
 
 def names_text(names: Names) -> str:

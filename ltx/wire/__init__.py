@@ -4,8 +4,6 @@ from ltx.wire.channel import Channel as Channel
 from ltx.wire.channel import Ticket as Ticket
 from ltx.wire.debug import Checks as Checks
 from ltx.wire.debug import debug_checks as debug_checks
-from ltx.wire.foreign import begin_foreign as begin_foreign
-from ltx.wire.foreign import wait_for_foreign as wait_for_foreign
 from ltx.wire.header import HEADER_BYTES as HEADER_BYTES
 from ltx.wire.header import Header as Header
 from ltx.wire.header import HeaderTicket as HeaderTicket

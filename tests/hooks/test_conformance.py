@@ -191,7 +191,7 @@ def test_is_a_value(name: str) -> None:
     assert "\n" not in repr(hook)
     assert replace(strategy_of(hook), bucket_bytes=1) != strategy_of(hook)
     if name in ROWS:
-        assert eval(repr(hook), vars(hooks)) == hook
+        assert eval(repr(hook), {known: getattr(hooks, known) for known in dir(hooks)}) == hook
     assert not hook.exact or name.startswith("onebit after") or isinstance(hook, hooks.After)
 
 

@@ -126,7 +126,7 @@ class ToTorch:
         hook = self.hook.at(self.step)
         mine = Bucket(bucket.index(), tuple(range(len(grads))), leaves_of(grads))
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
-        states = [{name: entry[name] for name in hook.state_names if name in entry} for entry in states]
+        states = [hook.states_of(entry) for entry in states]
         now.line.passes.flush_others(now.passage)
         self._agree(now.line, hook, names, grads, mine, states, bucket.is_last())
         # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.

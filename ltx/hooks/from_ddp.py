@@ -17,7 +17,8 @@ from ltx import wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Reduction, Share
+from ltx.sync.reduction import Reduction, Share, parts_of
+from ltx.wire.foreign import begin_foreign, wait_for_foreign
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -49,9 +50,7 @@ class LookAlike:
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer in the parameters' shapes."""
-        bucket = self._share.bucket
-        parts = self._buffer[: bucket.numel].split(bucket.sizes)
-        return [part.view(leaf.shape) for part, leaf in zip(parts, bucket.leaves, strict=True)]
+        return parts_of(self._buffer[: self._share.bucket.numel], self._share.bucket)
 
     def parameters(self) -> list[torch.Tensor]:
         """Not to be had."""
@@ -103,7 +102,7 @@ class FromTorch(CommHook):
     def reduce(self, share: Share) -> Reduction:
         line = self._line(share)
         label = f"{self!r} of bucket {share.bucket.index}"
-        wire.begin_foreign(line, label)
+        begin_foreign(line, label)
         bucket = LookAlike(share, self)
         try:
             future = self.hook(self.state, bucket)
@@ -111,7 +110,7 @@ class FromTorch(CommHook):
                 raise StrategyError(
                     f"rank {line.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
                 )
-            result = wire.wait_for_foreign(line, future, label)
+            result = wait_for_foreign(line, future, label)
         except RuntimeError as error:
             if bucket.refused is None or bucket.refused is error:
                 raise
