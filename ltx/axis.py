@@ -37,6 +37,19 @@ class VmapBacking:
     level: int
 
 
+@dataclass(frozen=True, eq=False)
+class ShapesBacking:
+    """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`.
+
+    Attributes:
+        rank: the one that is looked at.
+        answer: ``(operation, buffer, arguments)`` -> what that collective would give.
+    """
+
+    rank: int
+    answer: Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor] = field(repr=False)
+
+
 @dataclass(frozen=True)
 class Axis:
     """A named dimension of ranks.
@@ -49,12 +62,12 @@ class Axis:
 
     name: str
     size: int
-    backing: GroupBacking | VmapBacking | None = None
+    backing: GroupBacking | VmapBacking | ShapesBacking | None = None
 
     def index(self) -> torch.Tensor:
         """This rank's position on the axis, a 0-dim int64 tensor on every backing."""
         match self.backing:
-            case GroupBacking(rank=rank):
+            case GroupBacking(rank=rank) | ShapesBacking(rank=rank):
                 return torch.tensor(rank)
             case VmapBacking(level=level):
                 # What factories make is wrapped for the innermost level, which may lie inside the axis' own.

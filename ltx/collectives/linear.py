@@ -21,7 +21,7 @@ import torch
 from torch._C import _functorch
 
 from ltx import tree, wire
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 from ltx.wire import traced
@@ -97,6 +97,8 @@ class Linear(Function):
             return tuple(
                 _fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)]
             )
+        if isinstance(axis.backing, ShapesBacking):
+            return tuple(_on_shapes(rule, static, axis, axis.backing, x) for x in xs)
         assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
         line: wire.Line = axis.backing.line
         begin = _begin_compiled if compiled else _begin
@@ -158,6 +160,13 @@ def peeled_level() -> int:
 def stack(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
     """The values of all simulated ranks, on a new dimension in front."""
     return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: ShapesBacking, x: torch.Tensor) -> torch.Tensor:
+    if rule.operation is None:
+        return rule.before(x, axis.size, static)
+    answer = backing.answer(rule.operation, rule.before(x, axis.size, static), rule.arguments(static))
+    return rule.after(answer, backing.rank, axis.size, static)
 
 
 def _fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

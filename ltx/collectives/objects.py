@@ -148,4 +148,4 @@ def _line(what: str, axis: Axis) -> wire.Line | None:
             f"{what} has no simulated form: the simulated ranks of axis {axis.name!r} are one process and share its "
             "objects. Use the object itself, or ltx.broadcast for tensors."
         )
-    return axis.backing.line if axis.backing is not None else None
+    return axis.backing.line if isinstance(axis.backing, GroupBacking) else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ltx import tree, wire
-from ltx.axis import VmapBacking
+from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import all_gather
 from ltx.collectives.psum import axis_size, pmean, psum
@@ -118,5 +118,6 @@ def reduce_boolean_decision(decision: bool, all: bool = True, axis: Any = None) 
             f"reduce_boolean_decision has no simulated form: the ranks of axis {found.name!r} can't take different "
             'branches in one process. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.'
         )
-    said = torch.tensor(bool(decision), device=found.backing.line.device if found.backing is not None else None)
+    device = found.backing.line.device if isinstance(found.backing, GroupBacking) else None
+    said = torch.tensor(bool(decision), device=device)
     return bool((pmin if all else pmax)(said, found))

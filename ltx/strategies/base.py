@@ -2,33 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
+from ltx.optim.base import Optimizer
+from ltx.sync.exchange import Exchange
+from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
 
 MIB = 1 << 20
 
 
+#: How a leaf's values relate across ranks.
+Kind = Literal["replicated", "per_rank", "sharded"]
+#: Communication state by parameter path.
+States = dict[str, LeafState]
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
+
+    Checkpoints, replica checks and changes of the number of ranks read this.
+    """
+
+    params: Kind = "replicated"
+    buffers: Kind = "per_rank"
+    opt_state: Kind = "replicated"
+    sync_state: Kind = "per_rank"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When and where a strategy acts.
+
+    Attributes:
+        step: the number of steps before this one, a Python int that is the same on every rank.
+        axis: the ranks.
+    """
+
+    step: int
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step, ready to be done.
+
+    Attributes:
+        optimizer: whose part it is.
+        params, opt_state: as they are before it.
+        grads: as the hook has left them; one for each parameter.
+        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
+    """
+
+    optimizer: Optimizer
+    params: Tree
+    grads: Tree
+    opt_state: Tree
+    donate: bool = False
+
+    def apply(self) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state)"""
+        return self.optimizer.apply(self.grads, self.opt_state, self.params, donate=self.donate)
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What :meth:`Strategy.update` gives: all that a step changes, and what it leaves under way."""
+
+    params: Tree
+    opt_state: Tree
+    states: States
+    pending: Any = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """What a training step does besides the user's own work, at three places.
+    """What a training step does besides the user's own work.
 
     A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its
     schedules read the static number of steps so far; its state is explicit, in the communication state that the step
     is given and gives back.
 
-    * :meth:`before_forward`: the parameters that the step computes with.
     * :meth:`hook`: what is done to the gradients, bucket by bucket, during the backward pass.
-    * :meth:`after_update`: what becomes of the parameters that the optimizer gives.
+
+    The rest concerns whole training steps (:func:`ltx.train_step`) alone:
+
+    * :meth:`begin`: what is set going before the forward pass.
+    * :meth:`update`: the optimizer's part. Most strategies only say what becomes of the parameters afterwards:
+      :meth:`after_update`.
+    * :meth:`settle`: what is still under way between two steps lands.
+    * :meth:`talks_late`: whether ranks talk after the optimizer has run, so that a step must keep what it began with.
+
+    They talk through :meth:`exchange`: what is left of one when a rank fails doesn't mix with the next.
 
     Attributes:
         bucket_bytes: gradients travel in buckets of at most this many bytes.
@@ -75,15 +151,106 @@ class Strategy:
         """Whether a step needs communication state, be it only for the count of steps."""
         return _has_state(self)
 
-    def before_forward(self, params: Tree, states: dict[str, LeafState], step: int, axis: Axis) -> Tree:
-        """The parameters that the step sees."""
-        return params
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a bucket, and of the first one."""
+        return self.bucket_bytes, self.first_bucket_bytes
 
-    def after_update(
-        self, params: Tree, states: dict[str, LeafState], step: int, axis: Axis
-    ) -> tuple[Tree, dict[str, LeafState]]:
-        """What becomes of the updated parameters, and the next state."""
+    @property
+    def kinds(self) -> Kinds:
+        """How the parts of a train state relate across ranks."""
+        return Kinds()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`."""
+
+    def check_axis(self, axis: Axis) -> None:
+        """Raise :class:`ltx.errors.StrategyError` unless this strategy works on so many ranks."""
+
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        """The optimizer's state before the first step."""
+        return optimizer.init(params)
+
+    def begin(self, params: Tree, states: States, at: Moment, pending: Any) -> Any:
+        """Set going what is to be under way during the forward and the backward pass.
+
+        `pending` is what the last step left (None at first); what this returns is given to :meth:`update`. Where it
+        isn't None and the step then fails, peers are told.
+        """
+        return pending
+
+    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
+        """The optimizer's part of a step: ``update.apply()``, and whatever goes with it."""
+        params, opt_state = update.apply()
+        params, states = self.after_update(params, states, at)
+        return Updated(params, opt_state, states, pending)
+
+    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
+        """What becomes of the updated parameters, and the next state. Neither may be written to."""
         return params, states
+
+    def settle(self, params: Tree, states: States, at: Moment, pending: Any) -> tuple[Tree, States]:
+        """Land what is `pending` between two steps, on all ranks together."""
+        return params, states
+
+    def talks_late(self, step: int) -> bool:
+        """Whether :meth:`update` talks once the optimizer has run, in the step after `step` others.
+
+        The optimizer then doesn't update in place, so that a step in which a peer fails leaves its state as it was.
+        """
+        return type(self).after_update is not Strategy.after_update
+
+    @property
+    def updates_in_buckets(self) -> bool:
+        """Whether the optimizer may run bucket by bucket (``overlap="update"``): :meth:`update` is the plain one."""
+        return type(self).update is Strategy.update
+
+    @property
+    def talks_besides(self) -> bool:
+        """Whether a training step talks about more than gradients."""
+        mine = type(self)
+        return (
+            mine.begin is not Strategy.begin
+            or mine.update is not Strategy.update
+            or mine.after_update is not Strategy.after_update
+        )
+
+    def exchange(
+        self,
+        hook: CommHook,
+        tensors: Sequence[torch.Tensor],
+        paths: Sequence[str],
+        at: Moment,
+        states: Sequence[LeafState] = (),
+        *,
+        background: bool = False,
+    ) -> Exchange:
+        """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.land` gives the results.
+
+        Args:
+            hook: what is done: its reduction, on buckets of this strategy's sizes.
+            tensors: the same shapes and dtypes on every rank. They are copied before this returns.
+            paths: what errors call them.
+            at: the moment that the strategy was given.
+            states: the hook's state of each tensor.
+            background: to be landed much later, at the earliest after the backward pass; for a hook with one phase.
+        """
+        names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
+        plan = make_plan(
+            self,
+            self.sizes,
+            hook,
+            at.axis,
+            tensors,
+            range(len(tensors)),
+            names,
+            at.step,
+            lambda: list(paths),
+            f"{type(self).__name__}{' in the background' if background else ''}",
+            tuple(paths),
+            background=background,
+        )
+        return Exchange(plan, tensors, states, background)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:

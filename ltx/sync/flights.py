@@ -6,7 +6,7 @@ in bucket order, so that all ranks issue alike whatever order their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +37,10 @@ class _Flight:
 class Flights:
     """The reductions of one backward pass, in the order of their launches."""
 
-    def __init__(self, line: wire.Line):
+    def __init__(self, line: wire.Line, channel_of: Callable[[int], wire.Channel] | None = None, what: str = "bucket"):
         self._line = line
+        self._channel_of = channel_of or line.bucket_channel  # by phase
+        self._what = what
         self._flights: list[_Flight] = []
 
     def __len__(self) -> int:
@@ -67,13 +69,13 @@ class Flights:
                 return
             if flight.phase == flight.hook.phases:
                 raise StrategyError(
-                    f"rank {self._line.rank}: {flight.hook!r} asks for more than {flight.phase} collectives in bucket "
-                    f"{place}. Say how many it may ask for: phases: ClassVar[int] = ..."
+                    f"rank {self._line.rank}: {flight.hook!r} asks for more than {flight.phase} collectives in "
+                    f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."
                 )
-            channel = self._line.bucket_channel(flight.phase)
+            channel = self._channel_of(flight.phase)
             flight.phase += 1
             if ask.buffer.numel():
-                flight.ticket = channel.issue(ask.operation, ask.buffer, f"bucket {place}")
+                flight.ticket = channel.issue(ask.operation, ask.buffer, f"{self._what} {place}", ask.arguments)
                 return
             result = ask.buffer  # nothing to send; every rank has the same shapes
 
@@ -85,6 +87,12 @@ class Flights:
 
     def _may_issue(self, place: int, phase: int) -> bool:
         return all(f.landed is not None or f.phase > phase for f in self._flights[:place])
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them have landed, or would at once."""
+        self.poll()
+        return all(flight.landed is not None for flight in self._flights)
 
     def landed(self, place: int) -> Landed | None:
         """What became of a bucket, if it has landed."""

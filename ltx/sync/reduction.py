@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ltx.axis import Axis
+from ltx.axis import Axis, ShapesBacking
 from ltx.collectives.linear import Static, apply
 from ltx.sync.buckets import Bucket
 
@@ -27,14 +27,17 @@ class Ask:
 
     Attributes:
         operation: "sum", "all_gather" (gives a new first dimension), "reduce_scatter" (takes the first dimension),
-            "exchange" (row i of the first dimension goes to rank i, and row i comes from it).
+            "exchange" (row i of the first dimension goes to rank i, and row i comes from it), "permute" (as `arguments`
+            say; zeros come where no rank sends).
         buffer: contiguous; it belongs to the wire from here on.
+        arguments: of a permutation: source, destination, source, ...
         sent: set by a hook that answers a sum with less than the sum: gives what it took of `buffer`.
     """
 
     operation: str
     buffer: torch.Tensor
     sent: Callable[[], torch.Tensor] | None = None
+    arguments: Static = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def sum_of_shares(share: Share) -> Reduction:
 
 class Reducer(Protocol):
     """What the scheduler needs of a communication hook; :class:`ltx.hooks.CommHook` is the full contract."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def exact(self) -> bool:
@@ -131,12 +136,22 @@ class ExactMean:
 
 EXACT_MEAN = ExactMean()
 
-_RULES: dict[str, tuple[str, Static]] = {
-    "sum": ("psum", ()),
-    "all_gather": ("all_gather", (0, 0)),
-    "reduce_scatter": ("psum_scatter", (0, 0)),
-    "exchange": ("all_to_all", (0, 0)),
+
+def _collective(ask: Ask, axis: Axis) -> torch.Tensor:
+    if isinstance(axis.backing, ShapesBacking):
+        return axis.backing.answer(ask.operation, ask.buffer, ask.arguments)
+    static = ask.arguments if ask.operation == "permute" else _STATIC[ask.operation]
+    return apply(_RULES[ask.operation], static, axis, [ask.buffer])[0]
+
+
+_RULES = {
+    "sum": "psum",
+    "all_gather": "all_gather",
+    "reduce_scatter": "psum_scatter",
+    "exchange": "all_to_all",
+    "permute": "ppermute",
 }
+_STATIC: dict[str, Static] = {"sum": (), "all_gather": (0, 0), "reduce_scatter": (0, 0), "exchange": (0, 0)}
 
 
 def pack(
@@ -190,7 +205,7 @@ def reduce_at_once(
     hook: Reducer, axis: Axis, share: Share, collective: Callable[[Ask], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, Sequence[LeafState]]:
     """Drive one reduction to its end with differentiable collectives: the readable reference for the scheduler."""
-    answer = collective or (lambda ask: apply(*_RULES[ask.operation], axis, [ask.buffer])[0])
+    answer = collective or (lambda ask: _collective(ask, axis))
     reduction = hook.reduce(share)
     try:
         ask = next(reduction)

@@ -93,7 +93,7 @@ class Plan:
     def share(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[torch.Tensor]) -> Share:
         """The hook's view of a bucket."""
         backing = self.axis.backing
-        rank = backing.rank if isinstance(backing, GroupBacking) else self.axis.index() if backing is not None else 0
+        rank = self.axis.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
         last = bucket.index == len(self.buckets) - 1
         return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step, last, self.axis)
 
@@ -296,7 +296,7 @@ class GraphSchedule(Schedule):
             return lambda: buffer
         given = buffer.flatten(0, 1) if ask.operation == "reduce_scatter" and buffer.ndim > 1 else buffer
         shape = (size, *buffer.shape) if ask.operation == "all_gather" else None
-        pending = traced.start(ask.operation, given, size, self._group)
+        pending = traced.start(ask.operation, given, size, self._group, ask.arguments)
         return lambda: traced.wait(pending) if shape is None else traced.wait(pending).reshape(shape)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -17,8 +17,10 @@ import torch
 from ltx import tree, wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import StepError, StrategyError, SyncStateError
+from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
+from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState
 from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
@@ -113,32 +115,42 @@ class DataParallel:
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
             marked = self._mark_in_graph(params, leaves, sync_state, counted if step is None else step)
+            local = False
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             counted = sync_state.checked_step() if sync_state is not None else 0
-            marked = self._mark(params, leaves, spec, sync_state, counted if step is None else step, deferred)
+            hook = self.strategy.hook(counted if step is None else step)
+            marked = self._mark(params, leaves, spec, sync_state, hook, counted if step is None else step, deferred)
+            local = hook is None
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
         output = self.fn(*self._replaced(args, given), **kwargs)
         if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
             refuse_captured(self.fn, output, (marked.leaves, args, kwargs))
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
-        return Run(tied, self.axis, marked.schedule, mean=self.outputs == "mean", blocked=self.blocked)
+        return Run(tied, self.axis, marked.schedule, mean=self.outputs == "mean", blocked=self.blocked, local=local)
 
     def _mark(
-        self, params: Tree, leaves: list[Any], spec: Any, sync_state: SyncState | None, step: int, deferred: bool
+        self,
+        params: Tree,
+        leaves: list[Any],
+        spec: Any,
+        sync_state: SyncState | None,
+        hook: CommHook | None,
+        step: int,
+        deferred: bool,
     ) -> Marked:
         axis = wire.resolve(self.axis)
-        hook = None if self.blocked else self.strategy.hook(step)
-        if hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
+        if self.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
             return self._mark_nothing(leaves, sync_state, axis)
         wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
         if not wanted:
             return Marked(leaves)
         paths = functools.cache(lambda: tree.leaf_paths(params))
         states = self._states(sync_state, paths, wanted, hook)
-        plan = synchronise.make_plan(
+        plan = make_plan(
             self.strategy,
+            self.strategy.sizes,
             hook,
             axis,
             [leaves[i] for i in wanted],

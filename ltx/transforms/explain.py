@@ -19,6 +19,7 @@ from ltx.axis import DEFAULT_NAME, Axis
 from ltx.errors import InputError, LtxError, StepError, StrategyError, UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync.buckets import Bucket
+from ltx.sync.planning import make_plan
 from ltx.sync.reduction import Ask, LeafState, reduce_at_once
 from ltx.sync.schedule import Plan
 from ltx.transforms import synchronise
@@ -272,7 +273,7 @@ def explain(
     def planned(hook: hooks.CommHook, states: Sequence[LeafState]) -> Plan:
         names = tuple(tuple(state) for state in states)
         axis = Axis(DEFAULT_NAME, size)
-        return synchronise.make_plan(inner.strategy, hook, axis, given, order, names, number, list, "", None)
+        return make_plan(inner.strategy, inner.strategy.sizes, hook, axis, given, order, names, number, list, "", None)
 
     plain = planned(hooks.AllReduce(), [{} for _ in wanted])
     plain_bytes = sum(wire.bytes_sent("sum", _meta((b.numel,), b.dtype), size) for b in plain.buckets)
@@ -318,7 +319,7 @@ def _collectives(
                 "ask for: phases: ClassVar[int] = ..."
             )
         match ask.operation:
-            case "sum" | "exchange":
+            case "sum" | "exchange" | "permute":
                 answered = buffer
             case "all_gather":
                 answered = buffer.new_empty((size, *buffer.shape))
@@ -327,7 +328,7 @@ def _collectives(
             case other:
                 raise StrategyError(
                     f"{hook!r} asks for {other!r} in bucket {bucket.index}. A reduction may ask for sum, all_gather, "
-                    "reduce_scatter and exchange."
+                    "reduce_scatter, exchange and permute."
                 )
         sent = wire.bytes_sent(ask.operation, buffer, size)
         found.append(Collective(ask.operation, tree.describe(buffer), sent))
@@ -364,11 +365,8 @@ def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int, trains: b
         notes.append("a world of one talks to nobody; see what others would send with world=...")
     elif not hook.exact:
         notes.append(f"under second derivatives {hook!r} counts as the exact mean, and sends that")
-    notes.extend(
-        f"{type(strategy).__name__} also works on parameters ({name}), which isn't counted"
-        for name in ("before_forward", "after_update")
-        if trains and getattr(type(strategy), name) is not getattr(Strategy, name)
-    )
+    if trains and strategy.talks_besides:
+        notes.append(f"{type(strategy).__name__} also works on parameters, which isn't counted")
     return tuple(notes)
 
 

@@ -53,6 +53,7 @@ class Run:
         schedule: as in :class:`Marked`.
         mean: the value is the mean over ranks.
         blocked: the value and its gradients are this rank's own.
+        local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
     """
 
     output: Any
@@ -60,6 +61,7 @@ class Run:
     schedule: Schedule | None
     mean: bool
     blocked: bool
+    local: bool = False
 
     @property
     def weighted(self) -> bool:
@@ -86,10 +88,11 @@ class Run:
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
         total, weight = output.checked()
-        if not self.blocked:
+        alone = self.blocked or self.local
+        if not alone:
             total, weight = collectives.psum((total, weight), self.axis)
         if not torch.compiler.is_compiling() and bool((unwrapped(weight) == 0).any()):
-            whose = "this rank's weight is 0" if self.blocked else "the weights of all ranks add up to 0"
+            whose = "this rank's weight is 0" if alone else "the weights of all ranks add up to 0"
             raise WeightError(
                 f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
                 "them."

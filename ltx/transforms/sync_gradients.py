@@ -10,6 +10,7 @@ from ltx import tree, wire
 from ltx.errors import SyncStateError
 from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
+from ltx.sync.planning import make_plan
 from ltx.transforms import synchronise
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
@@ -89,8 +90,9 @@ def _reduce(
         )
     entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
     states = [hook.states_of(e) for e in entries]
-    plan = synchronise.make_plan(
+    plan = make_plan(
         strategy,
+        strategy.sizes,
         hook,
         wire.resolve(axis),
         grads,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,75 +14,15 @@ from ltx.axis import Axis, GroupBacking
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync import marker
-from ltx.sync.buckets import Leaf, plan_buckets
+from ltx.sync.planning import Names, make_plan
 from ltx.sync.schedule import Plan, Schedule, WireSchedule, make_schedule
 from ltx.typing import Tree
-
-Names = tuple[tuple[str, ...], ...]
-
-
-@lru_cache(maxsize=256)
-def _plan(
-    axis: Axis,
-    hook: hooks.CommHook,
-    sizes: tuple[int, int],
-    leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
-    arrival: tuple[int, ...],
-    names: Names,
-    agreement: wire.Agreement | None,
-) -> Plan:
-    buckets = plan_buckets(tuple(Leaf(*leaf) for leaf in leaves), arrival, *sizes)
-    return Plan(axis, hook, buckets, names, agreement=agreement)
-
-
-def make_plan(
-    strategy: Strategy,
-    hook: hooks.CommHook,
-    axis: Axis,
-    tensors: Sequence[torch.Tensor],
-    arrival: Sequence[int],
-    names: Names,
-    step: int,
-    paths: Callable[[], list[str]],
-    operation: str,
-    structure: Any,
-    compare: bool = True,
-) -> Plan:
-    """The plan for reducing `tensors`; ranks compare it when they meet it for the first time.
-
-    `arrival` is the order in which this rank expects its gradients; all take rank 0's. `step` matters to stateful hooks
-    alone; `structure` is that of the tree they come from. Without `compare` (inside a graph, where nothing can be
-    waited for) nothing is compared.
-    """
-    leaves = tuple((t.shape, t.dtype, t.device) for t in tensors)
-    sizes = (strategy.bucket_bytes, strategy.first_bucket_bytes)
-    order = tuple(arrival)
-    agreement = None
-    if compare and isinstance(axis.backing, GroupBacking):
-        line: wire.Line = axis.backing.line
-        agreement = line.meet(
-            line.bucket_channel(0),
-            (operation, strategy, hook, leaves, names, structure),  # not the order: it may differ
-            lambda: wire.Signature.of(
-                operation, paths(), list(tensors), f"{hook!r} with {names_text(names)}buckets of {sizes} bytes"
-            ),
-            offer=list(order),
-        )
-        order = tuple(agreement.offer)
-        line.open_phases(hook.phases)
-    plan = _plan(axis, hook, sizes, leaves, order, names, agreement)
-    return replace(plan, step=step) if hook.stateful else plan
 
 
 def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
     """The places among the `wanted` leaves of a tree in the order in which their gradients are expected."""
     place = {leaf: i for i, leaf in enumerate(wanted)}
     return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
-
-
-def names_text(names: Names) -> str:
-    """The states of a hook in the words of an error."""
-    return f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
 
 
 def tracked(tensor: torch.Tensor) -> bool:
@@ -148,7 +87,9 @@ def _schedule_in_graph(
     key: str, operation: str, tensors: Sequence[torch.Tensor], arrival: tuple[int, ...], names: Names, step: int
 ) -> Schedule:
     strategy, hook, axis = _traced[key]
-    plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False)
+    plan = make_plan(
+        strategy, strategy.sizes, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False
+    )
     return make_schedule(plan, compiled=True)
 
 

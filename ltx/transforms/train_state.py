@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ltx import tree
 from ltx.errors import DonatedStateError
 from ltx.optim import TorchState
+from ltx.strategies.base import Kinds
 from ltx.typing import Tree
-
-#: How a leaf's values relate across ranks.
-Kind = Literal["replicated", "per_rank", "sharded"]
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
-
-    Checkpoints, replica checks and changes of the number of ranks read this.
-    """
-
-    params: Kind = "replicated"
-    buffers: Kind = "per_rank"
-    opt_state: Kind = "replicated"
-    sync_state: Kind = "per_rank"
 
 
 class _Lease:
@@ -53,6 +38,7 @@ class TrainState:
         sync_state: the communication state, an :class:`ltx.SyncState`.
         step: the number of steps done, a Python int.
         kinds: how each part relates across ranks.
+        pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
     """
 
     params: Tree
@@ -61,7 +47,11 @@ class TrainState:
     sync_state: Any
     step: int = 0
     kinds: Kinds = field(default_factory=Kinds)
+    pending: Any = field(default=None, repr=False)
     _lease: _Lease = field(default_factory=_Lease, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pending": None}  # what is under way belongs to this process
 
     def check_owned(self) -> None:
         """Raise :class:`ltx.errors.DonatedStateError` if this state's tensors were given away."""

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from ltx import collectives, tree, wire
-from ltx.axis import Axis
-from ltx.errors import OptimError, StepError, StrategyError, TreeError, WeightError
+from ltx.axis import Axis, GroupBacking
+from ltx.errors import OptimError, StepError, StrategyError, TreeError, UnsupportedError, WeightError
 from ltx.optim import Optimizer, grad_norm
+from ltx.strategies.base import Moment, Strategy, Update, Updated
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.run import Run
@@ -57,6 +58,13 @@ class TrainStep:
             raise StrategyError(f'guard must be "off", got {self.guard!r}.')
         if self.overlap not in ("backward", "update"):
             raise StrategyError(f'overlap must be "backward" or "update", got {self.overlap!r}.')
+        strategy = self.step.strategy
+        strategy.check_optimizer(self.optimizer)
+        if self.overlap == "update" and not strategy.updates_in_buckets:
+            raise StrategyError(
+                f'overlap="update" applies the optimizer bucket by bucket, and {type(strategy).__name__} does its part '
+                'on all parameters together. Use overlap="backward".'
+            )
         if self.overlap == "update" and not self.optimizer.leafwise:
             raise StrategyError(
                 f'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
@@ -80,13 +88,15 @@ class TrainStep:
                 )
         if buffers is not None:
             tree.check_tensors(buffers, "buffers")
-        axis = self.step.axis
+        strategy, axis = self.step.strategy, wire.resolve(self.step.axis)
+        strategy.check_axis(axis)
         params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
         buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
         sync_state = self.step.init(params)
         if not torch._C._are_functorch_transforms_active():
             sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))
-        return TrainState(params, buffers, self.optimizer.init(params), sync_state)
+        opt_state = strategy.init_optimizer(self.optimizer, params, axis)
+        return TrainState(params, buffers, opt_state, sync_state, kinds=strategy.kinds)
 
     def __call__(self, state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
@@ -98,9 +108,23 @@ class TrainStep:
         state.check_owned()
         axis = wire.resolve(self.step.axis)
         sync: SyncState = state.sync_state
-        strategy, steps = self.step.strategy, sync.checked_step()
-        seen = strategy.before_forward(state.params, sync.leaves, steps, axis)
-        leaves, spec = tree.flatten(seen)
+        strategy, moment = self.step.strategy, Moment(sync.checked_step(), axis)
+        strategy.check_axis(axis)
+        pending = strategy.begin(state.params, sync.leaves, moment, state.pending)
+        late = axis.size > 1 and strategy.talks_late(moment.step)
+        try:
+            return self._step(state, batch, moment, pending, late)
+        except BaseException as error:
+            if (late or pending is not None) and isinstance(axis.backing, GroupBacking):
+                axis.backing.line.passes.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def _step(
+        self, state: TrainState, batch: Sequence[Any], at: Moment, pending: Any, late: bool
+    ) -> tuple[TrainState, Metrics]:
+        """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
+        sync, strategy = state.sync_state, self.step.strategy
+        leaves, spec = tree.flatten(state.params)
         leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
         trained = [i for i, x in enumerate(leaves) if x.requires_grad]
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
@@ -109,34 +133,54 @@ class TrainStep:
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with torch.enable_grad():
-            run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=steps)
+            run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=at.step)
             loss, buffers, aux = self._outputs(run, state.buffers)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
         if schedule is not None:
             schedule.send_header(total.detach(), torch.ones_like(total) if weight is None else weight)
-        update = _Update(self, state, [leaves[i] for i in trained], trained, sync_leaves)
+        work = _Work(self, state, [leaves[i] for i in trained], trained, sync_leaves, self.donate and not late)
         if schedule is not None:
             try:
-                update.backward(total)
-                params, opt_state, sync_flat, header = update.land(schedule, weighted=weight is not None)
+                work.backward(total)
+                done, header = work.land(schedule, weighted=weight is not None)
             except BaseException as error:
                 schedule.abandon(error)
                 raise
             mean = (header.total / header.weight).to(total.dtype)
         else:
-            mean, divisor = _mean_at_once(total, weight, axis)
-            params, opt_state, sync_flat = update.at_once(total, divisor)
-        entries = tree.unflatten(sync_spec, sync_flat)
-        params, entries = strategy.after_update(params, entries, steps, axis)
-        if self.donate and sync_flat:
+            mean, divisor = _mean_at_once(total, weight, at.axis, local=strategy.hook(at.step) is None)
+            done = work.at_once(total, divisor)
+        states = tree.unflatten(sync_spec, done.sync_flat)
+        if done.grads is None:
+            params, states = strategy.after_update(done.params, states, at)
+            updated = Updated(params, done.opt_state, states, pending)
+        else:
+            updated = strategy.update(work.update(done.grads), states, at, pending)
+        states = updated.states
+        if self.donate and done.sync_flat:
             # The next step writes into the parameters; a strategy may have returned one tensor as both.
-            entries = _unshared(entries, params)
-        next_sync = SyncState(entries, sync.uses, sync.clock, steps + 1)
+            states = _unshared(states, updated.params)
+        next_sync = SyncState(states, sync.uses, sync.clock, at.step + 1)
         if self.donate:
             state.donate()
-        next_state = TrainState(params, buffers, opt_state, next_sync, state.step + 1, state.kinds)
-        return next_state, Metrics(mean, aux, grad_norm(opt_state))
+        next_state = TrainState(
+            updated.params, buffers, updated.opt_state, next_sync, state.step + 1, state.kinds, updated.pending
+        )
+        return next_state, Metrics(mean, aux, grad_norm(updated.opt_state))
+
+    def settle(self, state: TrainState) -> TrainState:
+        """`state` with all landed that its strategy has under way between two steps, as an asynchronous one has.
+
+        Every rank calls it, after its last step or before it looks at the parameters; other strategies give the state
+        back as it is. Training may go on afterwards.
+        """
+        state.check_owned()
+        at = Moment(state.sync_state.checked_step(), wire.resolve(self.step.axis))
+        if not self.step.strategy.talks_besides:
+            return state
+        params, states = self.step.strategy.settle(state.params, state.sync_state.leaves, at, state.pending)
+        return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
 
     def _arguments(self, params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
         return (params, *batch) if buffers is None else (params, buffers, *batch)
@@ -168,14 +212,19 @@ class TrainStep:
         """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
         if not torch.compiler.is_compiling():
             state.check_owned()
-        axis = wire.resolve(self.step.axis) if not torch.compiler.is_compiling() else Axis("data", 1)
         strategy, sync = self.step.strategy, state.sync_state
-        steps = sync.checked_step()
+        if torch.compiler.is_compiling():
+            _refuse_in_graph(strategy)
+            axis = Axis("data", 1)
+        else:
+            axis = wire.resolve(self.step.axis)
+            strategy.check_axis(axis)
+        at = Moment(sync.checked_step(), axis)
         stateful = bool(sync.leaves) or strategy.stateful
         others: list[Any] = []
 
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
-            run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=steps)
+            run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=at.step)
             loss, buffers, aux = self._outputs(run, state.buffers)
             value = run.value()
             value = value[0] if isinstance(value, tuple) else value
@@ -188,24 +237,51 @@ class TrainStep:
             ]
             return value, [x for x in rest if isinstance(x, torch.Tensor)]
 
-        seen = strategy.before_forward(state.params, sync.leaves, steps, axis)
-        given = Synced(seen, sync) if stateful else seen
+        pending = strategy.begin(state.params, sync.leaves, at, None)
+        given = Synced(state.params, sync) if stateful else state.params
         grads, (loss, tensors) = torch.func.grad_and_value(mean, has_aux=True)(given)
         structure, weighted, rest = others
         aux_tensors = iter(tensors)
         buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-        if not weighted:
+        if not weighted and (torch.compiler.is_compiling() or strategy.hook(at.step) is not None):
             loss = collectives.pmean(loss, self.step.axis)
-        entries = grads.sync_state.leaves if stateful else sync.leaves
-        params, opt_state = self.optimizer.apply(grads.params if stateful else grads, state.opt_state, state.params)
-        params, entries = strategy.after_update(params, entries, steps, axis)
-        next_sync = SyncState(entries, sync.uses, sync.clock, steps + 1)
-        next_state = TrainState(params, buffers, opt_state, next_sync, state.step + 1, state.kinds)
-        return next_state, Metrics(loss, aux, grad_norm(opt_state))
+        states = grads.sync_state.leaves if stateful else sync.leaves
+        update = Update(self.optimizer, state.params, grads.params if stateful else grads, state.opt_state)
+        updated = strategy.update(update, states, at, pending)
+        if updated.pending is not None:
+            raise UnsupportedError(
+                f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to land "
+                "within a step there."
+            )
+        next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
+        next_state = TrainState(updated.params, buffers, updated.opt_state, next_sync, state.step + 1, state.kinds)
+        return next_state, Metrics(loss, aux, grad_norm(updated.opt_state))
+
+
+def _refuse_in_graph(strategy: Strategy) -> None:
+    """Run by Dynamo at trace time, where its axis isn't there."""
+    if strategy.talks_besides:
+        raise UnsupportedError(
+            f"{strategy!r} talks about more than gradients in a training step, which a compiled graph can't hold. "
+            "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+
+
+_refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class _Update:
+class _Done:
+    """What the backward pass has come to: the reduced gradients; or, by bucket, None and what the optimizer made."""
+
+    grads: list[torch.Tensor] | None
+    sync_flat: list[torch.Tensor]
+    params: Tree = None
+    opt_state: Tree = None
+
+
+@dataclass(frozen=True)
+class _Work:
     """The second half of an eager step: backward pass, landing, optimizer."""
 
     train: TrainStep
@@ -213,6 +289,7 @@ class _Update:
     leaves: list[torch.Tensor]  # differentiable leaves of this step's graph
     trained: list[int]  # their positions among the parameters' leaves
     sync_leaves: list[torch.Tensor]
+    donate: bool
 
     def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of `total` with respect to parameters and communication state."""
@@ -224,7 +301,7 @@ class _Update:
         torch.autograd.backward(total, inputs=inputs)
         return [x.grad for x in inputs]
 
-    def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> tuple[Tree, Tree, list[torch.Tensor]]:
+    def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> _Done:
         """Without a wire: all gradients are there after the backward pass. `divisor`: that of a Weighted's."""
         found = self.backward(total)
         count = len(self.leaves)
@@ -232,9 +309,9 @@ class _Update:
         if divisor is not None:
             grads = [g / divisor.to(g.dtype) for g in grads]
         states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
-        return *self._apply(grads), [x.detach() for x in states]
+        return _Done(grads, [x.detach() for x in states])
 
-    def land(self, schedule: WireSchedule, weighted: bool) -> tuple[Tree, Tree, list[torch.Tensor], wire.Header]:
+    def land(self, schedule: WireSchedule, weighted: bool) -> tuple[_Done, wire.Header]:
         """Land every bucket and the header, then update; or bucket by bucket, with overlap="update"."""
         by_bucket = self.train.overlap == "update"
         scale = self._weighted_scale(schedule) if weighted else None
@@ -254,8 +331,8 @@ class _Update:
         assert header is not None
         flat = self._flat_states(schedule, states)
         if targets is None:
-            return *self._apply([grads[m] for m in range(len(self.leaves))]), flat, header
-        return params, self.train.optimizer.advance(opt_state), flat, header
+            return _Done([grads[m] for m in range(len(self.leaves))], flat), header
+        return _Done(None, flat, params, self.train.optimizer.advance(opt_state)), header
 
     def _weighted_scale(self, schedule: WireSchedule) -> float:
         assert schedule.header is not None
@@ -268,18 +345,20 @@ class _Update:
             )
         return schedule.plan.axis.size / weight
 
-    def _apply(self, grads: list[torch.Tensor]) -> tuple[Tree, Tree]:
+    def update(self, grads: list[torch.Tensor]) -> Update:
+        """The optimizer's part, with the reduced gradients."""
         leaves, spec = tree.flatten(self.state.params)
         if len(grads) < len(leaves):
             by_place = dict(zip(self.trained, grads, strict=True))
             grads = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
-        by_leaf = tree.unflatten(spec, grads)
-        return self.train.optimizer.apply(by_leaf, self.state.opt_state, self.state.params, donate=self.train.donate)
+        return Update(
+            self.train.optimizer, self.state.params, tree.unflatten(spec, grads), self.state.opt_state, self.donate
+        )
 
     def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
         """Parameters and optimizer state to be updated in place: the state's own, or copies."""
         params, opt_state = self.state.params, self.state.opt_state
-        if not self.train.donate:
+        if not self.donate:
             params, opt_state = tree.map(torch.clone, params), tree.map(torch.clone, opt_state)
         leaves = tree.flatten(params)[0]
         return params, opt_state, (leaves, self.train.optimizer.leaf_states(opt_state, params), self.state.step)
@@ -304,16 +383,21 @@ class _Update:
 
 
 def _mean_at_once(
-    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis
+    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(mean loss, sum of the weights), without a header; None for the weights of an unweighted step."""
-    total = total.detach()
+    """(mean loss, sum of the weights), without a header; None for the weights of an unweighted step.
+
+    `local`: where ranks don't share gradients, they needn't wait for one another to share losses.
+    """
+    total, alone = total.detach(), local or axis.size == 1
     if weight is None:
-        mean: torch.Tensor = collectives.pmean(total, axis) if axis.size > 1 else total
+        mean: torch.Tensor = total if alone else collectives.pmean(total, axis)
         return mean, None
-    if axis.size > 1:
+    if not alone:
         total, weight = collectives.psum((total, weight), axis)
     if bool(weight == 0):
+        if local and axis.size > 1:  # no data on this rank, whose peers go on: no gradient either
+            return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
     return total / weight, weight
 

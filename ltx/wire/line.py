@@ -88,18 +88,19 @@ class Line:
         return self._phases[phase]
 
     def _tear(self, error: LtxError) -> None:
-        for channel in self._phases:
+        for channel in (*self._phases, self.background):
             channel.torn = channel.torn or error
             # Compiled graphs find a process group by its name: what is left on this one isn't for them either.
             unregister(channel.group)
 
     def _renew(self) -> None:
-        """New bucket channels. The old process groups stay until the end: to destroy one may wait for its peers."""
-        self._left.extend(self._phases)
+        """New channels in place of the torn ones. The old groups stay: to destroy one may wait for its peers."""
+        self._left.extend((*self._phases, self.background))
         for channel in self._phases:
             if channel.lane is not None:
                 channel.lane.close()
         count, self._phases = len(self._phases), []
+        self.background = self._open_channel("background", generation=self.passes.reunions)
         self.open_phases(count)
 
     @property

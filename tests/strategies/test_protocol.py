@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,10 +15,17 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
+from ltx.strategies.base import Moment, Update, Updated
+from ltx.sync.exchange import Exchange
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
 STEPS, LR = 7, 0.1
+
+
+def mean_over(strategy: ltx.Strategy, params: Params, at: Moment) -> Params:
+    mean, _ = strategy.exchange(hooks.AllReduce(), list(params.values()), list(params), at).land()
+    return dict(zip(params, mean, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +37,11 @@ class LocalSGD(ltx.Strategy):
     def hook(self, step: int) -> None:
         return None
 
-    def after_update(self, params: Any, states: Any, step: int, axis: ltx.Axis) -> Any:
-        return (ltx.pmean(params, axis) if (step + 1) % self.period == 0 else params), states
+    def talks_late(self, step: int) -> bool:
+        return (step + 1) % self.period == 0
+
+    def after_update(self, params: Any, states: Any, at: Moment) -> Any:
+        return (mean_over(self, params, at) if (at.step + 1) % self.period == 0 else params), states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +53,19 @@ class PostLocalSGD(LocalSGD):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragedForward(ltx.Strategy):
-    """Gradients are local, and taken at the mean of all ranks' parameters."""
+class Gossip(ltx.Strategy):
+    """Local gradients; the parameters' mean is made during the step, which is added to that mean instead."""
 
     def hook(self, step: int) -> None:
         return None
 
-    def before_forward(self, params: Any, states: Any, step: int, axis: ltx.Axis) -> Any:
-        return ltx.pmean(params, axis)
+    def begin(self, params: Params, states: Any, at: Moment, pending: Any) -> Exchange:
+        return self.exchange(hooks.AllReduce(), list(params.values()), list(params), at, background=True)
+
+    def update(self, update: Update, states: Any, at: Moment, pending: Exchange) -> Updated:
+        mean, _ = pending.land()
+        params, opt_state = replace(update, params=dict(zip(update.params, mean, strict=True))).apply()
+        return Updated(params, opt_state, states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +75,10 @@ class Anchored(LocalSGD):
     def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
         return {"anchor": param.clone()}
 
-    def after_update(self, params: Params, states: Any, step: int, axis: ltx.Axis) -> Any:
-        if (step + 1) % self.period:
+    def after_update(self, params: Params, states: Any, at: Moment) -> Any:
+        if (at.step + 1) % self.period:
             return params, states
-        mean = ltx.pmean(params, axis)
+        mean = mean_over(self, params, at)
         anchors = {path: {"anchor": (state["anchor"] + mean[path]) / 2} for path, state in states.items()}
         return {path: state["anchor"] for path, state in anchors.items()}, anchors
 
@@ -89,7 +104,7 @@ class Twin:
     """What a strategy should do, on all ranks' parameters at once."""
 
     strategy: ltx.Strategy
-    before: Callable[[list[Params]], list[Params]] = lambda params: params
+    moved: Callable[[list[Params]], list[Params]] = lambda params: params
     after: Callable[..., Any] = lambda params, anchor, step: (params, anchor)
     synchronous_steps: int = 0
 
@@ -97,7 +112,7 @@ class Twin:
 TWINS = {
     "local SGD": Twin(LocalSGD(), after=twin_local_sgd),
     "post-local SGD": Twin(PostLocalSGD(), after=twin_local_sgd, synchronous_steps=2),
-    "averaged forward": Twin(AveragedForward(), before=lambda params: [mean_of(params)] * len(params)),
+    "gossip": Twin(Gossip(), moved=lambda params: [mean_of(params)] * len(params)),
     "anchored": Twin(Anchored(), after=twin_anchored),
 }
 
@@ -117,10 +132,9 @@ def slow(twin: Twin, ranks: int) -> list[Params]:
     start, inputs = problem(ranks)
     params, anchor = [start] * ranks, start
     for step, x in enumerate(inputs):
-        seen = twin.before(params)
-        grads = [torch.func.grad(loss)(p, x[rank]) for rank, p in enumerate(seen)]
+        grads = [torch.func.grad(loss)(p, x[rank]) for rank, p in enumerate(params)]
         grads = [mean_of(grads)] * ranks if step < twin.synchronous_steps else grads
-        params = [{k: p[k] - LR * g[k] for k in p} for p, g in zip(params, grads, strict=True)]
+        params = [{k: p[k] - LR * g[k] for k in p} for p, g in zip(twin.moved(params), grads, strict=True)]
         params, anchor = twin.after(params, anchor, step)
     return params
 
@@ -145,13 +159,23 @@ def assert_like(got: Params, expected: Params) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"donate": False}, {"restart": True}, {"overlap": "update"}], ids=str)
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        (name, kwargs)
+        for name in TWINS
+        for kwargs in ({}, {"donate": False}, {"restart": True}, {"overlap": "update"})
+        if name != "gossip" or "overlap" not in kwargs
+    ],
+    ids=str,
+)
 def test_real_ranks(name: str, kwargs: dict[str, Any], ranks: Ranks) -> None:
     results = ranks(2).run(on_a_rank, TWINS[name].strategy, **kwargs)
-    for (params, losses), expected in zip(results, slow(TWINS[name], 2), strict=True):
+    for rank, ((params, losses), expected) in enumerate(zip(results, slow(TWINS[name], 2), strict=True)):
         assert_like(params, expected)
-        assert losses == results[0][1]
+        together = TWINS[name].synchronous_steps
+        assert losses[:together] == results[0][1][:together]
+        assert losses[together:] != results[1 - rank][1][together:]  # ranks don't wait for one another's
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -166,7 +190,7 @@ def test_simulated_ranks(name: str) -> None:
     state = train.init(params)
     for step, x in enumerate(inputs):
         state, metrics = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
-        assert (metrics.loss == metrics.loss[0]).all()
+        assert (metrics.loss == metrics.loss[0]).all() == (step < TWINS[name].synchronous_steps)
     for rank, expected in enumerate(slow(TWINS[name], 3)):
         assert_like({k: p[rank] for k, p in state.params.items()}, expected)
 
@@ -182,10 +206,15 @@ def issued() -> list[list[str]]:
     return labels
 
 
-def test_local_steps_send_nothing_but_the_loss(ranks: Ranks) -> None:
+def test_local_steps_send_nothing(ranks: Ranks) -> None:
     labels = ranks(2).run(issued).replicated()
     assert all("bucket" not in label for step in labels for label in step)
-    assert len(labels[0]) < len(labels[2])  # the third step averages
+    assert [bool(step) for step in labels] == [False, False, True] * 2 + [False]
+
+
+def test_work_on_all_parameters_together_cant_be_done_by_bucket() -> None:
+    with pytest.raises(StrategyError, match=re.escape("and Gossip does its part on all parameters together.")):
+        trainer(Gossip(), overlap="update")
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import ltx
 from ltx import hooks, wire
 from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.hooks import Ask, CommHook, Reduction, Share
+from ltx.strategies.base import Moment
 
 from .feedback import ErrorFeedback
 
@@ -337,8 +338,8 @@ def test_no_gradients_on_the_wire() -> None:
         def hook(self, step: int) -> CommHook | None:
             return hooks.AllReduce() if step < 2 else None
 
-        def after_update(self, params: Any, states: Any, step: int, axis: ltx.Axis) -> Any:
-            return ltx.pmean(params, axis), states
+        def after_update(self, params: Any, states: Any, at: Moment) -> Any:
+            return ltx.pmean(params, at.axis), states
 
     params = {"w": torch.ones(100)}
     step = ltx.data_parallel(_loss, Local())
@@ -349,11 +350,9 @@ def test_no_gradients_on_the_wire() -> None:
     assert found.matches(wire.Trace())
     assert "Local on 2 ranks, synchronised step 2: no gradients on the wire" in str(found)
     assert f"note: {Local()!r} leaves the gradients of this step local" in str(found)
-    assert "after_update" not in str(found)
+    assert "works on parameters" not in str(found)
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-    assert "note: Local also works on parameters (after_update), which isn't counted" in str(
-        ltx.explain(train, params, world=2)
-    )
+    assert "note: Local also works on parameters, which isn't counted" in str(ltx.explain(train, params, world=2))
     blocked = ltx.explain(ltx.block_backward_sync(step), params, world=2)
     assert (blocked.bytes, blocked.notes) == (0, ("the step's gradients are blocked (block_backward_sync)",))
     alone = ltx.explain(step, params)
