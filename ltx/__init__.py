@@ -3,6 +3,7 @@
 A step is a pure function. Distribution is a transformation of it. A strategy is a value.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # --- submodules
@@ -73,21 +74,25 @@ from ltx.wire import axis_from_group as axis_from_group
 from ltx.wire import debug_checks as debug_checks
 from ltx.wire import record as record
 
-# --- planning, imported when first asked for: training doesn't need it
+# --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
+    # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
+
+_LATER = {
+    "Explanation": "ltx.transforms.explain",
+    "explain": "ltx.transforms.explain",
+}
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Explanation", "explain"):
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ltx.transforms import explain
-
-    return getattr(explain, name)
+    return getattr(import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "Explanation", "explain"})
+    return sorted({*globals(), *_LATER})
