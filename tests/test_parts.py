@@ -126,15 +126,15 @@ def test_data_parallel_within_a_node(ranks: Ranks) -> None:
 
 def test_parts_are_closed_with_their_axis(ranks: Ranks) -> None:
     def run() -> tuple[int, int]:
-        group = torch.distributed.new_group([0, 1])
+        group = torch.distributed.new_group([0, 1, 2, 3])
         before = len(torch.distributed.distributed_c10d._world.pg_map)
-        axis = ltx.axis_from_group(group, "pair")
-        ltx.psum(torch.ones(1), inner(axis, 1))
-        ltx.psum(torch.ones(1), outer(axis, 1))
+        axis = ltx.axis_from_group(group, "four")
+        ltx.psum(torch.ones(1), inner(axis, 2))
+        ltx.psum(torch.ones(1), outer(axis, 2))
         wire.close_axis(axis)
         after = len(torch.distributed.distributed_c10d._world.pg_map)
         torch.distributed.destroy_process_group(group)
         return before, after
 
-    for before, after in ranks(2).run(run):
+    for before, after in ranks(4).run(run):
         assert before == after
