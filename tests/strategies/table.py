@@ -45,6 +45,12 @@ ROWS: dict[str, Row] = {
     "local SGD": Row(
         ltx.LocalSGDStrategy(3, warmup_steps=2), partial(local_sgd.post_local, period=3, warmup=2), replicated=False
     ),
+    "local SGD in nodes, hierarchical": Row(
+        ltx.LocalSGDStrategy({2: 2, 4: 4}, warmup_steps=1, subgroup=2),
+        partial(local_sgd.hierarchical, levels={2: 2, 4: 4}, warmup=1, node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
     "DDP that averages models": Row(
         ltx.DDPStrategy(model_averaging_period=2, start_local_sgd_step=1),
         partial(local_sgd.post_local, period=2, warmup=1),
