@@ -183,7 +183,7 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _are_levels(value: object) -> bool:
-    """Whether `value` is pairs of ascending periods and numbers of ranks, where groups are made of whole smaller ones."""
+    """Whether `value` is pairs of ascending periods and numbers of ranks, each of which divides the next."""
     if not (isinstance(value, tuple) and value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)):
         return False
     if not all(_is_whole(period, 1) and _is_whole(size, 2) for period, size in value):
@@ -209,12 +209,7 @@ def mean_over(strategy: Strategy, params: Tree, at: Moment) -> Tree:
         return params
     leaves, spec = tree.flatten(params)
     means, _ = strategy.exchange(hooks.AllReduce(), leaves, tree.leaf_paths(params), at).land()
-    # Models in channels_last stay so.
-    laid_out = [
-        mean if mean.stride() == leaf.stride() else torch.empty_like(leaf).copy_(mean)
-        for mean, leaf in zip(means, leaves, strict=True)
-    ]
-    return tree.unflatten(spec, laid_out)
+    return tree.unflatten(spec, means)
 
 
 def refuse_in_warm_up(strategy: Strategy, step: int, start: int) -> None:
