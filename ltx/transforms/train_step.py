@@ -127,9 +127,8 @@ class TrainStep:
         leaves, spec = tree.flatten(state.params)
         leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
         trained = [i for i, x in enumerate(leaves) if x.requires_grad]
-        hook = strategy.hook(at.step)
-        sync_leaves, sync_spec, carried = _flat_state(sync.leaves, hook.state_names if hook is not None else ())
-        sync_leaves = [x.detach().requires_grad_(moves) for x, moves in zip(sync_leaves, carried, strict=True)]
+        sync_leaves, sync_spec = tree.flatten(sync.leaves)
+        sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(spec, leaves)
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
@@ -150,7 +149,7 @@ class TrainStep:
                 raise
             mean = (header.total / header.weight).to(total.dtype)
         else:
-            mean, divisor = _mean_at_once(total, weight, at.axis, local=hook is None)
+            mean, divisor = _mean_at_once(total, weight, at.axis, local=strategy.hook(at.step) is None)
             done = work.at_once(total, divisor)
         states = tree.unflatten(sync_spec, done.sync_flat)
         if done.grads is None:
@@ -294,14 +293,13 @@ class _Work:
 
     def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of `total` with respect to parameters and communication state."""
-        every = [*self.leaves, *self.sync_leaves]
-        inputs = [x for x in every if x.requires_grad]
+        inputs = [*self.leaves, *self.sync_leaves]
         if not inputs or not total.requires_grad:
-            return [None] * len(every)
+            return [None] * len(inputs)
         # Not autograd.grad: accumulating lays each gradient out as its parameter, which the optimizers' kernels want,
         # while it is still in the cache.
         torch.autograd.backward(total, inputs=inputs)
-        return [x.grad for x in every]
+        return [x.grad for x in inputs]
 
     def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> _Done:
         """Without a wire: all gradients are there after the backward pass. `divisor`: that of a Weighted's."""
@@ -402,16 +400,6 @@ def _mean_at_once(
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
     return total / weight, weight
-
-
-def _flat_state(leaves: Tree, names: Sequence[str]) -> tuple[list[torch.Tensor], Any, list[bool]]:
-    """The communication state's leaves, its structure, and which leaves a hook with `names` changes.
-
-    The others aren't differentiated, since autograd would copy them: an outer optimizer's are as large as the model.
-    """
-    flat, spec = tree.flatten(leaves)
-    carried = {path: {name: name in names for name in state} for path, state in leaves.items()} if flat else {}
-    return flat, spec, tree.flatten(carried)[0]
 
 
 def _unshared(tensors: Tree, others: Tree) -> Tree:
