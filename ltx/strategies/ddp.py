@@ -62,9 +62,10 @@ class DDPStrategy(Strategy):
     start_local_sgd_step: int | None = None
     start_method: StartMethod = "popen"
 
+    _hook: ClassVar[hooks.CommHook]  # not a field: what the first two come to, looked up at every step
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Not a field: what the two fields come to, looked up at every step.
         object.__setattr__(self, "_hook", self._wrapped(resolve_hook(self, "comm_hook")))
         if (self.model_averaging_period is None) != (self.start_local_sgd_step is None):
             raise StrategyError(
@@ -94,8 +95,6 @@ class DDPStrategy(Strategy):
                 f"to another, got {wrapper!r}{gave}."
             )
         return wrapped
-
-    _hook: ClassVar[hooks.CommHook]
 
     def hook(self, step: int) -> hooks.CommHook | None:
         if self.start_local_sgd_step is not None and step >= self.start_local_sgd_step:

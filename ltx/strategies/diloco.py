@@ -6,8 +6,8 @@
     w_r    <- a
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1. Fragments that
-take turns: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 2.1. With lr = 1 and
-mu = 0 it is local SGD.
+take turns: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025. With lr = 1 and mu = 0 it is
+local SGD.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ ANCHOR, VELOCITY = "anchor", "velocity"
 class DiLoCoStrategy(Strategy):
     """DiLoCo: `period` steps with local gradients, then one of an outer optimizer with what all ranks have moved.
 
-    What each rank sees: its own parameters, equal to the others' after every `period` steps. In between nothing is
-    sent, and nobody waits: ``metrics.loss`` is then the rank's own. Optimizer states stay local.
+    What each rank sees: its own parameters, equal to the others' after every `period` steps (those of a fragment, where
+    there are several: never all at once). In between nothing is sent, and nobody waits. ``metrics.loss`` is always the
+    rank's own; :func:`ltx.pmean` gives the mean. Optimizer states stay local.
 
     The communication state has two tensors a parameter, "anchor" and "velocity", the same on every rank, of the
     parameter's shape; they are float32 where the parameter is narrower.
