@@ -71,8 +71,12 @@ class CommHook:
         return self
 
     def in_graph(self, step: int) -> CommHook | None:
-        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none."""
-        return None if self.reads_step else self
+        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none.
+
+        In graphs :meth:`reduce` gets the step as a tensor, which will do for randomness. A hook that defines :meth:`at`
+        defines this too: from when on does it no longer change?
+        """
+        return self if type(self).at is CommHook.at else None
 
     def with_error_feedback(self) -> CommHook | None:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""

@@ -61,13 +61,15 @@ class PowerHook(LossyHook):
         return AllReduce() if step < self.start_step else self
 
     def in_graph(self, step: int) -> CommHook | None:
-        return self if self.warm_start and step >= self.start_step else None
+        return self if step >= self.start_step else None
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return (*super().state_names, *((Q,) if self.warm_start else ()))
 
-    def _random(self, r: int, length: int, dtype: torch.dtype, *place: int, device: torch.device) -> torch.Tensor:
+    def _random(
+        self, r: int, length: int, dtype: torch.dtype, *place: int | torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
         return normal(key_of(self.seed, *place, device=device), r * length, dtype).view(r, length)
 
 

@@ -47,7 +47,7 @@ class Share:
         axis_size: the number of ranks.
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
-        step: the number of synchronised steps before this one.
+        step: the number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
         last: whether no bucket comes after this one.
         axis: the ranks themselves; None where a share stands for itself.
     """
@@ -57,7 +57,7 @@ class Share:
     axis_size: int
     rank: int | torch.Tensor = 0
     states: Sequence[LeafState] = ()
-    step: int = 0
+    step: int | torch.Tensor = 0
     last: bool = True
     axis: Axis | None = None
 

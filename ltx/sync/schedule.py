@@ -55,6 +55,7 @@ class Plan:
         buckets: in the order of launches.
         state_names: for each leaf, the names of its communication state's tensors.
         step: the number of synchronised steps before this one.
+        clock: what a compiled graph, for which `step` is a constant, adds to it; None elsewhere.
         agreement: what the ranks compared when they met this plan; None where there is nothing to compare.
     """
 
@@ -63,6 +64,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     state_names: tuple[tuple[str, ...], ...]
     step: int = 0
+    clock: torch.Tensor | None = None
     agreement: wire.Agreement | None = None
 
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
@@ -94,8 +96,10 @@ class Plan:
         """The hook's view of a bucket."""
         backing = self.axis.backing
         rank = backing.rank if isinstance(backing, GroupBacking) else self.axis.index() if backing is not None else 0
+        # Simulated ranks have a clock each, all alike.
+        step = self.step if self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
-        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step, last, self.axis)
+        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), step, last, self.axis)
 
 
 class Schedule(ABC):
