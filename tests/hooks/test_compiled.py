@@ -27,7 +27,6 @@ RANDOM = ["randomk", "randomk, unbiased", "batched powersgd", "powersgd, cold", 
 REST = [
     *RANDOM,
     "qsgd",
-    "powersgd in random eight bits",
     "onebit",
     "bytegrad",
     "bytegrad, fed back",
@@ -41,11 +40,7 @@ CASES = [
     *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in REST),
     *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in [*FIRST, *REST]),
 ]
-EXAMPLES = {
-    **HOOKS,
-    "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6),
-    "powersgd in random eight bits": hooks.chain(hooks.PowerSGD(1, start_step=0), hooks.QSGD(block=16)),
-}
+EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
 
 
 def loss(params: Params, x: Tensor) -> Tensor:
@@ -160,6 +155,7 @@ def test_random_numbers_of_steps_taken_eagerly_and_in_graphs(ranks: Ranks) -> No
 
 @pytest.mark.full
 @pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_random_bits_by_inductor() -> None:
     def draw(step: Tensor) -> Tensor:
         return noise.bits(noise.key_of(7, step, 3, device=step.device), 10_000)
