@@ -90,6 +90,10 @@ class CommHook:
         """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""
         return dtype
 
+    def carried(self, state: LeafState) -> torch.Tensor | None:
+        """What of a parameter's state is added to its share as it is packed; None for nothing."""
+        return None
+
     def reduce(self, share: Share) -> Reduction:
         """Yield asks, return (the sum of all ranks' shares, the next states)."""
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
