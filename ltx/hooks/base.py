@@ -72,8 +72,12 @@ class CommHook:
         return self
 
     def in_graph(self, step: int) -> CommHook | None:
-        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none."""
-        return None if self.reads_step else self
+        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none.
+
+        In graphs :meth:`reduce` gets the step as a tensor, which will do for randomness. A hook that defines :meth:`at`
+        defines this too: from when on does it no longer change?
+        """
+        return self if type(self).at is CommHook.at else None
 
     def with_error_feedback(self) -> CommHook | None:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
@@ -93,6 +97,10 @@ class CommHook:
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""
         return dtype
+
+    def carried(self, state: LeafState) -> torch.Tensor | None:
+        """What of a parameter's state is added to its share as it is packed; None for nothing."""
+        return None
 
     def reduce(self, share: Share) -> Reduction:
         """Yield asks, return (the sum of all ranks' shares, the next states)."""

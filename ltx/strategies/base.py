@@ -136,7 +136,7 @@ class Strategy:
         """:meth:`hook` for a compiled graph that is traced at step `step` and runs at later ones too.
 
         Raises:
-            UnsupportedError: the hook changes with the step, or draws random numbers from it.
+            UnsupportedError: the hook changes with the step.
         """
         hook = self.hook(step)
         return None if hook is None else unchanging(hook, step)
@@ -258,9 +258,9 @@ def unchanging(hook: CommHook, step: int) -> CommHook:
     held = hook.in_graph(step)
     if held is None:
         raise UnsupportedError(
-            f"{hook!r} reads the number of steps, which is {step} for good in a graph that is compiled now. Take the "
-            "first steps eagerly until the hook no longer changes, use a hook without randomness, or compile the step "
-            "inside: ltx.data_parallel(torch.compile(f), strategy)."
+            f"{hook!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
+            "Take the first steps eagerly until the hook no longer changes, or compile the step inside: "
+            "ltx.data_parallel(torch.compile(f), strategy)."
         )
     return held
 

@@ -7,6 +7,7 @@ processes, on simulated ranks and on the meta device, where :func:`ltx.explain` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,12 @@ from ltx.errors import StrategyError
 from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import LeafState, pack, pack_pure, reduce_at_once, unpack
 from ltx.sync.schedule import Plan
+
+_T = TypeVar("_T")
+
+
+def _of(values: Sequence[_T], members: Sequence[int]) -> list[_T]:
+    return [values[member] for member in members]
 
 
 class Exchange:
@@ -58,19 +65,16 @@ class Exchange:
             self._header = wire.send_header(channel, nothing, nothing, digest)
             self._flights = Flights(line, what="exchange")
         for bucket in plan.buckets:
-            mine = [tensors[member] for member in bucket.members]
-            flat = pack(mine, bucket, hook.wire_dtype(bucket.dtype), hook.scale(plan.axis.size))
-            self._flights.launch(hook, plan.share(bucket, flat, self._flat_states(bucket.members)))
+            mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
+            flat = pack(mine, bucket, hook, plan.axis.size, states)
+            self._flights.launch(hook, plan.share(bucket, flat, states))
             self._flights.poll()
-
-    def _flat_states(self, members: Sequence[int]) -> list[torch.Tensor]:
-        return [self._states[member][name] for member in members for name in self._plan.state_names[member]]
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Landed:
         plan, bucket = self._plan, self._plan.buckets[place]
-        mine = [tensors[member] for member in bucket.members]
-        flat = pack_pure(mine, bucket, plan.hook.wire_dtype(bucket.dtype), plan.hook.scale(plan.axis.size))
-        return reduce_at_once(plan.hook, plan.axis, plan.share(bucket, flat, self._flat_states(bucket.members)))
+        mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
+        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, states)
+        return reduce_at_once(plan.hook, plan.axis, plan.share(bucket, flat, states))
 
     @property
     def done(self) -> bool:
