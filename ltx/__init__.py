@@ -76,11 +76,15 @@ from ltx.wire import record as record
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
+    # --- strategies
+    from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
+
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
 
 _LATER = {
+    "BaguaStrategy": "ltx.strategies.bagua",
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
 }

@@ -91,11 +91,11 @@ class CommHook:
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
 
 
-def check_whole(hook: CommHook, least: int, *names: str) -> None:
-    """Raise unless the fields `names` are whole numbers of at least `least`."""
+def check_whole(owner: object, least: int, *names: str) -> None:
+    """Raise unless the fields `names` of a hook or strategy are whole numbers of at least `least`."""
     for name in names:
-        value = getattr(hook, name)
+        value = getattr(owner, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise StrategyError(
-                f"{type(hook).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
+                f"{type(owner).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
             )
