@@ -74,8 +74,9 @@ def make_plan(
             offer=list(order),
         )
         order = tuple(agreement.offer)
-        if not background:
-            line.open_phases(hook.phases)
+        parts = [part.backing.line for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
+        for opened in () if background else (line, *parts):
+            opened.open_phases(hook.phases)
     plan = _plan(axis, hook, sizes, leaves, order, names, agreement)
     return replace(plan, step=step) if hook.stateful else plan
 
