@@ -16,6 +16,7 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
 
@@ -155,7 +156,7 @@ class BaguaStrategy(Strategy):
         return self.inner.talks_besides
 
 
-# --- the algorithms that are hooks -------------------------------------------------------------------------------------
+# --- the algorithms that are hooks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -183,11 +184,12 @@ class ByteGradSum(hooks.ByteGrad):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientAllReduce(Strategy):
+class GradientAllReduce(NodeStrategy):
     """Every gradient's mean, or sum, at every step: Bagua's gradient_allreduce.
 
     Args:
         average: the mean over ranks, or their sum.
+        hierarchical, node_size: sums within nodes of that many ranks, each of which talks about a part to other nodes.
     """
 
     average: bool = True
@@ -198,6 +200,11 @@ class GradientAllReduce(Strategy):
             raise StrategyError(f"{type(self).__name__}.average must be True or False, got {self.average!r}.")
 
     def hook(self, step: int) -> hooks.CommHook:
+        hook = self._among_ranks
+        return hook if self.node_size is None else ByNode(self.node_size, hook)
+
+    @property
+    def _among_ranks(self) -> hooks.CommHook:
         return hooks.AllReduce() if self.average else SumReduce()
 
 
@@ -207,7 +214,9 @@ class EightBitGradients(GradientAllReduce):
 
     Args:
         average: the mean over ranks, or their sum.
+        hierarchical, node_size: sums within nodes of that many ranks, each of which talks about a part to other nodes.
     """
 
-    def hook(self, step: int) -> hooks.CommHook:
+    @property
+    def _among_ranks(self) -> hooks.CommHook:
         return hooks.ByteGrad() if self.average else ByteGradSum()

@@ -21,7 +21,8 @@ from ltx.axis import Axis, GroupBacking
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.hooks import AllReduce, CommHook
 from ltx.hooks.base import check_whole
-from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.strategies.base import Kinds, Moment, States, Update, Updated
+from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
 from ltx.sync.exchange import Exchange
 from ltx.sync.reduction import Ask, Reduction, Share
 from ltx.typing import Tree
@@ -31,20 +32,24 @@ _BITS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decentralized(Strategy):
+class Decentralized(NodeStrategy):
     """Decentralized training: weights are averaged with one peer's or with everybody's, gradients stay local.
 
     What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Ranks that have
-    failed apart are told: the number of steps travels with the weights.
+    taken different numbers of steps are told: the number travels with the weights, in 40 numbers more.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks, an all-reduce. "shift_one": ranks pair up, each of the
             lower half with one of the upper half, another at every communication; it sends each parameter once, and
             needs an even number of ranks.
         communication_interval: ranks communicate at every such step, the first included; others are local.
+        hierarchical, node_size: nodes of that many ranks begin with the mean of their weights, and gossip as ranks
+            would. What is within a node doesn't wait for the forward pass; each of m ranks sends a part of an m-th of
+            the parameters to other nodes.
 
     Raises:
-        StrategyError: a field's value isn't allowed; in a step, that "shift_one" has an odd number of ranks.
+        StrategyError: a field's value isn't allowed; in a step, that "shift_one" has an odd number of ranks (nodes).
+        RankMismatchError: in a step, before the update: a peer is at another step.
 
     Example:
         >>> from ltx.strategies.decentralized import peers
@@ -71,35 +76,53 @@ class Decentralized(Strategy):
         return None
 
     def check_axis(self, axis: Axis) -> None:
-        if self.peer_selection_mode == "shift_one" and axis.size % 2 and axis.size > 1:
+        super().check_axis(axis)
+        count = axis.size // self.together
+        if self.peer_selection_mode == "shift_one" and count % 2 and count > 1:
+            what = "nodes" if self.hierarchical else "ranks"
             raise StrategyError(
-                f'Decentralized.peer_selection_mode "shift_one" pairs ranks, and axis {axis.name!r} has {axis.size} of '
-                'them. Use an even number of ranks, or peer_selection_mode="all".'
+                f'Decentralized.peer_selection_mode "shift_one" pairs {what}, and axis {axis.name!r} has {count} of '
+                f'them. Use an even number of {what}, or peer_selection_mode="all".'
             )
 
     def begin(self, params: Tree, states: States, at: Moment, pending: object) -> Exchange | None:
-        leaves = tree.flatten(params)[0]
-        if at.step % self.communication_interval or at.axis.size == 1 or not leaves:
+        given = tree.flatten(params)[0]
+        if at.step % self.communication_interval or at.axis.size == 1 or not given:
             return None
         paths = [*tree.leaf_paths(params), "number of steps"]
-        return self.exchange(self._exchanged, [*leaves, step_tag(at.step, leaves[0])], paths, at, background=True)
-
-    @property
-    def _exchanged(self) -> CommHook:
-        return AllReduce() if self.peer_selection_mode == "all" else ShiftOne(self.communication_interval)
+        given = [*given, step_tag(at.step, given[0])]
+        gossip = AllReduce() if self.peer_selection_mode == "all" else ShiftOne(self.communication_interval)
+        if self.node_size is None:
+            return self.exchange(gossip, given, paths, at, background=True)
+        given, _ = self.exchange(ToParts(self.node_size), given, paths, at).land()
+        return self.exchange(AmongNodes(self.node_size, gossip), given, paths, at, background=True)
 
     def update(self, update: Update, states: States, at: Moment, pending: Exchange | None) -> Updated:
         if pending is None:
             return super().update(update, states, at, None)
-        x, spec = tree.flatten(update.params)
-        *landed, tag = pending.land()[0]
-        if self.peer_selection_mode == "all":
-            _check_all(tag, at)
-            y = [mean.clone() for mean in landed]  # in memory of its own, rather than a bucket's
-        else:
-            _check_peer(tag, at, self.communication_interval)
-            y = [(mine + theirs) / 2 for mine, theirs in zip(x, landed, strict=True)]
-        return super().update(replace(update, params=tree.unflatten(spec, y)), states, at, None)
+        spec, paths = tree.flatten(update.params)[1], [*tree.leaf_paths(update.params), "number of steps"]
+        landed, _ = pending.land()
+        if self.node_size is not None:
+            landed, _ = self.exchange(FromParts(self.node_size), landed, paths, at).land()
+        *landed, tag = landed
+        if isinstance(at.axis.backing, GroupBacking):
+            self._check(tag, at, at.axis.backing.rank)
+        # In memory of their own, rather than a bucket's.
+        y = tree.unflatten(spec, [mean.clone() for mean in landed])
+        return super().update(replace(update, params=y), states, at, None)
+
+    def _check(self, tag: torch.Tensor, at: Moment, rank: int) -> None:
+        mine = step_tag(at.step, tag)
+        if not bool(((mine == 0) & (tag != 0)).any()):
+            return
+        what = "others, which were at steps of their own"
+        if self.peer_selection_mode == "shift_one" and not self.hierarchical:
+            peer = peers(at.axis.size, at.step // self.communication_interval)[rank]
+            what = f"those of rank {peer}, which was at its step {_step_of(2 * tag - mine)}"
+        raise RankMismatchError(
+            f"rank {rank}: its parameters, at step {at.step}, were averaged with {what}. Ranks must take the same "
+            "number of steps. The state is as before the step; go on from one checkpoint on all ranks."
+        )
 
 
 def peers(n: int, k: int) -> tuple[int, ...]:
@@ -110,7 +133,7 @@ def peers(n: int, k: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShiftOne(CommHook):
-    """What the peer has given, at communication ``step // communication_interval``."""
+    """The mean of what this rank and its peer give, at communication ``step // communication_interval``."""
 
     exact: ClassVar[bool] = False
     sums: ClassVar[bool] = False
@@ -122,46 +145,25 @@ class ShiftOne(CommHook):
         return 1.0
 
     def reduce(self, share: Share) -> Reduction:
+        if share.axis_size == 1:
+            return share.flat, share.states
+        mine = share.flat.clone()  # the wire may do with a buffer what it likes
         pairs = enumerate(peers(share.axis_size, share.step // self.communication_interval))
         theirs = yield Ask("permute", share.flat, arguments=tuple(rank for pair in pairs for rank in pair))
-        return theirs, share.states
+        return theirs.add_(mine).div_(2), share.states
 
 
-# --- the number of steps, sent along -----------------------------------------------------------------------------------
+# --- the number of steps, sent along ----------------------------------------------------------------------------------
 
 
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     """The bits of `step` and then their complements, each a 0 or a 1 of the dtype of `like`.
 
-    Zeros are exact in every dtype, and under a mean of zeros only if all are: so whoever differs shows in a sum too.
+    A mean of zeros is 0 to the last bit in every dtype, and one with a 1 among them isn't: so a mean of tags shows
+    whether all were the same.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
     return torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device=like.device)
-
-
-def _check_peer(tag: torch.Tensor, at: Moment, interval: int) -> None:
-    if not isinstance(at.axis.backing, GroupBacking):
-        return
-    rank, theirs = at.axis.backing.rank, _step_of(tag)
-    if theirs != at.step % (1 << _BITS):
-        peer = peers(at.axis.size, at.step // interval)[rank]
-        raise RankMismatchError(
-            f"rank {rank}: its step {at.step} was to take the parameters of rank {peer}, which has sent those of its "
-            f"own step {theirs}. Ranks must take the same number of steps. The state is as before the step; go on from "
-            "one checkpoint on all ranks."
-        )
-
-
-def _check_all(tag: torch.Tensor, at: Moment) -> None:
-    if not isinstance(at.axis.backing, GroupBacking):
-        return
-    mine = step_tag(at.step, tag)
-    if bool(((mine == 0) & (tag != 0)).any()):
-        raise RankMismatchError(
-            f"rank {at.axis.backing.rank}: parameters were averaged at its step {at.step}, to which other ranks came "
-            "at another step of theirs. Ranks must take the same number of steps. The state is as before the step; go "
-            "on from one checkpoint on all ranks."
-        )
 
 
 def _step_of(tag: torch.Tensor) -> int:

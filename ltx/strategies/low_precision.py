@@ -19,10 +19,11 @@ import torch
 from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
-from ltx.hooks import ByteGrad, CommHook
+from ltx.hooks import ByteGrad
 from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Kinds, Moment, States, Strategy
+from ltx.strategies.base import Kinds, Moment, States
+from ltx.strategies.nodes import NodeHook, NodeStrategy, across, gathered, part_of, scattered
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, parts_of
 from ltx.typing import Tree
 
@@ -30,7 +31,7 @@ _CODEC = ByteGrad()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowPrecisionDecentralized(Strategy):
+class LowPrecisionDecentralized(NodeStrategy):
     """Decentralized training on a ring in eight bits a number: two messages of a quarter of float32's bytes a step.
 
     What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Its communication
@@ -39,6 +40,9 @@ class LowPrecisionDecentralized(Strategy):
 
     Args:
         communication_interval: ranks communicate after every such step, the first included; others are local.
+        hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean of a node's. Each of
+            m ranks sends an m-th of the messages to other nodes, of a grid of its own, and has the same weights
+            afterwards as its node.
         bucket_bytes: a bucket of parameters has one eight-bit grid, from its least difference to its greatest. So
             another size of buckets gives slightly different numbers.
 
@@ -65,8 +69,12 @@ class LowPrecisionDecentralized(Strategy):
         return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        known = param.detach().to(_RING.wire_dtype(param.dtype))
-        return {name: known.clone(memory_format=torch.contiguous_format) for name in _RING.state_names}
+        known = param.detach().to(self._ring.wire_dtype(param.dtype))
+        return {name: known.clone(memory_format=torch.contiguous_format) for name in self._ring.state_names}
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.together)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
@@ -85,55 +93,53 @@ class LowPrecisionDecentralized(Strategy):
             return params, states
         leaves, spec = tree.flatten(params)
         paths = tree.leaf_paths(params)
-        landed, known = self.exchange(_RING, leaves, paths, at, [states[path] for path in paths]).land()
+        landed, known = self.exchange(self._ring, leaves, paths, at, [states[path] for path in paths]).land()
         # In memory of their own: the state holds the same numbers in a bucket's.
         return tree.unflatten(spec, [x.clone() for x in landed]), dict(zip(paths, known, strict=True))
 
 
 @dataclass(frozen=True)
-class Ring(CommHook):
+class Ring(NodeHook):
     """One round: what is given are the weights after the optimizer, what comes out the next ones."""
 
     exact: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
-    phases: ClassVar[int] = 2
+
+    @property
+    def phases(self) -> int:  # type: ignore[override]
+        return 2 if self.node_size == 1 else 4
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("own", "left", "right")
 
     def scale(self, axis_size: int) -> float:
-        return 1.0
+        return 1.0 / min(self.node_size, axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype.itemsize < 4 else dtype
 
     def reduce(self, share: Share) -> Reduction:
-        x, n, numel = share.flat, share.axis_size, share.flat.numel()
+        m, numel = self.node_size, share.flat.numel()
         if not numel:
-            return x, share.states
-        own, left, right = (torch.cat([s[name].reshape(-1) for s in share.states]) for name in self.state_names)
+            return share.flat, share.states
+        known = [torch.cat([state[name].reshape(-1) for state in share.states]) for name in self.state_names]
+        x = yield from scattered(share, m)
+        own, left, right = (part_of(flat, share, m) for flat in known)
         z = x + left / 3 + right / 3 - own * (5 / 3)
         message = _CODEC.encode(z[None], None)[0]
-
-        def decoded(message: torch.Tensor) -> torch.Tensor:
-            return _CODEC.decode(message[None], numel, x.dtype)[0]
-
-        # Before it is sent: the wire may do with a buffer what it likes.
-        change, again = decoded(message), message.clone()
-        if n == 1:
-            from_left = from_right = change
-        else:
-            from_left = from_right = decoded((yield Ask("permute", message, arguments=_shifted(n, 1))))
-        if n > 2:
-            from_right = decoded((yield Ask("permute", again, arguments=_shifted(n, -1))))
-        own = own + change
-        known = (parts_of(copy, share.bucket) for copy in (own, left + from_left, right + from_right))
-        return own, [dict(zip(self.state_names, parts, strict=True)) for parts in zip(*known, strict=True)]
-
-
-_RING = Ring()
+        assert share.axis is not None
+        nodes = across(share.axis, m)
+        from_left = from_right = message
+        if nodes.size > 1:
+            from_left = from_right = yield Ask("permute", message.clone(), None, _shifted(nodes.size, 1), nodes)
+        if nodes.size > 2:
+            from_right = yield Ask("permute", message.clone(), None, _shifted(nodes.size, -1), nodes)
+        # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
+        messages = yield from gathered(torch.stack([message, from_left, from_right]), share, m)
+        changes = [_CODEC.decode(messages[:, i], z.numel(), z.dtype).reshape(-1)[:numel] for i in range(3)]
+        known = [flat + change for flat, change in zip(known, changes, strict=True)]
+        by_leaf = zip(*(parts_of(flat, share.bucket) for flat in known), strict=True)
+        return known[0], [dict(zip(self.state_names, parts, strict=True)) for parts in by_leaf]
 
 
 def _shifted(n: int, by: int) -> tuple[int, ...]:

@@ -84,12 +84,14 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
             RankMismatchError: ranks have issued different things before it.
         """
-        if self._flights is not None:
-            self._landed, self._flights = list(self._flights.land_each()), None
-        if self._header is not None:
-            self._header.wait()
         if isinstance(self._plan.axis.backing, GroupBacking):
-            self._plan.axis.backing.line.passes.complete()
+            passes = self._plan.axis.backing.line.passes
+            try:
+                self._land()
+            except BaseException as error:
+                passes.leave(f"{type(error).__name__}: {error}")
+                raise
+            passes.complete()
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):
@@ -99,3 +101,9 @@ class Exchange:
                 for member, state in zip(bucket.members, advanced, strict=True):
                     states[member] = dict(state)
         return results, states
+
+    def _land(self) -> None:
+        if self._flights is not None:
+            self._landed, self._flights = list(self._flights.land_each()), None
+        if self._header is not None:
+            self._header.wait()

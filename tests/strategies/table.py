@@ -76,4 +76,39 @@ ROWS: dict[str, Row] = {
         ranks=(3,),
         replicated=False,
     ),
+    "bagua bytegrad, hierarchical": Row(
+        ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2),
+        bagua.eight_bit_gradients(node=2),
+        ranks=(4,),
+    ),
+    "bagua gradient_allreduce, hierarchical": Row(
+        ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2, bucket_bytes=8, first_bucket_bytes=8),
+        ddp.mean_gradients,
+        ranks=(4,),
+    ),
+    "bagua decentralized, hierarchical": Row(
+        ltx.BaguaStrategy("decentralized", hierarchical=True, node_size=2),
+        bagua.decentralized(node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua decentralized, hierarchical, shift_one": Row(
+        ltx.BaguaStrategy(
+            "decentralized",
+            peer_selection_mode="shift_one",
+            hierarchical=True,
+            node_size=2,
+            bucket_bytes=8,
+            first_bucket_bytes=8,
+        ),
+        bagua.decentralized(shift_one=True, node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua low_precision_decentralized, hierarchical": Row(
+        ltx.BaguaStrategy("low_precision_decentralized", hierarchical=True, node_size=2),
+        bagua.low_precision(node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
 }
