@@ -94,8 +94,8 @@ class Decentralized(NodeStrategy):
         gossip = AllReduce() if self.peer_selection_mode == "all" else ShiftOne(self.communication_interval)
         if self.node_size is None:
             return self.exchange(gossip, given, paths, at, background=True)
-        given, _ = self.exchange(ToParts(self.node_size), given, paths, at).land()
-        return self.exchange(AmongNodes(self.node_size, gossip), given, paths, at, background=True)
+        given, _ = self.exchange(ToParts(self.node_size), given, paths, at, midway=True).land()
+        return self.exchange(AmongNodes(self.node_size, gossip), given, paths, at, background=True, midway=True)
 
     def update(self, update: Update, states: States, at: Moment, pending: Exchange | None) -> Updated:
         if pending is None:

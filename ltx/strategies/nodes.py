@@ -227,7 +227,8 @@ def part_of(flat: torch.Tensor, share: Share, node_size: int) -> torch.Tensor:
 
 def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
     """m equal rows, filled up with zeros."""
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % m)).view(m, -(-flat.numel() // m))
+    numel = flat.numel()
+    return (torch.nn.functional.pad(flat, (0, -numel % m)) if numel % m else flat).view(m, -(-numel // m))
 
 
 def _in_place(part: torch.Tensor, share: Share, node_size: int) -> torch.Tensor:

@@ -27,11 +27,18 @@ class Exchange:
         states: the hook's state of each leaf; empty for a hook without.
         background: issue on the background channel, where peers may come much later, rather than on those of the
             buckets, which go through shared memory between ranks of one machine but move only while ranks wait.
+        midway: another exchange of the same step follows: a rank that has landed this one hasn't gone on from the step.
     """
 
     def __init__(
-        self, plan: Plan, tensors: Sequence[torch.Tensor], states: Sequence[LeafState] = (), background: bool = False
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState] = (),
+        background: bool = False,
+        midway: bool = False,
     ):
+        self._midway = midway
         self._plan = plan
         self._flights: Flights | None = None
         self._header: wire.HeaderTicket | None = None
@@ -91,7 +98,8 @@ class Exchange:
             except BaseException as error:
                 passes.leave(f"{type(error).__name__}: {error}")
                 raise
-            passes.complete()
+            if not self._midway:
+                passes.complete()
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):

@@ -20,7 +20,7 @@ from ltx.errors import InputError, LtxError, StepError, StrategyError, Unsupport
 from ltx.strategies import Strategy
 from ltx.sync.buckets import Bucket
 from ltx.sync.planning import make_plan
-from ltx.sync.reduction import Ask, LeafState, reduce_at_once
+from ltx.sync.reduction import Ask, LeafState, collective_alone, reduce_at_once
 from ltx.sync.schedule import Plan
 from ltx.transforms import synchronise
 from ltx.transforms.data_parallel import DataParallel
@@ -303,7 +303,6 @@ def _collectives(
     plan: Plan, hook: hooks.CommHook, bucket: Bucket, rank: int, states: Sequence[LeafState]
 ) -> list[Collective]:
     """Drive the reduction of one bucket on shapes, and write down what it asks for."""
-    size = plan.axis.size
     there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
     flat = _meta((bucket.numel,), hook.wire_dtype(bucket.dtype))
     tensors = [_meta(x.shape, x.dtype) for state in states for x in state.values()]
@@ -313,6 +312,9 @@ def _collectives(
         buffer = ask.buffer
         if not buffer.numel():  # the schedules send nothing then
             return buffer
+        size = (ask.axis or plan.axis).size
+        if size == 1:  # a part of the axis
+            return collective_alone(ask)
         if len(found) == hook.phases:
             raise StrategyError(
                 f"{hook!r} asks for more than {hook.phases} collectives in bucket {bucket.index}. Say how many it may "
