@@ -36,7 +36,8 @@ class Decentralized(NodeStrategy):
     """Decentralized training: weights are averaged with one peer's or with everybody's, gradients stay local.
 
     What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Ranks that have
-    taken different numbers of steps are told: the number travels with the weights, in 40 numbers more.
+    taken different numbers of steps are told: the number travels with the weights, in 40 numbers more. All of it is
+    work of :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks, an all-reduce. "shift_one": ranks pair up, each of the

@@ -36,7 +36,8 @@ class LowPrecisionDecentralized(NodeStrategy):
 
     What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Its communication
     state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half precision. Ranks
-    talk after the optimizer. Between two ranks there is one message, as left and right are the same rank.
+    talk after the optimizer, in :func:`ltx.train_step`; a data-parallel step by itself gives local gradients. Between
+    two ranks there is one message, as left and right are the same rank.
 
     Args:
         communication_interval: ranks communicate after every such step, the first included; others are local.

@@ -287,8 +287,36 @@ def test_a_step_that_failed_can_be_done_again(strategy: ltx.Strategy, torn: Torn
     torch.testing.assert_close(params_1, expected_1, rtol=0, atol=0)
 
 
-def test_both_do_their_part_on_all_parameters_together() -> None:
-    for algorithm in ("decentralized",):
-        step = ltx.data_parallel(loss, ltx.BaguaStrategy(algorithm))
-        with pytest.raises(StrategyError, match=re.escape('overlap="update" applies the optimizer bucket by bucket')):
-            ltx.train_step(step, SGD, overlap="update")
+def fails_in_the_optimizer() -> tuple[list[str], float]:
+    """Rank 1's optimizer raises, when its peer has all that it needs. What is raised, and whether the axis works."""
+    problem, rank, calls = make_problem(0, 2), int(ltx.axis_index()), []
+
+    def descend(grads: Any, state: Any, params: Any) -> Any:
+        calls.append(state)
+        if rank == 1 and len(calls) == 3:
+            raise BrokenError
+        return ltx.tree.map(lambda g: -0.1 * g, grads), state
+
+    optimizer = ltx.optim.from_functions(lambda params: (), descend)
+    train = ltx.train_step(ltx.data_parallel(loss, ltx.BaguaStrategy("decentralized", **NODES)), optimizer)
+    state, raised = train.init({k: torch.tensor(v) for k, v in problem.start.items()}), []
+    while len(raised) < 2:
+        try:
+            state, _ = train(state, torch.tensor(problem.x[0, rank]), torch.tensor(problem.y[0, rank]))
+        except (BrokenError, DeadlockDetectedError, RankMismatchError) as error:
+            raised.append(type(error).__name__)
+    return raised, ltx.psum(torch.ones(())).item()
+
+
+def test_a_rank_that_waits_in_the_next_step_is_told(torn: Torn) -> None:
+    """And if both go on as if nothing had happened, one of them a step behind, that isn't mixed up."""
+    (raised, works), (raised_1, works_1) = torn(fails_in_the_optimizer)
+    assert raised == ["DeadlockDetectedError", "RankMismatchError"]
+    assert raised_1 == ["BrokenError", "RankMismatchError"]
+    assert works == works_1 == 2.0
+
+
+def test_work_on_all_parameters_cant_be_done_by_bucket() -> None:
+    step = ltx.data_parallel(loss, ltx.BaguaStrategy("decentralized"))
+    with pytest.raises(StrategyError, match=re.escape('overlap="update" applies the optimizer bucket by bucket')):
+        ltx.train_step(step, SGD, overlap="update")
