@@ -6,7 +6,7 @@ hooks are here, the others have files of their own; :data:`ALGORITHMS` says wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -101,6 +101,9 @@ class BaguaStrategy(Strategy):
                 raise StrategyError(
                     f"BaguaStrategy({self.algorithm!r}) has no field {field_name!r}. It has: {', '.join(has)}."
                 )
+        for f in fields(made):
+            if f.default is MISSING and f.name not in given:
+                raise StrategyError(f"BaguaStrategy({self.algorithm!r}) needs {f.name}=.")
         inner: Strategy = made(**{name: getattr(self, name) for name in common}, **given)
         return inner
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import AxisError, LtxError, StrategyError
+from ltx.strategies.bagua import ALGORITHMS
 
 Ranks = Callable[[int], ltx.Pool]
 
@@ -111,6 +112,21 @@ def test_bad_fields(algorithm: Any, fields: dict[str, Any], text: str) -> None:
     assert str(raised.value) == text
     assert isinstance(raised.value, LtxError)
     assert isinstance(raised.value, ValueError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demanding(ltx.Strategy):
+    """An algorithm with a field that has no default."""
+
+    warmup_steps: int
+
+
+def test_an_algorithm_may_need_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "qadam", (__name__, "Demanding"))
+    assert ltx.BaguaStrategy("qadam", warmup_steps=3).inner == Demanding(warmup_steps=3)
+    with pytest.raises(StrategyError) as raised:
+        ltx.BaguaStrategy("qadam")
+    assert str(raised.value) == "BaguaStrategy('qadam') needs warmup_steps=."
 
 
 @pytest.mark.parametrize(
