@@ -78,6 +78,8 @@ from ltx.wire import record as record
 if TYPE_CHECKING:
     # --- strategies
     from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
+    from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
+    from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
 
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
@@ -85,6 +87,8 @@ if TYPE_CHECKING:
 
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
+    "DiLoCoStrategy": "ltx.strategies.diloco",
+    "LocalSGDStrategy": "ltx.strategies.local_sgd",
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
 }

@@ -44,7 +44,7 @@ class BaguaStrategy(Strategy):
         communication_interval: steps between communications; the decentralized ones.
         warmup_steps: of qadam and async.
         betas: of qadam.
-        sync_interval_ms: of async.
+        sync_interval_ms, schedule: of async.
         hierarchical: reduce within each node, let the nodes follow the algorithm, and share the result within them.
             Off unless asked for, where Bagua has it on for most.
         node_size: ranks of a node, for `hierarchical`; each has this many, next to one another.
@@ -69,6 +69,7 @@ class BaguaStrategy(Strategy):
     warmup_steps: int | None = None
     betas: tuple[float, float] | None = None
     sync_interval_ms: float | None = None
+    schedule: tuple[int, int] | None = None
     hierarchical: bool | None = None
     node_size: int | None = None
     flatten: bool | None = None

@@ -91,15 +91,12 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
             RankMismatchError: ranks have issued different things before it.
         """
-        if isinstance(self._plan.axis.backing, GroupBacking):
-            passes = self._plan.axis.backing.line.passes
-            try:
-                self._land()
-            except BaseException as error:
-                passes.leave(f"{type(error).__name__}: {error}")
-                raise
-            if not self._midway:
-                passes.complete()
+        try:
+            self._wait()
+        except BaseException as error:
+            if self._header is not None:  # what is in the background may be waited for again
+                self._line.passes.leave(f"{type(error).__name__}: {error}")
+            raise
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):
@@ -110,8 +107,16 @@ class Exchange:
                     states[member] = dict(state)
         return results, states
 
-    def _land(self) -> None:
+    def _wait(self) -> None:
         if self._flights is not None:
             self._landed, self._flights = list(self._flights.land_each()), None
         if self._header is not None:
             self._header.wait()
+        if isinstance(self._plan.axis.backing, GroupBacking) and not self._midway:
+            self._line.passes.complete()
+
+    @property
+    def _line(self) -> wire.Line:
+        assert isinstance(self._plan.axis.backing, GroupBacking)
+        line: wire.Line = self._plan.axis.backing.line
+        return line

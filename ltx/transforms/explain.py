@@ -309,11 +309,10 @@ def _collectives(
     found: list[Collective] = []
 
     def answer(ask: Ask) -> torch.Tensor:
-        buffer = ask.buffer
+        buffer, size = ask.buffer, (ask.axis or plan.axis).size
         if not buffer.numel():  # the schedules send nothing then
             return buffer
-        size = (ask.axis or plan.axis).size
-        if size == 1:  # a part of the axis
+        if size == 1:
             return collective_alone(ask)
         if len(found) == hook.phases:
             raise StrategyError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import ltx
 from ltx import hooks
 from tests.strategies.problem import Params, Problem
-from tests.strategies.references import bagua, ddp
+from tests.strategies.references import bagua, ddp, diloco, local_sgd
 
 SLOW = ltx.optim.from_torch(torch.optim.SGD, lr=0.02, momentum=0.9)
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -109,6 +110,36 @@ ROWS: dict[str, Row] = {
         ltx.BaguaStrategy("low_precision_decentralized", hierarchical=True, node_size=2),
         bagua.low_precision(node=2),
         ranks=(4,),
+        replicated=False,
+    ),
+    "local SGD": Row(
+        ltx.LocalSGDStrategy(3, warmup_steps=2), partial(local_sgd.post_local, period=3, warmup=2), replicated=False
+    ),
+    "local SGD in nodes, hierarchical": Row(
+        ltx.LocalSGDStrategy({2: 2, 4: 4}, warmup_steps=1, subgroup=2),
+        partial(local_sgd.hierarchical, levels={2: 2, 4: 4}, warmup=1, node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "DDP that averages models": Row(
+        ltx.DDPStrategy(model_averaging_period=2, start_local_sgd_step=1),
+        partial(local_sgd.post_local, period=2, warmup=1),
+        ranks=(2,),
+        replicated=False,
+    ),
+    "DiLoCo": Row(
+        ltx.DiLoCoStrategy(3), partial(diloco.diloco, period=3, lr=0.7, momentum=0.9), ranks=(2,), replicated=False
+    ),
+    "DiLoCo, 8 bits, fragments": Row(
+        ltx.DiLoCoStrategy(3, outer_lr=0.5, outer_momentum=0.8, outer_hook=hooks.ByteGrad(), fragments=2),
+        partial(
+            diloco.diloco, period=3, lr=0.5, momentum=0.8, average=diloco.EightBits, fragments=(("b", "s"), ("w",))
+        ),
+        replicated=False,
+    ),
+    "DiLoCo, 8 bits with error feedback": Row(
+        ltx.DiLoCoStrategy(3, outer_hook=hooks.ByteGrad(error_feedback=True)),
+        partial(diloco.diloco, period=3, lr=0.7, momentum=0.9, average=partial(diloco.EightBits, feedback=True)),
         replicated=False,
     ),
 }
