@@ -108,12 +108,14 @@ class Exchange:
         return results, states
 
     def _wait(self) -> None:
-        if self._flights is not None:
-            self._landed, self._flights = list(self._flights.land_each()), None
+        if self._flights is None:
+            return
+        self._landed = list(self._flights.land_each())
         if self._header is not None:
             self._header.wait()
-        if isinstance(self._plan.axis.backing, GroupBacking) and not self._midway:
+        if not self._midway:
             self._line.passes.complete()
+        self._flights = None
 
     @property
     def _line(self) -> wire.Line:
