@@ -77,6 +77,7 @@ from ltx.wire import record as record
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
     # --- strategies
+    from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
 
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from ltx.transforms.explain import explain as explain
 
 _LATER = {
+    "BaguaStrategy": "ltx.strategies.bagua",
     "DiLoCoStrategy": "ltx.strategies.diloco",
     "LocalSGDStrategy": "ltx.strategies.local_sgd",
     "Explanation": "ltx.transforms.explain",

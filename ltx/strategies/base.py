@@ -224,6 +224,7 @@ class Strategy:
         states: Sequence[LeafState] = (),
         *,
         background: bool = False,
+        midway: bool = False,
     ) -> Exchange:
         """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.land` gives the results.
 
@@ -234,6 +235,8 @@ class Strategy:
             at: the moment that the strategy was given.
             states: the hook's state of each tensor.
             background: to be landed much later, at the earliest after the backward pass; for a hook with one phase.
+            midway: another exchange of the same step follows it on every rank. Should a rank fail between them, its
+                peers can do the step again with it.
         """
         names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
         plan = make_plan(
@@ -250,7 +253,7 @@ class Strategy:
             tuple(paths),
             background=background,
         )
-        return Exchange(plan, tensors, states, background)
+        return Exchange(plan, tensors, states, background, midway)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:

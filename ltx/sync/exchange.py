@@ -34,11 +34,18 @@ class Exchange:
         states: the hook's state of each leaf; empty for a hook without.
         background: issue on the background channel, where peers may come much later, rather than on those of the
             buckets, which go through shared memory between ranks of one machine but move only while ranks wait.
+        midway: another exchange of the same step follows: a rank that has landed this one hasn't gone on from the step.
     """
 
     def __init__(
-        self, plan: Plan, tensors: Sequence[torch.Tensor], states: Sequence[LeafState] = (), background: bool = False
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState] = (),
+        background: bool = False,
+        midway: bool = False,
     ):
+        self._midway = midway
         self._plan = plan
         self._flights: Flights | None = None
         self._header: wire.HeaderTicket | None = None
@@ -88,12 +95,12 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
             RankMismatchError: ranks have issued different things before it.
         """
-        if self._flights is not None:
-            self._landed, self._flights = list(self._flights.land_each()), None
-        if self._header is not None:
-            self._header.wait()
-        if isinstance(self._plan.axis.backing, GroupBacking):
-            self._plan.axis.backing.line.passes.complete()
+        try:
+            self._wait()
+        except BaseException as error:
+            if self._header is not None:  # what is in the background may be waited for again
+                self._line.passes.leave(f"{type(error).__name__}: {error}")
+            raise
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):
@@ -103,3 +110,19 @@ class Exchange:
                 for member, state in zip(bucket.members, advanced, strict=True):
                     states[member] = dict(state)
         return results, states
+
+    def _wait(self) -> None:
+        if self._flights is None:
+            return
+        self._landed = list(self._flights.land_each())
+        if self._header is not None:
+            self._header.wait()
+        if not self._midway:
+            self._line.passes.complete()
+        self._flights = None
+
+    @property
+    def _line(self) -> wire.Line:
+        assert isinstance(self._plan.axis.backing, GroupBacking)
+        line: wire.Line = self._plan.axis.backing.line
+        return line

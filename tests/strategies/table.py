@@ -11,8 +11,9 @@ import torch
 import ltx
 from ltx import hooks
 from tests.strategies.problem import Params, Problem
-from tests.strategies.references import ddp, diloco, local_sgd
+from tests.strategies.references import bagua, ddp, diloco, local_sgd
 
+SLOW = ltx.optim.from_torch(torch.optim.SGD, lr=0.02, momentum=0.9)
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -41,6 +42,75 @@ ROWS: dict[str, Row] = {
     "ddp": Row(ltx.DDPStrategy(), ddp.mean_gradients),
     "ddp, several buckets": Row(
         ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), ddp.mean_gradients
+    ),
+    "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), ddp.mean_gradients),
+    "bagua gradient_allreduce, sum": Row(
+        ltx.BaguaStrategy("gradient_allreduce", average=False), bagua.sum_of_gradients(0.02), SLOW
+    ),
+    "bagua bytegrad": Row(ltx.BaguaStrategy("bytegrad"), bagua.eight_bit_gradients()),
+    "bagua bytegrad, sum": Row(
+        ltx.BaguaStrategy("bytegrad", average=False), bagua.eight_bit_gradients(False, 0.02), SLOW, ranks=(2,)
+    ),
+    "bagua decentralized": Row(ltx.BaguaStrategy("decentralized"), bagua.decentralized(), replicated=False),
+    "bagua decentralized, shift_one": Row(
+        ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
+        bagua.decentralized(shift_one=True),
+        ranks=(2, 4),
+        replicated=False,
+    ),
+    "bagua decentralized, shift_one, interval": Row(
+        ltx.BaguaStrategy(
+            "decentralized", peer_selection_mode="shift_one", communication_interval=2, first_bucket_bytes=8
+        ),
+        bagua.decentralized(shift_one=True, interval=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua low_precision_decentralized": Row(
+        ltx.BaguaStrategy("low_precision_decentralized"), bagua.low_precision(), ranks=(2, 3, 4), replicated=False
+    ),
+    "bagua low_precision_decentralized, interval, several buckets": Row(
+        ltx.BaguaStrategy(
+            "low_precision_decentralized", communication_interval=2, bucket_bytes=8, first_bucket_bytes=8
+        ),
+        bagua.low_precision(interval=2, one_bucket=False),
+        ranks=(3,),
+        replicated=False,
+    ),
+    "bagua bytegrad, hierarchical": Row(
+        ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2),
+        bagua.eight_bit_gradients(node=2),
+        ranks=(4,),
+    ),
+    "bagua gradient_allreduce, hierarchical": Row(
+        ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2, bucket_bytes=8, first_bucket_bytes=8),
+        ddp.mean_gradients,
+        ranks=(4,),
+    ),
+    "bagua decentralized, hierarchical": Row(
+        ltx.BaguaStrategy("decentralized", hierarchical=True, node_size=2),
+        bagua.decentralized(node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua decentralized, hierarchical, shift_one": Row(
+        ltx.BaguaStrategy(
+            "decentralized",
+            peer_selection_mode="shift_one",
+            hierarchical=True,
+            node_size=2,
+            bucket_bytes=8,
+            first_bucket_bytes=8,
+        ),
+        bagua.decentralized(shift_one=True, node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua low_precision_decentralized, hierarchical": Row(
+        ltx.BaguaStrategy("low_precision_decentralized", hierarchical=True, node_size=2),
+        bagua.low_precision(node=2),
+        ranks=(4,),
+        replicated=False,
     ),
     "local SGD": Row(
         ltx.LocalSGDStrategy(3, warmup_steps=2), partial(local_sgd.post_local, period=3, warmup=2), replicated=False
