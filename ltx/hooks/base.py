@@ -24,6 +24,8 @@ class CommHook:
             second derivatives.
         elementwise: each element's result depends on that element alone.
         sums: whether it asks for sums of floating numbers, which another hook may answer (:func:`ltx.hooks.chain`).
+        gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which it doesn't know before.
         reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, be it for randomness.
         phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
             together when they meet a plan; in the backward pass they couldn't, as they arrive in any order.
@@ -42,6 +44,7 @@ class CommHook:
     exact: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     sums: ClassVar[bool] = True
+    gives_gradients: ClassVar[bool] = True
     reads_step: ClassVar[bool] = False
     phases: ClassVar[int] = 1
 
@@ -91,11 +94,11 @@ class CommHook:
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
 
 
-def check_whole(hook: CommHook, least: int, *names: str) -> None:
-    """Raise unless the fields `names` are whole numbers of at least `least`."""
+def check_whole(owner: Any, least: int, *names: str) -> None:
+    """Raise unless the fields `names` of a hook or strategy are whole numbers of at least `least`."""
     for name in names:
-        value = getattr(hook, name)
+        value = getattr(owner, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise StrategyError(
-                f"{type(hook).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
+                f"{type(owner).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
             )

@@ -162,7 +162,16 @@ class Strategy:
         return Kinds()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`."""
+        """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`.
+
+        This one refuses optimizers that are a part of another strategy.
+        """
+        if optimizer.strategy is not None:
+            raise StrategyError(
+                f"{type(self).__name__} can't train with {optimizer!r}, which is a part of the {optimizer.strategy} "
+                "strategy: later in training it takes for gradients what that strategy gives it. Train with that "
+                "strategy, or use another optimizer."
+            )
 
     def check_axis(self, axis: Axis) -> None:
         """Raise :class:`ltx.errors.StrategyError` unless this strategy works on so many ranks."""
@@ -175,7 +184,7 @@ class Strategy:
         """Set going what is to be under way during the forward and the backward pass.
 
         `pending` is what the last step left (None at first); what this returns is given to :meth:`update`. Where it
-        isn't None and the step then fails, peers are told.
+        returns something new and the step then fails, peers are told; what the last step left is still the state's.
         """
         return pending
 

@@ -9,10 +9,14 @@ import torch
 
 import ltx
 from ltx import hooks
+from ltx.strategies.qadam import QAdam
 from tests.strategies.problem import Params, Problem
-from tests.strategies.references import ddp
+from tests.strategies.references import ddp, qadam
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+# Adam's first steps are as long as its second moment is small: these are short, and the moment is soon settled.
+QADAM = {"lr": 0.02, "warmup_steps": 4, "betas": (0.8, 0.9), "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -40,5 +44,14 @@ ROWS: dict[str, Row] = {
     "ddp": Row(ltx.DDPStrategy(), ddp.mean_gradients),
     "ddp, several buckets": Row(
         ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), ddp.mean_gradients
+    ),
+    "qadam": Row(
+        QAdam(warmup_steps=4, betas=(0.8, 0.9)), qadam.trained_by(**QADAM), optimizer=ltx.optim.qadam(**QADAM)
+    ),
+    "qadam, as Bagua's": Row(
+        QAdam(warmup_steps=4, betas=(0.8, 0.9)),
+        qadam.trained_by(**QADAM, bagua_exact=True),
+        optimizer=ltx.optim.qadam(**QADAM, bagua_exact=True),
+        ranks=(3,),
     ),
 }
