@@ -17,6 +17,7 @@ from ltx.optim.base import Optimizer
 from ltx.sync.exchange import Exchange
 from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState
+from ltx.sync.schedule import Plan
 from ltx.typing import Tree
 
 MIB = 1 << 20
@@ -244,8 +245,31 @@ class Strategy:
             states: the hook's state of each tensor.
             background: to be landed much later, at the earliest after the backward pass; for a hook with one phase.
         """
+        return Exchange(self._plan(hook, tensors, paths, at, states, background), tensors, states, background)
+
+    def meet(
+        self,
+        hook: CommHook,
+        tensors: Sequence[torch.Tensor],
+        paths: Sequence[str],
+        at: Moment,
+        *,
+        background: bool = False,
+    ) -> None:
+        """Compare an exchange with the peers now, so that the first one needn't wait for them. Nothing is sent."""
+        self._plan(hook, tensors, paths, at, (), background)
+
+    def _plan(
+        self,
+        hook: CommHook,
+        tensors: Sequence[torch.Tensor],
+        paths: Sequence[str],
+        at: Moment,
+        states: Sequence[LeafState],
+        background: bool,
+    ) -> Plan:
         names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
-        plan = make_plan(
+        return make_plan(
             self,
             self.sizes,
             hook,
@@ -259,7 +283,6 @@ class Strategy:
             tuple(paths),
             background=background,
         )
-        return Exchange(plan, tensors, states, background)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:

@@ -9,9 +9,10 @@ import torch
 
 import ltx
 from ltx import hooks
+from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
 from tests.strategies.problem import Params, Problem
-from tests.strategies.references import ddp, qadam
+from tests.strategies.references import async_averaging, ddp, qadam
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -53,5 +54,9 @@ ROWS: dict[str, Row] = {
         qadam.trained_by(**QADAM, bagua_exact=True),
         optimizer=ltx.optim.qadam(**QADAM, bagua_exact=True),
         ranks=(3,),
+    ),
+    # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
+    "async": Row(
+        AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False
     ),
 }
