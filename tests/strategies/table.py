@@ -56,7 +56,5 @@ ROWS: dict[str, Row] = {
         ranks=(3,),
     ),
     # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
-    "async": Row(
-        AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False
-    ),
+    "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False),
 }

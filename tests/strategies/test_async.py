@@ -149,7 +149,9 @@ def test_all_kinds_of_leaves(ranks: Ranks) -> None:
     mine, theirs = ranks(2).run(run)
     for name, x in mine.items():
         assert torch.equal(x, theirs[name])
-        assert torch.equal(x, torch.full_like(x, -1.0)), name
+        # Rounds differ from run to run, and each rounds.
+        tolerance = 0.05 if x.dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(x, torch.full_like(x, -1.0), rtol=0, atol=tolerance)
 
 
 def test_a_rank_may_fail_alone_and_do_its_step_again(ranks: Ranks) -> None:
@@ -213,14 +215,16 @@ def test_a_peer_that_begins_no_round(torn: Torn) -> None:
     """It counts as lost after the axis' timeout; until then steps go on."""
 
     def run() -> int:
-        train, steps = trainer(ALWAYS), 0
+        train, steps, lost = trainer(ALWAYS), 0, False
         state = train.init(start())
         if int(ltx.axis_index()) == 1:
             return 0
-        with pytest.raises(CollectiveTimeoutError):
-            while True:
+        while not lost:
+            try:
                 state, _ = train(state, torch.tensor(1.0))
                 steps += 1
+            except CollectiveTimeoutError:
+                lost = True
         assert torch.allclose(went(state)["b"], torch.tensor(-LR * steps, dtype=torch.float64))
         return steps
 
