@@ -49,7 +49,7 @@ def test_both_phases(how: str, bagua_exact: bool, seed: int) -> None:
     for grads in given:
         kept = clone((grads, state, params))
         if how == "leaves":
-                    leaves, states = optree.tree_leaves(params), optimizer.leaf_states(state, params)
+            leaves, states = optree.tree_leaves(params), optimizer.leaf_states(state, params)
             for i in reversed(range(len(leaves))):
                 optimizer.apply_leaves([optree.tree_leaves(grads)[i]], [states[i]], [leaves[i]], state.count)
             state = optimizer.advance(state)
