@@ -77,7 +77,7 @@ class LossyHook(CommHook):
     def with_error_feedback(self) -> LossyHook:
         return replace(self, error_feedback=True)
 
-    def carried(self, state: LeafState) -> torch.Tensor | None:
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
         return state.get(RESIDUAL) if self.error_feedback else None
 
     def send(self, share: Share, *, feedback: bool) -> Sending:

@@ -13,7 +13,7 @@ import torch
 
 from ltx import wire
 from ltx.axis import GroupBacking
-from ltx.errors import StrategyError
+from ltx.errors import LtxError, StrategyError
 from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import LeafState, pack, pack_pure, reduce_at_once, unpack
 from ltx.sync.schedule import Plan
@@ -50,16 +50,24 @@ class Exchange:
         self._flights: Flights | None = None
         self._header: wire.HeaderTicket | None = None
         self._landed: list[Landed] = []
+        self._failed: LtxError | None = None
         self._states = list(states) or [{} for _ in tensors]
+        if background and plan.hook.phases > 1:
+            raise StrategyError(
+                f"{plan.hook!r} has {plan.hook.phases} phases; in the background there is one channel, for one."
+            )
         if isinstance(plan.axis.backing, GroupBacking):
-            self._launch(plan.axis.backing.line, tensors, background)
+            try:
+                self._launch(plan.axis.backing.line, tensors, background)
+            except LtxError as error:
+                if not background:
+                    raise
+                self._failed = error  # who starts it has other work to finish; it shows where it is landed
         else:
             self._landed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _launch(self, line: wire.Line, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
-        if background and hook.phases > 1:
-            raise StrategyError(f"{hook!r} has {hook.phases} phases; in the background there is one channel, for one.")
         line.passes.rejoin()
         channel = line.background if background else line.bucket_channel(0)
         assert plan.agreement is not None
@@ -86,7 +94,7 @@ class Exchange:
     @property
     def done(self) -> bool:
         """Whether :meth:`land` would return at once."""
-        return self._flights is None or self._flights.done
+        return self._failed is not None or self._flights is None or self._flights.done
 
     def land(self) -> tuple[list[torch.Tensor], list[LeafState]]:
         """(the result for each leaf, its next state), once all of it is there; new tensors, views of a bucket each.
@@ -112,6 +120,8 @@ class Exchange:
         return results, states
 
     def _wait(self) -> None:
+        if self._failed is not None:
+            raise self._failed
         if self._flights is None:
             return
         self._landed = list(self._flights.land_each())

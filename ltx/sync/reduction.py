@@ -114,7 +114,7 @@ class Reducer(Protocol):
         """The dtype that shares of gradients of `dtype` are packed in."""
         ...
 
-    def carried(self, state: LeafState) -> torch.Tensor | None:
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
         """What of a parameter's state is added to its share as it is packed; None for nothing."""
         ...
 
@@ -143,7 +143,7 @@ class ExactMean:
         """Gradients travel as they are."""
         return dtype
 
-    def carried(self, state: LeafState) -> None:
+    def carried(self, state: LeafState, axis_size: int) -> None:
         """Nothing."""
 
     def reduce(self, share: Share) -> Reduction:
@@ -191,7 +191,7 @@ def pack(
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     flat = torch.empty((*batch, bucket.numel), dtype=wire_dtype, device=bucket.device)
     for grad, part, state in zip(grads, flat.split(bucket.sizes, dim=-1), states, strict=True):
-        view, carried = part.view(grad.shape), hook.carried(state)
+        view, carried = part.view(grad.shape), hook.carried(state, axis_size)
         # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't.
         transposed = wire_dtype == grad.dtype and not grad.is_contiguous()
         given = view.copy_(grad) if transposed else grad
@@ -209,7 +209,7 @@ def pack_pure(
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     parts = []
     for grad, state in zip(grads, states, strict=True):
-        carried = hook.carried(state)
+        carried = hook.carried(state, axis_size)
         part = grad * scale if carried is None else torch.add(carried, grad, alpha=scale)
         parts.append(part.to(wire_dtype).reshape(-1))
     return torch.cat(parts)
