@@ -170,7 +170,7 @@ def test_states_that_have_counted_other_steps_are_refused() -> None:
 
 def test_a_compiled_graph_holds_one_phase() -> None:
     strategy = QAdam(warmup_steps=2)
-    with pytest.raises(UnsupportedError, match="reads the number of steps, which is 1 for good"):
+    with pytest.raises(UnsupportedError, match="changes with the number of steps, which is 1 for good"):
         strategy.hook_in_graph(1)
     assert strategy.hook_in_graph(2) == strategy.hook(2)
 
