@@ -180,6 +180,21 @@ def test_a_rank_may_fail_alone_and_do_its_step_again(ranks: Ranks) -> None:
         torch.testing.assert_close(b.item(), -LR * 1.5 * 6, rtol=0, atol=1e-9)
 
 
+def test_it_goes_with_debug_checks_and_accumulation(ranks: Ranks) -> None:
+    def run() -> Tensor:
+        rank = int(ltx.axis_index())
+        step = ltx.accumulate(ltx.data_parallel(lambda p, x: loss(p, x.mean()), ALWAYS), 2)
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=LR))
+        with ltx.debug_checks():
+            state = train.init(start())
+            for _ in range(2 + 2 * rank):
+                state, _ = train(state, torch.full((4,), rank + 1.0))
+            return went(train.settle(state))["b"]
+
+    for b in ranks(2).run(run):
+        torch.testing.assert_close(b.item(), -LR * (2 * 1 + 4 * 2) / 2, rtol=0, atol=1e-9)
+
+
 def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
     """The next step that would begin or land a round raises, and the state is as it was before it."""
 
