@@ -18,6 +18,7 @@ from ltx.axis import vmap as vmap
 
 # --- collectives
 from ltx.collectives import AllGatherGrad as AllGatherGrad
+from ltx.collectives import adasum as adasum
 from ltx.collectives import all_gather as all_gather
 from ltx.collectives import all_gather_object as all_gather_object
 from ltx.collectives import all_to_all as all_to_all
@@ -76,11 +77,15 @@ from ltx.wire import record as record
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
+    # --- strategies
+    from ltx.strategies.horovod import HorovodStrategy as HorovodStrategy
+
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
 
 _LATER = {
+    "HorovodStrategy": "ltx.strategies.horovod",
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -156,6 +156,14 @@ class Strategy:
         """Bytes of a bucket, and of the first one."""
         return self.bucket_bytes, self.first_bucket_bytes
 
+    def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
+        """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.
+
+        `arrival` has their places in the order in which gradients are expected, the last parameter's first; it is the
+        same on every rank.
+        """
+        return ()
+
     @property
     def kinds(self) -> Kinds:
         """How the parts of a train state relate across ranks."""
@@ -200,6 +208,9 @@ class Strategy:
         """
         return type(self).after_update is not Strategy.after_update
 
+    def check_weighted(self) -> None:
+        """Raise :class:`ltx.errors.StrategyError` unless a training step may return :class:`ltx.Weighted`."""
+
     @property
     def updates_in_buckets(self) -> bool:
         """Whether the optimizer may run bucket by bucket (``overlap="update"``): :meth:`update` is the plain one."""
@@ -238,7 +249,6 @@ class Strategy:
         names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
         plan = make_plan(
             self,
-            self.sizes,
             hook,
             at.axis,
             tensors,

@@ -44,8 +44,8 @@ class Exchange:
 
     def _launch(self, line: wire.Line, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
-        if background and hook.phases > 1:
-            raise StrategyError(f"{hook!r} has {hook.phases} phases; in the background there is one channel, for one.")
+        if background and (phases := hook.phases_on(plan.axis.size)) > 1:
+            raise StrategyError(f"{hook!r} has {phases} phases; in the background there is one channel, for one.")
         line.passes.rejoin()
         channel = line.background if background else line.bucket_channel(0)
         assert plan.agreement is not None

@@ -87,9 +87,7 @@ def _schedule_in_graph(
     key: str, operation: str, tensors: Sequence[torch.Tensor], arrival: tuple[int, ...], names: Names, step: int
 ) -> Schedule:
     strategy, hook, axis = _traced[key]
-    plan = make_plan(
-        strategy, strategy.sizes, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False
-    )
+    plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False)
     return make_schedule(plan, compiled=True)
 
 
