@@ -9,8 +9,7 @@ training with adaptive summation", MLSys 2021; the recursion over ranks r xor l 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +23,6 @@ from ltx.collectives.permute import ppermute
 from ltx.collectives.psum import axis_size, psum
 from ltx.errors import AxisError, TreeError
 from ltx.typing import Tree
-
-#: Yields (operation, contiguous buffer, arguments of a permutation), is sent its result, returns the value.
-Asking = Generator[tuple[str, torch.Tensor, Static], torch.Tensor, torch.Tensor]
 
 # A smaller square is that of a vector of zeros: Horovod's bound, the root of the least normal float64.
 _LEAST_SQUARE = 2.2250738585072014e-308**0.5
@@ -42,47 +38,94 @@ def levels(n: int) -> int:
     return n.bit_length() - 1
 
 
-def recursive_halving(flat: torch.Tensor, sizes: Sequence[int], n: int, rank: int | torch.Tensor) -> Asking:
-    """The adasum of every rank's `flat`, each of its parts for itself.
+class Halving:
+    """What a rank does for the adasum of every rank's flat tensor, each of its parts for itself, between collectives.
 
-    At level l = 1, 2, 4, ... a rank holds 1/l of the adasum of a block of l ranks. It gives half of that to rank r xor
-    l for half of the other block's, the 2l ranks add up their parts of the inner products, and each has 1/2l of the
-    adasum of both blocks. In the end everybody gathers everybody's. So a rank sends 2(n-1)/n of `flat`, as the ring
-    does, and 48 n bytes for each part, at most, in 2 log2 n + 1 collectives.
+    At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It gives half of that to rank r
+    xor 2^l for half of the other block's (permute), both blocks' ranks add up their parts of the inner products (sum),
+    and each has 1/2^(l+1) of the adasum of both. In the end everybody gets everybody's (all_gather). So a rank sends
+    2(n-1)/n of the tensor, as the ring does, and 48 n bytes for each part at most.
+
+        piece = halving.rows(flat)
+        for level in range(halving.depth):
+            received = permute(halving.given(piece, level), halving.partners(level))
+            a, b = halving.pair(piece, received, level)
+            piece = halving.combined(a, b, sum(halving.products(a, b, level)), level)
+        halving.joined(all_gather(piece))
 
     Args:
-        flat: floating, 1-dimensional.
-        sizes: lengths of its parts, which are the vectors.
+        sizes: lengths of the tensor's parts, which are the vectors.
         n: the number of ranks, a power of two.
-        rank: this one's place; a 0-dim tensor where the ranks are simulated.
+        rank: this one's place; a 0-dim tensor where it isn't known before the program runs.
+        dtype: the tensor's.
     """
-    depth = levels(n)
-    if depth == 0 or not flat.numel():
-        return flat.clone()
-    # Each part is laid out in n rows, so that a piece, which is some rows, has a piece of every part.
-    parts = [torch.nn.functional.pad(part, (0, -len(part) % n)).view(n, -1) for part in flat.split(list(sizes))]
-    widths = [part.shape[1] for part in parts]
-    piece = torch.cat(parts, dim=1)
-    for level in range(depth):
-        distance = 1 << level
-        upper = rank & distance != 0  # is this rank in the second of the two blocks?
-        halves = piece.view(2, -1, piece.shape[1])
-        partners = tuple(r for source in range(n) for r in (source, source ^ distance))
-        received = yield "permute", _pick(upper, halves[1], halves[0]).contiguous(), partners
+
+    def __init__(self, sizes: Sequence[int], n: int, rank: int | torch.Tensor, dtype: torch.dtype):
+        self.sizes = list(sizes)
+        self.n = n
+        self.rank = rank
+        self.dtype = dtype
+        self.depth = levels(n)
+        self._widths = [-(-size // n) for size in sizes]
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """Every part in n rows, side by side: a piece of them all is some rows."""
+        parts = zip(flat.split(self.sizes), self.sizes, self._widths, strict=True)
+        padded = [torch.nn.functional.pad(part, (0, self.n * width - size)) for part, size, width in parts]
+        return torch.cat([part.view(self.n, width) for part, width in zip(padded, self._widths, strict=True)], dim=1)
+
+    def partners(self, level: int) -> Static:
+        """Who gives to whom: source, destination, source, ..."""
+        return tuple(r for source in range(self.n) for r in (source, source ^ (1 << level)))
+
+    def _is_upper(self, level: int) -> bool | torch.Tensor:
+        """Whether this rank is in the second of the two blocks."""
+        return (self.rank >> level) % 2 == 1
+
+    def _halves(self, piece: torch.Tensor) -> torch.Tensor:
+        return piece.view(2, piece.shape[0] // 2, piece.shape[1])
+
+    def given(self, piece: torch.Tensor, level: int) -> torch.Tensor:
+        """The half that goes to the partner."""
+        halves = self._halves(piece)
+        return _pick(self._is_upper(level), halves[1], halves[0])
+
+    def pair(self, piece: torch.Tensor, received: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second block's values, in float64."""
+        upper, halves = self._is_upper(level), self._halves(piece)
         mine, theirs = _pick(upper, halves[0], halves[1]).double(), received.double()
-        a, b = _pick(upper, theirs, mine), _pick(upper, mine, theirs)
-        # Each pair of blocks has a row of its own in one small sum over all ranks.
-        here = (torch.arange(n >> (level + 1), device=flat.device) == rank >> (level + 1))[:, None, None]
-        products = torch.stack([_by_part(x * y, widths) for x, y in ((a, b), (a, a), (b, b))])
-        summed = yield "sum", torch.where(here, products, 0.0), ()
-        dot, square_a, square_b = torch.where(here, summed, 0.0).sum(0)
-        piece = (_weights(dot, square_a, widths) * a + _weights(dot, square_b, widths) * b).to(flat.dtype)
-    rows = yield "all_gather", piece[0], ()
-    # Bit l of a rank has chosen between halves of 1/2l: the row that it ended with is its number read backwards.
-    order = [int(f"{row:0{depth}b}"[::-1], 2) for row in range(n)]
-    ends = [0, *torch.tensor(widths).cumsum(0).tolist()]
-    rows = rows[torch.tensor(order, device=rows.device)]
-    return torch.cat([rows[:, i:j].reshape(-1)[:size] for (i, j), size in zip(pairwise(ends), sizes, strict=True)])
+        return _pick(upper, mine, theirs), _pick(upper, theirs, mine)
+
+    def _here(self, level: int, device: torch.device) -> torch.Tensor:
+        """Which pair of blocks is this rank's: each has a row of its own in the sum over all ranks."""
+        own = torch.arange(self.n >> (level + 1), device=device) == self.rank >> (level + 1)
+        return own[:, None, None]
+
+    def products(self, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
+        """This rank's part of <a,b>, <a,a> and <b,b>, by part of the tensor."""
+        sums = [
+            torch.stack([part.sum() for part in (x * y).split(self._widths, dim=1)])
+            for x, y in ((a, b), (a, a), (b, b))
+        ]
+        return torch.where(self._here(level, a.device), torch.stack(sums), 0.0)
+
+    def combined(self, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
+        """The two blocks' adasum."""
+        dot, square_a, square_b = torch.where(self._here(level, a.device), summed, 0.0).sum(0)
+        return (self._weights(dot, square_a) * a + self._weights(dot, square_b) * b).to(self.dtype)
+
+    def _weights(self, dot: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+        """What a vector of that squared norm is multiplied by: 1 - dot / 2 square, by columns; 1 for zeros."""
+        zero = square < _LEAST_SQUARE
+        weights = torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))
+        return torch.cat([weight.expand(width) for weight, width in zip(weights, self._widths, strict=True)])
+
+    def joined(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`rows`, of the row that each rank ended with."""
+        # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
+        order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in range(self.depth)) for row in range(self.n)]
+        columns = rows[torch.tensor(order, device=rows.device)].split(self._widths, dim=1)
+        return torch.cat([part.reshape(-1)[:size] for part, size in zip(columns, self.sizes, strict=True)])
 
 
 def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -90,18 +133,6 @@ def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
     if isinstance(second, torch.Tensor):
         return torch.where(second, b, a)
     return b if second else a
-
-
-def _by_part(products: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """The sum over each part's columns."""
-    return torch.stack([part.sum() for part in products.split(widths, dim=1)])
-
-
-def _weights(dot: torch.Tensor, square: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """What a vector of that squared norm is multiplied by: 1 - dot / 2 square, by columns; 1 for a vector of zeros."""
-    zero = square < _LEAST_SQUARE
-    weights = torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))
-    return torch.cat([weight.expand(width) for weight, width in zip(weights, widths, strict=True)])
 
 
 def adasum(value: Tree, axis: Any = None) -> Tree:
@@ -163,25 +194,19 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
     for kind in dict.fromkeys((x.dtype, x.device) for x in leaves):
         places = [i for i, x in enumerate(leaves) if (x.dtype, x.device) == kind]
         sizes = [leaves[i].numel() for i in places]
-        flat = _driven(recursive_halving(torch.cat([leaves[i].reshape(-1) for i in places]), sizes, n, rank), axis)
+        flat = _of_flat(torch.cat([leaves[i].reshape(-1) for i in places]), Halving(sizes, n, rank, kind[0]), axis)
         for i, part in zip(places, flat.split(sizes), strict=True):
             results[i] = part.reshape(leaves[i].shape)
     return tree.unflatten(spec, results)
 
 
-def _driven(asking: Asking, axis: Any) -> torch.Tensor:
-    """Answer with differentiable collectives until the value is there."""
-    try:
-        operation, buffer, arguments = next(asking)
-        while True:
-            match operation:
-                case "permute":
-                    answer = ppermute(buffer, list(zip(arguments[::2], arguments[1::2], strict=True)), axis)
-                case "sum":
-                    answer = psum(buffer, axis)
-                case _:
-                    answer = all_gather(buffer, axis)
-            operation, buffer, arguments = asking.send(answer)
-    except StopIteration as end:
-        result: torch.Tensor = end.value
-        return result
+def _of_flat(flat: torch.Tensor, halving: Halving, axis: Any) -> torch.Tensor:
+    if halving.n == 1 or not flat.numel():
+        return flat.clone()
+    piece = halving.rows(flat)
+    for level in range(halving.depth):
+        partners = halving.partners(level)
+        pairs = list(zip(partners[::2], partners[1::2], strict=True))
+        a, b = halving.pair(piece, ppermute(halving.given(piece, level), pairs, axis), level)
+        piece = halving.combined(a, b, psum(halving.products(a, b, level), axis), level)
+    return halving.joined(all_gather(piece[0], axis))

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from ltx.collectives.adasum import levels, recursive_halving
+from ltx.collectives.adasum import Halving, levels
 from ltx.errors import StrategyError
 from ltx.hooks.base import CommHook
 from ltx.sync.reduction import Ask, Reduction, Share
@@ -70,10 +70,15 @@ class Adasum(CommHook):
         return dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
 
     def reduce(self, share: Share) -> Reduction:
-        asking = recursive_halving(share.flat, share.bucket.sizes, share.axis_size, share.rank)
-        try:
-            operation, buffer, arguments = next(asking)
-            while True:
-                operation, buffer, arguments = asking.send((yield Ask(operation, buffer, arguments=arguments)))
-        except StopIteration as end:
-            return end.value, share.states
+        flat = share.flat
+        halving = Halving(share.bucket.sizes, share.axis_size, share.rank, flat.dtype)
+        if halving.n == 1 or not flat.numel():
+            return flat, share.states
+        piece = halving.rows(flat)
+        for level in range(halving.depth):
+            given = halving.given(piece, level).contiguous()
+            received = yield Ask("permute", given, arguments=halving.partners(level))
+            a, b = halving.pair(piece, received, level)
+            piece = halving.combined(a, b, (yield Ask("sum", halving.products(a, b, level))), level)
+        rows = yield Ask("all_gather", piece[0])
+        return halving.joined(rows), share.states

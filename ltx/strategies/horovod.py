@@ -111,7 +111,7 @@ class HorovodStrategy(Strategy):
 
     Args:
         compression: "none", "fp16", "bf16", or a hook from :mod:`ltx.hooks`: how gradients travel.
-        op: "average"; "sum", which doesn't divide by the number of ranks; or "adasum": each rank takes an optimizer
+        op: "average"; "sum", which is n times that, with :class:`ltx.Weighted` too; or "adasum": each rank takes an optimizer
             step of its own, and the parameters move by the adaptive sum (:func:`ltx.adasum`) of these steps. There the
             optimizer's state is each rank's own, plain gradients of a step are local, `compression` is the dtype of the
             steps as they travel, and the number of ranks is a power of two.
