@@ -85,13 +85,22 @@ def test_zeros_leave_the_other_side_alone() -> None:
     ],
     ids=str,
 )
-def test_sizes_at_the_ends_of_a_dtype(dtype: torch.dtype, size: float) -> None:
-    xs = torch.full((2, 100), size, dtype=torch.float64).to(dtype)
-    assert torch.equal(ltx.vmap(ltx.adasum)(xs), xs)  # collinear: the mean
-    xs = xs * torch.tensor([[0.0], [1.0]], dtype=dtype)
-    assert torch.equal(ltx.vmap(ltx.adasum)(xs)[0], xs[1])
-    xs = torch.stack([xs[1], torch.full_like(xs[1], 1.0)])
-    assert ltx.vmap(ltx.adasum)(xs).isfinite().all()
+def test_sizes_at_the_ends_of_a_dtype(dtype: torch.dtype, size: float, ranks: Ranks) -> None:
+    equal = torch.full((2, 100), size, dtype=torch.float64).to(dtype)
+    alone = equal * torch.tensor([[0.0], [1.0]], dtype=dtype)
+    unlike = torch.stack([equal[0], torch.ones_like(equal[0])])
+    given = [equal, alone, unlike]
+    for rank, found in enumerate(ranks(2).run(lambda: ltx.adasum([xs[ltx.axis_index()] for xs in given]))):
+        assert torch.equal(found[0], equal[0])  # collinear: the mean
+        assert torch.equal(found[1], equal[0])
+        assert found[2].isfinite().all()
+        for one, simulated in zip(found, ltx.vmap(ltx.adasum)(given), strict=True):
+            assert torch.equal(one, simulated[rank])
+
+
+def test_what_is_too_small_to_have_a_norm_is_added() -> None:
+    xs = torch.tensor([[1e-100, 0.0], [1e-100, 0.0]], dtype=torch.float64)
+    assert torch.equal(ltx.vmap(ltx.adasum)(xs)[0], xs.sum(0))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

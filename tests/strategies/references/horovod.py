@@ -62,7 +62,7 @@ def averaged(
     return reference
 
 
-def adasum_of_steps(optimizer: type[Sgd | Adam] = Sgd, *, passes: int = 1) -> Reference:
+def adasum_of_steps(optimizer: Callable[[], Sgd | Adam] = Sgd, *, passes: int = 1) -> Reference:
     """Each rank's optimizer takes a step of its own; parameters move by the adaptive sum of these."""
 
     def reference(problem: Problem) -> list[list[Params]]:
