@@ -18,6 +18,7 @@ from ltx.axis import vmap as vmap
 
 # --- collectives
 from ltx.collectives import AllGatherGrad as AllGatherGrad
+from ltx.collectives import adasum as adasum
 from ltx.collectives import all_gather as all_gather
 from ltx.collectives import all_gather_object as all_gather_object
 from ltx.collectives import all_to_all as all_to_all
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     # --- strategies
     from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
+    from ltx.strategies.horovod import HorovodStrategy as HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
 
     # --- planning
@@ -89,6 +91,7 @@ _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
     "DiLoCoStrategy": "ltx.strategies.diloco",
     "LocalSGDStrategy": "ltx.strategies.local_sgd",
+    "HorovodStrategy": "ltx.strategies.horovod",
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
 }

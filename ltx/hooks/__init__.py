@@ -10,6 +10,7 @@ from ltx.sync.reduction import Reduction as Reduction
 from ltx.sync.reduction import Share as Share
 
 if TYPE_CHECKING:
+    from ltx.hooks.adasum import Adasum as Adasum
     from ltx.hooks.combined import After as After
     from ltx.hooks.combined import Chain as Chain
     from ltx.hooks.combined import after as after
@@ -39,6 +40,7 @@ NAMED = {"allreduce": "AllReduce", "fp16": "FP16", "bf16": "BF16"}
 
 # Imported when first asked for: most programs use none of them, and making dataclasses takes time.
 _LATER = {
+    "Adasum": "adasum",
     **dict.fromkeys(("After", "Chain", "after", "cast", "chain"), "combined"),
     **dict.fromkeys(("ByteGrad", "Quantize"), "eight_bit"),
     **dict.fromkeys(("FromTorch", "from_torch"), "from_ddp"),

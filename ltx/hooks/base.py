@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ltx.axis import Axis
-from ltx.errors import StrategyError
+from ltx.errors import StrategyError, UnsupportedError
 from ltx.sync.reduction import LeafState, Reduction, Share
 
 
@@ -23,13 +23,16 @@ class CommHook:
     Attributes:
         exact: the result is the mean up to rounding in the gradients' own dtype. Others count as the exact mean under
             second derivatives.
+        averages: the result stands for the sum of the shares, exactly or not. Hooks of which that isn't true have no
+            derivative, and can't do another hook's sums.
         elementwise: each element's result depends on that element alone.
         sums: whether it asks for sums of floating numbers, which another hook may answer (:func:`ltx.hooks.chain`).
         gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
             :class:`ltx.Weighted` divides the result by the sum of the weights, which it doesn't know before.
         reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, be it for randomness.
         phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
-            together when they meet a plan; in the backward pass they couldn't, as they arrive in any order.
+            together when they meet a plan; in the backward pass they couldn't, as they arrive in any order. Where
+            it depends on the number of ranks, :meth:`phases_on` says so.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -43,6 +46,7 @@ class CommHook:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said)})"
 
     exact: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     sums: ClassVar[bool] = True
     gives_gradients: ClassVar[bool] = True
@@ -95,6 +99,19 @@ class CommHook:
 
     def scale(self, axis_size: int) -> float:
         """What gradients are multiplied by when they are packed into shares; their sum is what a step gets."""
+        return 1.0 / axis_size
+
+    def phases_on(self, axis_size: int) -> int:
+        """`phases` on that many ranks."""
+        return self.phases
+
+    def counts_as(self, axis_size: int) -> float:
+        """What the reduced gradients count as where they are differentiated: the sum over ranks times this."""
+        if not self.averages:
+            raise UnsupportedError(
+                f"{self!r} isn't a mean of gradients, so derivatives of its result have no meaning. Take "
+                "second derivatives of ltx.block_backward_sync(step), or of a step with another strategy."
+            )
         return 1.0 / axis_size
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:

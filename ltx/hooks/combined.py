@@ -84,6 +84,8 @@ class Chain(LossyHook):
                 f"chain: {self.hook!r} sends bytes of its own making, of which {self.inner!r} could take no sum. Put "
                 "the hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first."
             )
+        if not self.inner.averages:
+            raise StrategyError(f"chain: {self.inner!r} makes no sums, so it can't make those of {self.hook!r}.")
         if self.inner.state_names:
             raise StrategyError(
                 f"chain: {self.inner!r} keeps state of parameters, which {self.hook!r} doesn't hand on. Put error "

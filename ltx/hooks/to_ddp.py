@@ -164,7 +164,7 @@ class ToTorch:
                 f"{hook!r} with states {state_names}{', the last bucket' if last else ''}",
             ),
         )
-        line.open_phases(hook.phases)
+        line.open_phases(hook.phases_on(line.size))
 
     def _settle(self, now: _Pass) -> None:
         """Complete the futures of what has landed."""

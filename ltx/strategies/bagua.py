@@ -151,6 +151,9 @@ class BaguaStrategy(Strategy):
     def talks_late(self, step: int) -> bool:
         return self.inner.talks_late(step)
 
+    def check_weighted(self, step: int) -> None:
+        self.inner.check_weighted(step)
+
     @property
     def updates_in_buckets(self) -> bool:
         return self.inner.updates_in_buckets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -157,6 +157,14 @@ class Strategy:
         """Bytes of a bucket, and of the first one."""
         return self.bucket_bytes, self.first_bucket_bytes
 
+    def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
+        """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.
+
+        `arrival` has their places in the order in which gradients are expected, the last parameter's first; it is the
+        same on every rank.
+        """
+        return ()
+
     @property
     def kinds(self) -> Kinds:
         """How the parts of a train state relate across ranks."""
@@ -209,6 +217,16 @@ class Strategy:
         The optimizer then doesn't update in place, so that a step in which a peer fails leaves its state as it was.
         """
         return type(self).after_update is not Strategy.after_update
+
+    def check_weighted(self, step: int) -> None:
+        """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""
+        hook = self.hook(step)
+        if hook is not None and not hook.gives_gradients:
+            raise UnsupportedError(
+                "train_step: the loss is an ltx.Weighted, whose gradients are divided by the sum of the weights once "
+                f"they are reduced, and {hook!r} of {type(self).__name__} doesn't give gradients. Return the mean of "
+                "equally many samples on each rank, or use another strategy."
+            )
 
     @property
     def updates_in_buckets(self) -> bool:
@@ -275,7 +293,6 @@ class Strategy:
         names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
         return make_plan(
             self,
-            self.sizes,
             hook,
             at.axis,
             tensors,

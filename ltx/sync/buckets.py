@@ -65,29 +65,36 @@ class Bucket:
 
 @lru_cache(maxsize=256)
 def plan_buckets(
-    leaves: tuple[Leaf, ...], arrival: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int
+    leaves: tuple[Leaf, ...],
+    arrival: tuple[int, ...],
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+    groups: tuple[int, ...] = (),
 ) -> tuple[Bucket, ...]:
     """Fill buckets with `leaves` in the order `arrival` in which their gradients are expected.
 
     A bucket is closed before it would exceed its size; a leaf that is larger than that has a bucket of its own. The
-    first bucket is small, so that the link starts early. Dtypes and devices don't mix.
+    first bucket is small, so that the link starts early. Dtypes and devices don't mix. Leaves of one group share a
+    bucket, whatever their sizes, with each other alone.
 
     Args:
         leaves: the gradients.
         arrival: positions into `leaves`.
         bucket_bytes, first_bucket_bytes: sizes in bytes of the gradients.
+        groups: for each leaf the number of its group, -1 for none; empty if there are no groups.
 
     Returns:
         Buckets in the order of launches: that in which their last gradients are expected.
     """
-    open_members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_members: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
+    filled: dict[tuple[torch.dtype, torch.device, int], int] = {}
     closed: list[list[int]] = []
     for position in arrival:
         leaf = leaves[position]
-        kind = (leaf.dtype, leaf.device)
+        group = groups[position] if groups else -1
+        kind = (leaf.dtype, leaf.device, group)
         limit = bucket_bytes if closed else first_bucket_bytes
-        if open_members.get(kind) and filled[kind] + leaf.nbytes > limit:
+        if group < 0 and open_members.get(kind) and filled[kind] + leaf.nbytes > limit:
             closed.append(open_members.pop(kind))
         if kind not in open_members:
             open_members[kind], filled[kind] = [], 0

@@ -52,10 +52,8 @@ class Exchange:
         self._landed: list[Landed] = []
         self._failed: LtxError | None = None
         self._states = list(states) or [{} for _ in tensors]
-        if background and plan.hook.phases > 1:
-            raise StrategyError(
-                f"{plan.hook!r} has {plan.hook.phases} phases; in the background there is one channel, for one."
-            )
+        if background and (phases := plan.hook.phases_on(plan.axis.size)) > 1:
+            raise StrategyError(f"{plan.hook!r} has {phases} phases; in the background there is one channel, for one.")
         if isinstance(plan.axis.backing, GroupBacking):
             try:
                 self._launch(plan.axis.backing.line, tensors, background)

@@ -60,7 +60,7 @@ class Flights:
         """
         flight = _Flight(hook, hook.reduce(share))
         self._flights.append(flight)
-        if hook.phases > 0:
+        if hook.phases_on(self._line.size) > 0:
             self._advance(len(self) - 1)
 
     def _advance(self, place: int) -> None:
@@ -73,7 +73,7 @@ class Flights:
             except StopIteration as end:
                 flight.landed, flight.ticket = end.value, None
                 return
-            if flight.phase == flight.hook.phases:
+            if flight.phase == flight.hook.phases_on(self._line.size):
                 raise StrategyError(
                     f"rank {self._line.rank}: {flight.hook!r} asks for more than {flight.phase} collectives in "
                     f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."

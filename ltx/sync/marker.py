@@ -257,12 +257,12 @@ class Land(Peeled):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         # This pass goes on to the markers, which from here on reduce gradients of gradients.
         ctx.schedule.again = True
-        return (None, None, None, None, *_exact_mean(ctx.schedule, ctx.dims, cotangents))
+        return (None, None, None, None, *_counted(ctx.schedule, ctx.dims, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         filled = [z() if t is None else t for t, z in zip(tangents[4:], ctx.zeros, strict=True)]
-        return tuple(_exact_mean(ctx.schedule, ctx.dims, filled))
+        return tuple(_counted(ctx.schedule, ctx.dims, filled))
 
 
 def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -283,15 +283,16 @@ def _peel(
     return here, stacked
 
 
-def _exact_mean(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The mean over ranks, differentiable in itself: what Land counts as. States have no derivative."""
+def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The mean over ranks (what the hook counts as), differentiable in itself. States have no derivative."""
     plan = schedule.plan
+    factor = plan.hook.counts_as(plan.axis.size)
     grads = [t for t, state in zip(tensors, plan.is_state, strict=True) if not state]
     if True in dims:
         at = dims.index(True)
-        means = iter([t.mean(at, keepdim=True).expand_as(t).contiguous() for t in grads])
+        means = iter([(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in grads])
     else:
-        means = iter([t / plan.axis.size for t in apply("psum", (), plan.axis, grads, schedule.compiled)])
+        means = iter([t * factor for t in apply("psum", (), plan.axis, grads, schedule.compiled)])
     return [None if state else next(means) for state in plan.is_state]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,21 @@ from ltx.sync.schedule import Plan
 Names = tuple[tuple[str, ...], ...]
 
 
+class Owner(Protocol):
+    """What a plan needs of the strategy that it is for; ranks must agree in it too."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a bucket, and of the first one."""
+        ...
+
+    def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
+        """Which of the leaves at `paths` travel together; as the `groups` of :func:`plan_buckets`."""
+        ...
+
+
 @lru_cache(maxsize=256)
 def _plan(
     axis: Axis,
@@ -26,16 +41,16 @@ def _plan(
     sizes: tuple[int, int],
     leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
     arrival: tuple[int, ...],
+    groups: tuple[int, ...],
     names: Names,
     agreement: wire.Agreement | None,
 ) -> Plan:
-    buckets = plan_buckets(tuple(Leaf(*leaf) for leaf in leaves), arrival, *sizes)
+    buckets = plan_buckets(tuple(Leaf(*leaf) for leaf in leaves), arrival, *sizes, groups)
     return Plan(axis, hook, buckets, names, agreement=agreement)
 
 
 def make_plan(
-    owner: Hashable,
-    sizes: tuple[int, int],
+    owner: Owner,
     hook: Reducer,
     axis: Axis,
     tensors: Sequence[torch.Tensor],
@@ -52,8 +67,7 @@ def make_plan(
     """The plan for reducing `tensors`; ranks compare it when they meet it for the first time.
 
     Args:
-        owner: the strategy, in which ranks must agree too.
-        sizes: bytes of a bucket, and of the first one.
+        owner: the strategy.
         arrival: the order in which this rank expects its gradients; all take rank 0's.
         step: the number of steps so far; matters to stateful hooks alone.
         structure: that of the tree they come from.
@@ -69,15 +83,16 @@ def make_plan(
             line.background if background else line.bucket_channel(0),
             (operation, owner, hook, leaves, names, structure),  # not the order: it may differ
             lambda: wire.Signature.of(
-                operation, paths(), list(tensors), f"{hook!r} with {_names_text(names)}buckets of {sizes} bytes"
+                operation, paths(), list(tensors), f"{hook!r} with {_names_text(names)}buckets of {owner.sizes} bytes"
             ),
             offer=list(order),
         )
         order = tuple(agreement.offer)
         parts = [part.backing.line for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
         for opened in () if background else (line, *parts):
-            opened.open_phases(hook.phases)
-    plan = _plan(axis, hook, sizes, leaves, order, names, agreement)
+            opened.open_phases(hook.phases_on(axis.size))
+    groups = owner.grouping(paths, order)
+    plan = _plan(axis, hook, owner.sizes, leaves, order, groups, names, agreement)
     return replace(plan, step=step) if hook.stateful else plan
 
 

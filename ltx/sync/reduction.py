@@ -15,6 +15,7 @@ import torch
 
 from ltx.axis import Axis, ShapesBacking
 from ltx.collectives.linear import Static, apply
+from ltx.errors import UnsupportedError
 from ltx.sync.buckets import Bucket
 
 #: One parameter's communication state: tensors by name.
@@ -93,11 +94,6 @@ class Reducer(Protocol):
         ...
 
     @property
-    def phases(self) -> int:
-        """The most asks that a reduction yields."""
-        ...
-
-    @property
     def stateful(self) -> bool:
         """Whether a reduction reads states or the step."""
         ...
@@ -106,8 +102,16 @@ class Reducer(Protocol):
         """The parts of `axis` that a reduction asks for collectives among."""
         ...
 
+    def phases_on(self, axis_size: int) -> int:
+        """The most asks that a reduction yields."""
+        ...
+
     def scale(self, axis_size: int) -> float:
         """What gradients are multiplied by when they are packed; 1 / axis_size for shares of the mean."""
+        ...
+
+    def counts_as(self, axis_size: int) -> float:
+        """What the sum over ranks is multiplied by in derivatives of the result; 1 / axis_size for a mean."""
         ...
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -123,12 +127,14 @@ class Reducer(Protocol):
         ...
 
 
-class ExactMean:
-    """The reduction that every hook counts as under second derivatives."""
+@dataclass(frozen=True)
+class ExactSum:
+    """The sum over ranks times `factor`: what hooks count as under second derivatives, most as the mean."""
+
+    factor: float
 
     exact = True
     elementwise = True
-    phases = 1
     stateful = False
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
@@ -136,8 +142,16 @@ class ExactMean:
         return ()
 
     def scale(self, axis_size: int) -> float:
-        """Shares of the mean."""
-        return 1.0 / axis_size
+        """Shares of the sum."""
+        return self.factor
+
+    def phases_on(self, axis_size: int) -> int:
+        """One sum."""
+        return 1
+
+    def counts_as(self, axis_size: int) -> float:
+        """Itself."""
+        return self.factor
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Gradients travel as they are."""
@@ -149,9 +163,6 @@ class ExactMean:
     def reduce(self, share: Share) -> Reduction:
         """Sum the shares."""
         return sum_of_shares(share)
-
-
-EXACT_MEAN = ExactMean()
 
 
 def _collective(ask: Ask, axis: Axis) -> torch.Tensor:
@@ -191,6 +202,11 @@ def pack(
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     flat = torch.empty((*batch, bucket.numel), dtype=wire_dtype, device=bucket.device)
     for grad, part, state in zip(grads, flat.split(bucket.sizes, dim=-1), states, strict=True):
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "
+                "nn.Embedding(sparse=False), or ltx.sync_gradients on the local gradients."
+            )
         view, carried = part.view(grad.shape), hook.carried(state, axis_size)
         # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't.
         transposed = wire_dtype == grad.dtype and not grad.is_contiguous()

@@ -29,8 +29,8 @@ from ltx.errors import UnsupportedError
 from ltx.sync.buckets import Bucket
 from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import (
-    EXACT_MEAN,
     Ask,
+    ExactSum,
     LeafState,
     Reducer,
     Reduction,
@@ -110,7 +110,7 @@ class Schedule(ABC):
         threaded: whether :meth:`land` reads the tensors it is given, or knows its results itself.
         compiled: whether it is part of a compiled graph.
         again: whether this backward pass is one through an earlier backward pass. Gradients of gradients are reduced
-            exactly, whatever the hook does to gradients.
+            exactly, whatever the hook does to gradients: as what it counts as.
     """
 
     threaded = True
@@ -123,7 +123,7 @@ class Schedule(ABC):
     @property
     def hook(self) -> Reducer:
         """What this pass does to its buckets."""
-        return EXACT_MEAN if self.again else self.plan.hook
+        return ExactSum(self.plan.hook.counts_as(self.plan.axis.size)) if self.again else self.plan.hook
 
     @abstractmethod
     def begin(self) -> None:
@@ -187,7 +187,7 @@ class WireSchedule(Schedule):
         if self.header is None:
             # A deferred pass, whose header is out already, is its train step's to watch.
             self._passage = self.line.passes.enter()
-            if self.hook.phases > 1:
+            if self.hook.phases_on(self.plan.axis.size) > 1:
                 self._passage.flush = self._flights.flush
             nothing = torch.zeros((), dtype=torch.float64, device=self.line.device)
             self.send_header(nothing, nothing)
@@ -226,7 +226,7 @@ class WireSchedule(Schedule):
         states = self.plan.states_of(bucket, tensors[count:])
         flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)])
         self._packed[index] = (flat, states)
-        if self._passage is not None and hook.phases > 1:
+        if self._passage is not None and hook.phases_on(self.plan.axis.size) > 1:
             self.line.passes.flush_others(self._passage)
         # Strictly in bucket order: one that is ready early waits for those before it.
         while len(self._flights) in self._packed:

@@ -155,7 +155,6 @@ class DataParallel:
         states = self._states(sync_state, paths, wanted, hook)
         plan = make_plan(
             self.strategy,
-            self.strategy.sizes,
             hook,
             axis,
             [leaves[i] for i in wanted],

@@ -273,7 +273,8 @@ def explain(
     def planned(hook: hooks.CommHook, states: Sequence[LeafState]) -> Plan:
         names = tuple(tuple(state) for state in states)
         axis = Axis(DEFAULT_NAME, size)
-        return make_plan(inner.strategy, inner.strategy.sizes, hook, axis, given, order, names, number, list, "", None)
+        mine = [paths[i] for i in wanted]
+        return make_plan(inner.strategy, hook, axis, given, order, names, number, lambda: mine, "", None)
 
     plain = planned(hooks.AllReduce(), [{} for _ in wanted])
     plain_bytes = sum(wire.bytes_sent("sum", _meta((b.numel,), b.dtype), size) for b in plain.buckets)
@@ -314,9 +315,9 @@ def _collectives(
             return buffer
         if size == 1:
             return collective_alone(ask)
-        if len(found) == hook.phases:
+        if len(found) == hook.phases_on(plan.axis.size):
             raise StrategyError(
-                f"{hook!r} asks for more than {hook.phases} collectives in bucket {bucket.index}. Say how many it may "
+                f"{hook!r} asks for more than {len(found)} collectives in bucket {bucket.index}. Say how many it may "
                 "ask for: phases: ClassVar[int] = ..."
             )
         match ask.operation:
@@ -364,6 +365,8 @@ def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int, trains: b
         notes.append(f"{strategy!r} leaves the gradients of this step local")
     elif size == 1:
         notes.append("a world of one talks to nobody; see what others would send with world=...")
+    elif not hook.averages:
+        notes.append(f"{hook!r} isn't a mean, and has no derivative: second derivatives raise")
     elif not hook.exact:
         notes.append(f"under second derivatives {hook!r} counts as the exact mean, and sends that")
     if trains and strategy.talks_besides:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 
 from ltx import tree, wire
-from ltx.errors import SyncStateError
+from ltx.collectives import psum
+from ltx.collectives.sparse import is_sparse
+from ltx.errors import SyncStateError, UnsupportedError
+from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
 from ltx.sync.planning import make_plan
@@ -23,7 +26,9 @@ def sync_gradients(
 
     Args:
         grads: tree of tensors, the same structure, shapes and dtypes on every rank; leaves that aren't floating are
-            passed on. None leaves are part of the structure.
+            passed on. None leaves are part of the structure. Sparse ones (COO, as of ``nn.Embedding(sparse=True)``) are
+            reduced exactly, whatever the hook, by their entries alone, and come back coalesced; each rank may have
+            entries at other places.
         strategy: how; :class:`ltx.DDPStrategy` if None.
         sync_state: the communication state of a stateful strategy.
         axis: as in :func:`ltx.psum`.
@@ -37,6 +42,7 @@ def sync_gradients(
     Raises:
         TreeError, AxisError, RankMismatchError: as in :func:`ltx.psum`.
         SyncStateError: a stateful strategy without its state.
+        UnsupportedError: a sparse leaf, and a hook that takes no mean (:class:`ltx.hooks.Adasum`).
 
     Example:
         >>> import torch, ltx
@@ -52,6 +58,8 @@ def sync_gradients(
     if not compiling:
         tree.check_tensors(grads, "grads")
     wanted = [i for i, x in enumerate(leaves) if x.is_floating_point() or x.is_complex()]
+    sparse = [] if compiling else [i for i in wanted if is_sparse(leaves[i])]
+    wanted = [i for i in wanted if i not in sparse]
     arrival = tuple(synchronise.arrival_order(grads, wanted))
     mine = [leaves[i] for i in wanted]
     if compiling:
@@ -60,13 +68,27 @@ def sync_gradients(
             list(synchronise.reduce_in_graph(key, arrival, tuple(() for _ in mine), 0, *mine)) if key and mine else mine
         )
     else:
-        reduced, sync_state = _reduce(
-            strategy, axis, mine, arrival, [tree.leaf_paths(grads)[i] for i in wanted], sync_state
-        )
+        paths = tree.leaf_paths(grads)
+        hook = strategy.hook(sync_state.checked_step() if sync_state is not None else 0) if sparse else None
+        reduced, sync_state = _reduce(strategy, axis, mine, arrival, [paths[i] for i in wanted], sync_state)
+        if hook is not None:
+            reduced = [*reduced, *_reduce_sparse(hook, axis, {paths[i]: leaves[i] for i in sparse})]
+            wanted = [*wanted, *sparse]
     filled = list(leaves)
     for i, leaf in zip(wanted, reduced, strict=True):
         filled[i] = leaf
     return tree.unflatten(spec, filled), sync_state
+
+
+def _reduce_sparse(hook: CommHook, axis: Any, grads: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Horovod's way with sparse gradients: indices and values are gathered. Nothing is compressed."""
+    if not hook.averages:
+        raise UnsupportedError(
+            f"sync_gradients: leaf {next(iter(grads))!r} is sparse, and {hook!r} combines whole tensors. Use "
+            "x.to_dense()."
+        )
+    factor = hook.counts_as(wire.resolve(axis).size)
+    return [psum(x, axis) * factor for x in grads.values()]
 
 
 def _reduce(
@@ -92,7 +114,6 @@ def _reduce(
     states = [hook.states_of(e) for e in entries]
     plan = make_plan(
         strategy,
-        strategy.sizes,
         hook,
         wire.resolve(axis),
         grads,

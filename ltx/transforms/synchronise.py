@@ -93,9 +93,7 @@ def _schedule_in_graph(
     clock: torch.Tensor | None,
 ) -> Schedule:
     strategy, hook, axis = _traced[key]
-    plan = make_plan(
-        strategy, strategy.sizes, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False
-    )
+    plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False)
     # Reductions run below every level of torch.func.
     return make_schedule(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 

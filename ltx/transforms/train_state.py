@@ -70,7 +70,7 @@ class TrainState:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
         self.check_owned()
         tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
-        return {**tensors, "step": torch.tensor(self.step)}
+        return {**tensors, "step": torch.tensor(self.step), "updates": torch.tensor(_updates(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
@@ -85,13 +85,24 @@ class TrainState:
                 "it was when it was saved."
             )
         for path, tensor in mine.items():
-            if path != "step" and isinstance(tensor, torch.Tensor):
+            if path not in ("step", "updates"):
                 tensor.copy_(state_dict[path])
         # Steps are counted in the structure: here, by the optimizer and by the communication state.
         step = int(state_dict["step"])
         object.__setattr__(self, "step", step)
-        object.__setattr__(self, "opt_state", _counted(self.opt_state, step))
+        object.__setattr__(self, "opt_state", _counted(self.opt_state, int(state_dict["updates"])))
         object.__setattr__(self, "sync_state", replace(self.sync_state, step=step))
+
+
+def _updates(state: TrainState) -> int:
+    """How often the optimizer has run: not at every step, with a strategy that adds up gradients of several."""
+    counts = [state.step]
+    tree.map(
+        lambda node: counts.append(node.count) if isinstance(node, TorchState) else None,
+        state.opt_state,
+        is_leaf=lambda node: isinstance(node, TorchState),
+    )
+    return counts[-1]
 
 
 def _counted(opt_state: Tree, step: int) -> Tree:

@@ -136,7 +136,8 @@ class TrainStep:
         with torch.enable_grad():
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=at.step)
             loss, buffers, aux = self._outputs(run, state.buffers)
-        _check_weighted(loss, strategy, at.step)
+        if isinstance(loss, Weighted):
+            strategy.check_weighted(at.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
         if schedule is not None:
@@ -170,6 +171,30 @@ class TrainStep:
             updated.params, buffers, updated.opt_state, next_sync, state.step + 1, state.kinds, updated.pending
         )
         return next_state, Metrics(mean, aux, grad_norm(updated.opt_state))
+
+    def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
+        """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
+
+        Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
+        ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.kinds``)
+        are the same on all of them afterwards: `src`'s. Every rank calls it. A collective of processes.
+
+        Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.
+        """
+        state.check_owned()
+        axis = wire.resolve(self.step.axis)
+        sync: SyncState = state.sync_state
+        parts = (state.params, state.buffers, state.opt_state, sync.leaves)
+        leaves, spec = tree.flatten(parts)
+        shapes = [(x.shape, x.dtype, x.device.type) for x in leaves]
+        empty = tree.unflatten(spec, [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves])
+        told = (empty, shapes, state.step, sync.checked_step(), state.kinds)
+        empty, shapes, step, sync_step, kinds = collectives.broadcast_object(told, src, axis)
+        if not (isinstance(axis.backing, GroupBacking) and axis.backing.rank == src):
+            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+            parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
+        params, buffers, opt_state, entries = tree.map(torch.Tensor.detach, collectives.broadcast(parts, src, axis))
+        return TrainState(params, buffers, opt_state, replace(SyncState.new(entries), step=sync_step), step, kinds)
 
     def settle(self, state: TrainState) -> TrainState:
         """`state` with all landed that its strategy has under way between two steps, as an asynchronous one has.
@@ -228,7 +253,8 @@ class TrainStep:
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=at.step)
             loss, buffers, aux = self._outputs(run, state.buffers)
-            _check_weighted(loss, strategy, at.step)
+            if isinstance(loss, Weighted):
+                strategy.check_weighted(at.step)
             value = run.value()
             value = value[0] if isinstance(value, tuple) else value
             # torch.func takes tensors alone as aux.
@@ -261,21 +287,11 @@ class TrainStep:
         return next_state, Metrics(loss, aux, grad_norm(updated.opt_state))
 
 
-def _check_weighted(loss: Any, strategy: Strategy, step: int) -> None:
-    hook = strategy.hook(step)
-    if isinstance(loss, Weighted) and hook is not None and not hook.gives_gradients:
-        raise UnsupportedError(
-            f"train_step: the loss is an ltx.Weighted, whose gradients are divided by the sum of the weights once they "
-            f"are reduced, and {hook!r} of {type(strategy).__name__} doesn't give gradients. Return the mean of "
-            "equally many samples on each rank, or use another strategy."
-        )
-
-
 def _refuse_in_graph(strategy: Strategy) -> None:
     """Run by Dynamo at trace time, where its axis isn't there."""
-    if strategy.talks_besides:
+    if strategy.talks_besides or not strategy.updates_in_buckets:
         raise UnsupportedError(
-            f"{strategy!r} talks about more than gradients in a training step, which a compiled graph can't hold. "
+            f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
             "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
         )
 

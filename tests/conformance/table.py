@@ -41,6 +41,7 @@ class Op:
         replicated: ranks have the same argument, like the parameters of a step.
         from_outside: a transform around all simulated ranks together gives the same as one on each rank.
         compiled: the transforms that are also compiled, which takes most of the time.
+        paired: it is for 1, 2, 4, ... ranks alone.
         rounding: relative error of gradients, which some hooks round; second derivatives are exact.
         dtypes: that it also works in, besides float64.
         whole: dtypes without derivatives that it also works in.
@@ -52,6 +53,7 @@ class Op:
     replicated: bool = False
     from_outside: bool = True
     compiled: tuple[str, ...] = ("hvp",)
+    paired: bool = False
     rounding: float = 0.0
     dtypes: tuple[torch.dtype, ...] = REAL
     whole: tuple[torch.dtype, ...] = ()
@@ -173,6 +175,15 @@ def batch_of(rank: Tensor | int) -> Tensor:
     return torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64) + rank
 
 
+def adasum_of(xs: Tensor) -> Tensor:
+    """(1 - <a,b> / 2|a|²) a + (1 - <a,b> / 2|b|²) b, for halves of the ranks."""
+    if len(xs) == 1:
+        return xs[0]
+    a, b = map(adasum_of, xs.chunk(2))
+    dot = (a * b).sum()
+    return (1 - dot / (2 * a.square().sum())) * a + (1 - dot / (2 * b.square().sum())) * b
+
+
 def batch_loss(w: Tensor, batch: Tensor) -> Tensor:
     return torch.stack([torch.sin(wide(w) * sample).sum() for sample in batch.unbind()]).mean()
 
@@ -253,6 +264,7 @@ OPS = (
     Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), whole=WHOLE),
     Op("pmin", ltx.pmin, lambda xs: everywhere(xs.amin(0), len(xs)), compiled=(), whole=WHOLE),
     Op("pmax of ties", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), replicated=True, compiled=()),
+    Op("adasum", ltx.adasum, lambda xs: everywhere(adasum_of(xs), len(xs)), paired=True, dtypes=(torch.float32,)),
     Op("all_to_all", lambda x: ltx.all_to_all(x, 1, 0), exchanged, **EVERY),
     Op(
         "ppermute in a ring",

@@ -93,6 +93,8 @@ class Row:
 
 
 def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
+    if op.paired and backing.size == 3:
+        return False
     if mode is EAGER:
         return (backing.plain or not transform.plain) and (op.from_outside or backing.apply is not _from_outside)
     if mode == INDUCTOR:

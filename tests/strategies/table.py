@@ -12,14 +12,15 @@ import ltx
 from ltx import hooks
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
-from tests.strategies.problem import Params, Problem
-from tests.strategies.references import async_averaging, bagua, ddp, diloco, local_sgd, qadam
+from tests.strategies.problem import Adam, Params, Problem
+from tests.strategies.references import async_averaging, bagua, ddp, diloco, horovod, local_sgd, qadam
 
 SLOW = ltx.optim.from_torch(torch.optim.SGD, lr=0.02, momentum=0.9)
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 # Adam's first steps are as long as its second moment is small: these are short, and the moment is soon settled.
 QADAM = {"lr": 0.02, "warmup_steps": 4, "betas": (0.8, 0.9), "weight_decay": 0.1}
+ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.05)
 
 
 @dataclass(frozen=True)
@@ -158,4 +159,27 @@ ROWS: dict[str, Row] = {
     ),
     # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
     "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False),
+    "horovod": Row(ltx.HorovodStrategy(groups=2), horovod.averaged(Adam), ADAM, ranks=(2,)),
+    "horovod sum": Row(ltx.HorovodStrategy(op="sum"), horovod.averaged(factor=lambda n: n), ranks=(2,)),
+    "horovod fp16": Row(ltx.HorovodStrategy(compression="fp16"), horovod.averaged(sent=horovod.fp16), ranks=(2,)),
+    "horovod predivide": Row(
+        ltx.HorovodStrategy(gradient_predivide_factor=2.0, bucket_bytes=8), horovod.averaged(), ranks=(3,)
+    ),
+    "horovod scaled lr": Row(
+        ltx.HorovodStrategy(scale_lr=True), horovod.averaged(Adam, lr=lambda n: 0.05 * n), ADAM, ranks=(2,)
+    ),
+    "horovod 2 passes": Row(
+        ltx.HorovodStrategy(backward_passes_per_step=2, first_bucket_bytes=8), horovod.averaged(passes=2), ranks=(2,)
+    ),
+    "horovod adasum": Row(ltx.HorovodStrategy(op="adasum", bucket_bytes=8), horovod.adasum_of_steps(), ranks=(2, 4)),
+    # With Adam's small eps first steps are signs. Opposite ones cancel, and what is left over is all rounding.
+    "horovod adasum, adam": Row(
+        ltx.HorovodStrategy(op="adasum"),
+        horovod.adasum_of_steps(lambda: Adam(eps=0.1)),
+        ltx.optim.from_torch(torch.optim.Adam, lr=0.05, eps=0.1),
+        ranks=(2, 4),
+    ),
+    "horovod adasum, 2 passes": Row(
+        ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2), horovod.adasum_of_steps(passes=2), ranks=(2,)
+    ),
 }

@@ -53,9 +53,12 @@ def undisturbed(strategy: ltx.Strategy) -> dict[str, Tensor]:
     return fails_once(strategy, -1)[2]
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["lane", "sockets"])
-def test_peers_are_told_and_the_step_can_be_done_again(sockets: bool, torn: Torn) -> None:
-    strategy = LocalSGD(period=3)
+@pytest.mark.parametrize(
+    ("strategy", "sockets"),
+    [(LocalSGD(period=3), False), (LocalSGD(period=3), True), (ltx.HorovodStrategy(op="adasum"), False)],
+    ids=["lane", "sockets", "several phases"],
+)
+def test_peers_are_told_and_the_step_can_be_done_again(strategy: ltx.Strategy, sockets: bool, torn: Torn) -> None:
     (raised, kept, params), (raised_1, kept_1, params_1) = torn(lambda: fails_once(strategy, 2), sockets=sockets)
     assert (raised, raised_1) == ([DeadlockDetectedError], [BrokenError])
     assert kept

@@ -72,7 +72,7 @@ def test_the_step_is_part_of_the_structure() -> None:
 def test_paths() -> None:
     paths = [".".join(map(str, path)) for path in optree.tree_paths(trained(1))]
     assert paths == PATHS
-    assert sorted(trained(1).state_dict()) == sorted([*PATHS, "step"])
+    assert sorted(trained(1).state_dict()) == sorted([*PATHS, "step", "updates"])
 
 
 def test_kinds() -> None:

@@ -1,0 +1,379 @@
+"""HorovodStrategy: what Horovod's DistributedOptimizer does with gradients and updates.
+
+    average:  w <- update(w, (f/n) sum_r g_r / f)       sum:  w <- update(w, sum_r g_r)
+    adasum:   d_r = update_r(w, g_r) - w,  w <- w + adasum_r d_r       each rank has an optimizer state of its own
+
+Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018; Maleki et al., "Scaling
+distributed training with adaptive summation", MLSys 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import torch
+
+from ltx import hooks, tree
+from ltx.axis import Axis
+from ltx.errors import StrategyError, UnsupportedError
+from ltx.optim import Optimizer
+from ltx.optim.chain import Chain
+from ltx.optim.from_torch import TorchOptimizer
+from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated, unchanging
+from ltx.sync.reduction import LeafState, Reduction, Share
+from ltx.typing import Tree
+
+#: In the communication state: the sum of a parameter's gradients in the passes since the last update.
+PASSES = "passes"
+
+
+@dataclass(frozen=True)
+class Scaled(hooks.CommHook):
+    """`hook`, by Horovod's scales and for the gradients of several passes.
+
+    Attributes:
+        hook: what is done to the shares.
+        op: "sum" doesn't divide by n.
+        predivide: the mean is divided by this before the sum, and by n / predivide after it; None: by n before it.
+        passes: whether the gradients of earlier passes, which the communication state holds, are added.
+    """
+
+    hook: hooks.CommHook
+    op: Literal["average", "sum"] = "average"
+    predivide: float | None = None
+    passes: bool = False
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.hook.exact
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return self.hook.elementwise
+
+    @property
+    def reads_step(self) -> bool:  # type: ignore[override]
+        return self.hook.reads_step
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
+
+    def at(self, step: int) -> hooks.CommHook:
+        return replace(self, hook=self.hook.at(step))
+
+    def in_graph(self, step: int) -> hooks.CommHook | None:
+        held = self.hook.in_graph(step)
+        return None if held is None else replace(self, hook=held)
+
+    def phases_on(self, axis_size: int) -> int:
+        return self.hook.phases_on(axis_size)
+
+    def scale(self, axis_size: int) -> float:
+        whole = self.hook.scale(axis_size) * axis_size
+        if self.op == "sum":
+            return whole
+        return whole / (axis_size if self.predivide is None else self.predivide)
+
+    def counts_as(self, axis_size: int) -> float:
+        return self.hook.counts_as(axis_size) * (axis_size if self.op == "sum" else 1)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        narrow = self.hook.wire_dtype(dtype)
+        return dtype if self.passes else narrow  # passes are added before anything is rounded
+
+    def reduce(self, share: Share) -> Reduction:
+        dtype, states, flat = share.bucket.dtype, share.states, share.flat
+        if self.passes:
+            earlier = torch.cat([state[PASSES].reshape(-1) for state in states])
+            flat = (flat + earlier * self.scale(share.axis_size)).to(self.hook.wire_dtype(dtype))
+            states = [{name: x for name, x in state.items() if name != PASSES} for state in states]
+        total, after = yield from self.hook.reduce(replace(share, flat=flat, states=states))
+        if self.passes:
+            zeros = [torch.zeros_like(state[PASSES]) for state in share.states]
+            after = [{**state, PASSES: zero} for state, zero in zip(after, zeros, strict=True)]
+        if self.predivide is not None:
+            total = total.to(dtype) * (self.predivide / share.axis_size)
+        return total, after
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorovodStrategy(Strategy):
+    """Synchronous data parallelism in the manner of Horovod's ``DistributedOptimizer``.
+
+    Horovod's process sets are axes here: ``ltx.data_parallel(step, strategy, axis=ltx.axis_from_group(group, "odd"))``.
+    Sparse gradients: :func:`ltx.sync_gradients`. ``join``: :func:`ltx.uneven` with ``divisor="all"``.
+
+    Args:
+        compression: "none", "fp16", "bf16", or a hook from :mod:`ltx.hooks`: how gradients travel.
+        op: "average"; "sum", which is n times that, with :class:`ltx.Weighted` too; or "adasum": each rank takes an
+            optimizer step of its own, and the parameters move by the adaptive sum (:func:`ltx.adasum`) of these steps.
+            There the optimizer's state is each rank's own, plain gradients of a step are local, `compression` is the
+            dtype of the steps as they travel, and the number of ranks is a power of two.
+        backward_passes_per_step: k calls of a train step make one update, with the *sum* of their k gradients, as in
+            Horovod for torch: divide the loss by k for their mean. Calls in between send nothing and leave parameters
+            and optimizer as they are (``metrics.loss`` is then the rank's own); what they add up is part of the state.
+            Outside of :func:`ltx.train_step` gradients are local in between, and adding them up is the caller's.
+            :func:`ltx.accumulate` is the mean over micro-batches within one call.
+        gradient_predivide_factor: None: gradients are divided by n before anything else, so that their sum can't
+            overflow where the mean doesn't, in half precision too. A number f: by f before they are rounded and added
+            up, by n / f after. Horovod's default is 1.0, with which a sum of n float16 numbers may overflow.
+        groups: gradients that travel together, in a bucket of their own (one for each dtype and device), however large:
+            the number of equal groups of consecutive parameters, or a list of groups, each a list of paths or patterns
+            of paths (``"layer1.*"``). What is in no group fills buckets as ever.
+        scale_lr: multiply the learning rate by the number of ranks, for optimizers of :func:`ltx.optim.from_torch`.
+            Lightning's HorovodStrategy does, Horovod itself doesn't.
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed, or doesn't go with another's; in a train step, a
+            number of ranks, an optimizer, or (with several passes) an :class:`ltx.Weighted` step that doesn't fit.
+
+    Example:
+        >>> import torch, ltx
+        >>> def reduced(gradient, **fields):
+        ...     return ltx.sync_gradients(gradient, ltx.HorovodStrategy(**fields))[0]
+        >>> ltx.vmap(lambda g: (reduced(g), reduced(g, op="sum")))(torch.tensor([1.0, 2.0]))
+        (tensor([1.5000, 1.5000]), tensor([3., 3.]))
+    """
+
+    compression: str | hooks.CommHook = "none"
+    op: Literal["average", "sum", "adasum"] = "average"
+    backward_passes_per_step: int = 1
+    gradient_predivide_factor: float | None = None
+    groups: int | Sequence[Sequence[str]] | None = None
+    scale_lr: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.compression, str):  # short for the hook, and equal to it
+            name = hooks.NAMED.get("allreduce" if self.compression == "none" else self.compression)
+            if name is not None:
+                object.__setattr__(self, "compression", getattr(hooks, name)())
+        if not isinstance(self.compression, hooks.CommHook):
+            raise self._wrong("compression", 'one of "none", "fp16", "bf16" or an ltx.hooks.CommHook')
+        if self.op not in ("average", "sum", "adasum"):
+            raise self._wrong("op", 'one of "average", "sum", "adasum"')
+        passes = self.backward_passes_per_step
+        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+            raise self._wrong("backward_passes_per_step", "a whole number of at least 1")
+        if not isinstance(self.scale_lr, bool):
+            raise self._wrong("scale_lr", "True or False")
+        self._check_factor()
+        self._check_groups()
+        if self.op == "adasum":
+            self._check_adasum()
+
+    def _wrong(self, field: str, allowed: str) -> StrategyError:
+        return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {getattr(self, field)!r}.")
+
+    def _check_factor(self) -> None:
+        factor = self.gradient_predivide_factor
+        if factor is None:
+            return
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor < math.inf:
+            raise self._wrong("gradient_predivide_factor", "a positive number or None")
+        if self.op != "average":
+            raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
+
+    def _check_groups(self) -> None:
+        groups = self.groups
+        if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups > 0):
+            return
+        allowed = "a positive number of groups, or a list of lists of parameters' paths"
+        if isinstance(groups, (int, str)) or not isinstance(groups, Sequence):
+            raise self._wrong("groups", allowed)
+        for group in groups:
+            if isinstance(group, str) or not isinstance(group, Sequence) or not all(isinstance(p, str) for p in group):
+                raise self._wrong("groups", allowed)
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in groups))  # hashable
+
+    def _check_adasum(self) -> None:
+        if not isinstance(self._compression, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or self._compression.stateful:
+            raise self._wrong("compression", 'one of "none", "fp16", "bf16" with op="adasum"')
+        if self.scale_lr:
+            raise self._wrong("scale_lr", 'False with op="adasum", which keeps one rank\'s learning rate')
+
+    @property
+    def _compression(self) -> hooks.CommHook:
+        assert isinstance(self.compression, hooks.CommHook)
+        return self.compression
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def _synchronises(self, step: int) -> bool:
+        return (step + 1) % self.backward_passes_per_step == 0
+
+    @property
+    def _reduction(self) -> hooks.CommHook:
+        """What is done to gradients at steps that synchronise, by "average" and "sum"."""
+        factor, passes = self.gradient_predivide_factor, self.backward_passes_per_step > 1
+        if self.op == "average" and factor is None and not passes:
+            return self._compression
+        return Scaled(self._compression, "sum" if self.op == "sum" else "average", factor, passes)
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        if self.op == "adasum" or not self._synchronises(step):
+            return None
+        return self._reduction.at(step // self.backward_passes_per_step)
+
+    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
+        for field, plain in (("backward_passes_per_step", 1), ("groups", None)):
+            if getattr(self, field) != plain:
+                raise UnsupportedError(
+                    f"a compiled graph can't hold HorovodStrategy.{field}={getattr(self, field)!r}. Compile the step "
+                    "inside: ltx.data_parallel(torch.compile(f), strategy)."
+                )
+        return None if self.op == "adasum" else unchanging(self._reduction, step)
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        passes = {PASSES: torch.zeros_like(param)} if self.backward_passes_per_step > 1 else {}
+        return {**self._compression.init(param, path), **passes}
+
+    @property
+    def stateful(self) -> bool:
+        return self.backward_passes_per_step > 1 or self._compression.stateful
+
+    def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
+        if self.groups is None:
+            return ()
+        if isinstance(self.groups, int):
+            return _consecutive(self.groups, tuple(arrival))
+        return _matching(tuple(tuple(group) for group in self.groups), tuple(paths()))
+
+    # --- training steps ----------------------------------------------------------------------------------------------
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(opt_state="per_rank" if self.op == "adasum" else "replicated")
+
+    @property
+    def updates_in_buckets(self) -> bool:
+        return self.op != "adasum" and self.backward_passes_per_step == 1 and not self.scale_lr
+
+    @property
+    def talks_besides(self) -> bool:
+        return self.op == "adasum"
+
+    def talks_late(self, step: int) -> bool:
+        return self.op == "adasum" and self._synchronises(step)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self.scale_lr:
+            with_scaled_lr(optimizer, 1)
+
+    def check_axis(self, axis: Axis) -> None:
+        if self.op == "adasum" and axis.size & (axis.size - 1):
+            raise StrategyError(
+                f'HorovodStrategy(op="adasum") pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them; axis '
+                f"{axis.name!r} has {axis.size}."
+            )
+
+    def check_weighted(self, step: int) -> None:
+        if self.backward_passes_per_step > 1:
+            raise StrategyError(
+                f"HorovodStrategy.backward_passes_per_step={self.backward_passes_per_step} adds up gradients of calls "
+                "whose weights aren't known together, so a step can't return ltx.Weighted. Use ltx.accumulate(step, k) "
+                "for micro-batches that don't count alike."
+            )
+
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        return self._on(optimizer, axis).init(params)
+
+    def _on(self, optimizer: Optimizer, axis: Axis) -> Optimizer:
+        return with_scaled_lr(optimizer, axis.size) if self.scale_lr else optimizer
+
+    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
+        if not self._synchronises(at.step):
+            added, _ = self._added(update, states)
+            return Updated(update.params, update.opt_state, added, pending)
+        if self.op == "adasum":
+            if self.backward_passes_per_step > 1:
+                added, grads = self._added(update, states)
+                states = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
+                update = replace(update, grads=grads)
+            return Updated(*self._combined(update, at), states, pending)
+        params, opt_state = replace(update, optimizer=self._on(update.optimizer, at.axis)).apply()
+        return Updated(params, opt_state, states, pending)
+
+    def _added(self, update: Update, states: States) -> tuple[States, Tree]:
+        """The gradients with those of earlier passes: as the next state, and as a tree."""
+        grads, spec = tree.flatten(update.grads)
+        paths = tree.leaf_paths(update.params)
+        for path in paths:
+            if PASSES not in states.get(path, {}):
+                raise UnsupportedError(
+                    f"HorovodStrategy.backward_passes_per_step: leaf {path!r} has no sum of gradients in the "
+                    "communication state, which holds real floating parameters alone. Use ltx.accumulate(step, k)."
+                )
+        totals = [states[path][PASSES] + grad for path, grad in zip(paths, grads, strict=True)]
+        added = {path: {**states[path], PASSES: total} for path, total in zip(paths, totals, strict=True)}
+        return {**states, **added}, tree.unflatten(spec, totals)
+
+    def _combined(self, update: Update, at: Moment) -> tuple[Tree, Tree]:
+        """(parameters moved by the adaptive sum of what this rank's optimizer would add, its next state)"""
+        if at.axis.size == 1:
+            return update.apply()
+        deltas, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
+        starts, spec = tree.flatten(update.params)
+        combine = hooks.Adasum(getattr(self._compression, "short", None))
+        moves, _ = self.exchange(combine, tree.flatten(deltas)[0], tree.leaf_paths(update.params), at).land()
+        return tree.unflatten(spec, [p + move for p, move in zip(starts, moves, strict=True)]), opt_state
+
+
+@lru_cache(maxsize=64)
+def _consecutive(count: int, arrival: tuple[int, ...]) -> tuple[int, ...]:
+    """Horovod's split of the parameters into `count` groups: the first ones have one more if it doesn't divide."""
+    least, more = divmod(len(arrival), count)
+    lengths = [least + (group < more) for group in range(count)]
+    numbers = [group for group, length in enumerate(lengths) for _ in range(length)]
+    groups = dict(zip(reversed(arrival), numbers, strict=True))
+    return tuple(groups[place] for place in range(len(arrival)))
+
+
+@lru_cache(maxsize=64)
+def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tuple[int, ...]:
+    found: dict[str, int] = {}
+    for number, patterns in enumerate(groups):
+        for pattern in patterns:
+            matched = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
+            if not matched:
+                raise StrategyError(
+                    f"HorovodStrategy.groups: {pattern!r} is the path of no parameter with a gradient; there are "
+                    f"{', '.join(map(repr, paths[:8]))}{', ...' if len(paths) > 8 else ''}."
+                )
+            for path in matched:
+                if found.setdefault(path, number) != number:
+                    raise StrategyError(
+                        f"HorovodStrategy.groups: parameter {path!r} is in groups {found[path]} and {number}; it can "
+                        "travel with one of them."
+                    )
+    return tuple(found.get(path, -1) for path in paths)
+
+
+def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:
+    return lr(count) * factor
+
+
+@lru_cache(maxsize=64)
+def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
+    """`optimizer` with `factor` times its learning rate.
+
+    Raises:
+        StrategyError: it isn't one of torch's, whose learning rates are known.
+    """
+    match optimizer:
+        case TorchOptimizer(cls=cls, lr=lr, kwargs=kwargs) if callable(lr) or "lr" in optimizer.kernel.group:
+            scaled = partial(_times, lr, factor) if callable(lr) else optimizer.kernel.group["lr"] * factor
+            return TorchOptimizer(cls, scaled, kwargs)
+        case Chain(members=(*front, last)):
+            return Chain((*front, with_scaled_lr(last, factor)))
+    raise StrategyError(
+        "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
+        f"{optimizer!r} isn't one of. Scale its rate yourself."
+    )
