@@ -148,6 +148,7 @@ class ShiftOne(CommHook):
     def reduce(self, share: Share) -> Reduction:
         if share.axis_size == 1:
             return share.flat, share.states
+        assert isinstance(share.step, int)  # no graph holds this hook
         mine = share.flat.clone()  # the wire may do with a buffer what it likes
         pairs = enumerate(peers(share.axis_size, share.step // self.communication_interval))
         theirs = yield Ask("permute", share.flat, arguments=tuple(rank for pair in pairs for rank in pair))

@@ -7,15 +7,22 @@ processes, on simulated ranks and on the meta device, where :func:`ltx.explain` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from ltx import wire
 from ltx.axis import GroupBacking
-from ltx.errors import StrategyError
+from ltx.errors import LtxError, StrategyError
 from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import LeafState, pack, pack_pure, reduce_at_once, unpack
 from ltx.sync.schedule import Plan
+
+_T = TypeVar("_T")
+
+
+def _of(values: Sequence[_T], members: Sequence[int]) -> list[_T]:
+    return [values[member] for member in members]
 
 
 class Exchange:
@@ -43,16 +50,24 @@ class Exchange:
         self._flights: Flights | None = None
         self._header: wire.HeaderTicket | None = None
         self._landed: list[Landed] = []
+        self._failed: LtxError | None = None
         self._states = list(states) or [{} for _ in tensors]
+        if background and plan.hook.phases > 1:
+            raise StrategyError(
+                f"{plan.hook!r} has {plan.hook.phases} phases; in the background there is one channel, for one."
+            )
         if isinstance(plan.axis.backing, GroupBacking):
-            self._launch(plan.axis.backing.line, tensors, background)
+            try:
+                self._launch(plan.axis.backing.line, tensors, background)
+            except LtxError as error:
+                if not background:
+                    raise
+                self._failed = error  # who starts it has other work to finish; it shows where it is landed
         else:
             self._landed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _launch(self, line: wire.Line, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
-        if background and hook.phases > 1:
-            raise StrategyError(f"{hook!r} has {hook.phases} phases; in the background there is one channel, for one.")
         line.passes.rejoin()
         channel = line.background if background else line.bucket_channel(0)
         assert plan.agreement is not None
@@ -65,24 +80,21 @@ class Exchange:
             self._header = wire.send_header(channel, nothing, nothing, digest)
             self._flights = Flights(line, what="exchange")
         for bucket in plan.buckets:
-            mine = [tensors[member] for member in bucket.members]
-            flat = pack(mine, bucket, hook.wire_dtype(bucket.dtype), hook.scale(plan.axis.size))
-            self._flights.launch(hook, plan.share(bucket, flat, self._flat_states(bucket.members)))
+            mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
+            flat = pack(mine, bucket, hook, plan.axis.size, states)
+            self._flights.launch(hook, plan.share(bucket, flat, states))
             self._flights.poll()
-
-    def _flat_states(self, members: Sequence[int]) -> list[torch.Tensor]:
-        return [self._states[member][name] for member in members for name in self._plan.state_names[member]]
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Landed:
         plan, bucket = self._plan, self._plan.buckets[place]
-        mine = [tensors[member] for member in bucket.members]
-        flat = pack_pure(mine, bucket, plan.hook.wire_dtype(bucket.dtype), plan.hook.scale(plan.axis.size))
-        return reduce_at_once(plan.hook, plan.axis, plan.share(bucket, flat, self._flat_states(bucket.members)))
+        mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
+        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, states)
+        return reduce_at_once(plan.hook, plan.axis, plan.share(bucket, flat, states))
 
     @property
     def done(self) -> bool:
         """Whether :meth:`land` would return at once."""
-        return self._flights is None or self._flights.done
+        return self._failed is not None or self._flights is None or self._flights.done
 
     def land(self) -> tuple[list[torch.Tensor], list[LeafState]]:
         """(the result for each leaf, its next state), once all of it is there; new tensors, views of a bucket each.
@@ -108,6 +120,8 @@ class Exchange:
         return results, states
 
     def _wait(self) -> None:
+        if self._failed is not None:
+            raise self._failed
         if self._flights is None:
             return
         self._landed = list(self._flights.land_each())

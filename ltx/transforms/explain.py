@@ -335,7 +335,7 @@ def _collectives(
         found.append(Collective(ask.operation, tree.describe(buffer), sent))
         return answered
 
-    share = replace(plan.share(there, flat, tensors), rank=rank)
+    share = replace(plan.share(there, flat, plan.states_of(there, tensors)), rank=rank)
     with _on_shapes_alone(hook, f"bucket {bucket.index}"):
         reduce_at_once(hook, plan.axis, share, answer)
     return found

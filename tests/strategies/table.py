@@ -10,11 +10,16 @@ import torch
 
 import ltx
 from ltx import hooks
+from ltx.strategies.async_averaging import AsyncAveraging
+from ltx.strategies.qadam import QAdam
 from tests.strategies.problem import Params, Problem
-from tests.strategies.references import bagua, ddp, diloco, local_sgd
+from tests.strategies.references import async_averaging, bagua, ddp, diloco, local_sgd, qadam
 
 SLOW = ltx.optim.from_torch(torch.optim.SGD, lr=0.02, momentum=0.9)
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+# Adam's first steps are as long as its second moment is small: these are short, and the moment is soon settled.
+QADAM = {"lr": 0.02, "warmup_steps": 4, "betas": (0.8, 0.9), "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -142,4 +147,15 @@ ROWS: dict[str, Row] = {
         partial(diloco.diloco, period=3, lr=0.7, momentum=0.9, average=partial(diloco.EightBits, feedback=True)),
         replicated=False,
     ),
+    "qadam": Row(
+        QAdam(warmup_steps=4, betas=(0.8, 0.9)), qadam.trained_by(**QADAM), optimizer=ltx.optim.qadam(**QADAM)
+    ),
+    "qadam, as Bagua's": Row(
+        QAdam(warmup_steps=4, betas=(0.8, 0.9)),
+        qadam.trained_by(**QADAM, bagua_exact=True),
+        optimizer=ltx.optim.qadam(**QADAM, bagua_exact=True),
+        ranks=(3,),
+    ),
+    # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
+    "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False),
 }
