@@ -45,6 +45,13 @@ def test_repr_says_what_differs_from_the_defaults() -> None:
     assert repr(ltx.BaguaStrategy("bytegrad", bucket_bytes=9)) == "BaguaStrategy('bytegrad', bucket_bytes=9)"
 
 
+def test_all_that_a_strategy_does_is_the_algorithms() -> None:
+    """Whatever is added to the contract must be passed on."""
+    own = {"exchange", "meet", "sizes"}  # what the algorithm does by itself, and what it is given
+    contract = {name for name, value in vars(ltx.Strategy).items() if callable(value) or isinstance(value, property)}
+    assert {name for name in contract if not name.startswith("_")} - own <= set(vars(ltx.BaguaStrategy))
+
+
 def test_replace_changes_the_algorithm_too() -> None:
     strategy = dataclasses.replace(ltx.BaguaStrategy("decentralized"), communication_interval=3)
     assert strategy.talks_besides
