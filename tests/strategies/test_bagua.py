@@ -47,7 +47,7 @@ def test_repr_says_what_differs_from_the_defaults() -> None:
 
 def test_all_that_a_strategy_does_is_the_algorithms() -> None:
     """Whatever is added to the contract must be passed on."""
-    own = {"exchange", "meet", "sizes"}  # what the algorithm does by itself, and what it is given
+    own = {"exchange", "meet", "sizes", "grouping"}  # what the algorithm does by itself, and what it is given
     contract = {name for name, value in vars(ltx.Strategy).items() if callable(value) or isinstance(value, property)}
     assert {name for name in contract if not name.startswith("_")} - own <= set(vars(ltx.BaguaStrategy))
 
