@@ -76,13 +76,25 @@ from ltx.wire import record as record
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
+    # --- strategies
+    from ltx.strategies.zero import ZeroStrategy as ZeroStrategy
+
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
 
+    # --- transformations
+    from ltx.transforms.mixed_precision import mixed_precision as mixed_precision
+    from ltx.transforms.precision import DynamicLossScale as DynamicLossScale
+    from ltx.transforms.precision import Precision as Precision
+
 _LATER = {
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
+    "ZeroStrategy": "ltx.strategies.zero",
+    "mixed_precision": "ltx.transforms.mixed_precision",
+    "DynamicLossScale": "ltx.transforms.precision",
+    "Precision": "ltx.transforms.precision",
 }
 
 __version__ = "0.1.0"

@@ -75,6 +75,12 @@ class Axis:
             case None:
                 return torch.tensor(0)
 
+    @property
+    def rank(self) -> int | torch.Tensor:
+        """This rank's position: an int where there is one rank a process, else as :meth:`index` has it."""
+        backing = self.backing
+        return self.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
+
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` without the wrappers of torch.func's levels."""

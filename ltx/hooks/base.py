@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ltx.errors import StrategyError
+from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import LeafState, Reduction, Share
 
 
@@ -78,6 +79,10 @@ class CommHook:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
         return None
 
+    def cast(self, dtype: torch.dtype) -> CommHook | None:
+        """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None where a chain does that."""
+        return None
+
     def scale(self, axis_size: int) -> float:
         """What gradients are multiplied by when they are packed into shares; their sum is what a step gets."""
         return 1.0 / axis_size
@@ -85,6 +90,10 @@ class CommHook:
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""
         return dtype
+
+    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+        """The shapes that come out of a strategy's exchange of `bucket`; a gradient's always are its parameter's."""
+        return bucket
 
     def reduce(self, share: Share) -> Reduction:
         """Yield asks, return (the sum of all ranks' shares, the next states)."""

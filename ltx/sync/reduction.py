@@ -108,6 +108,10 @@ class Reducer(Protocol):
         """The dtype that shares of gradients of `dtype` are packed in."""
         ...
 
+    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+        """The shapes that come out of an exchange of `bucket`."""
+        ...
+
     def reduce(self, share: Share) -> Reduction:
         """The reduction of one bucket."""
         ...
@@ -128,6 +132,10 @@ class ExactMean:
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Gradients travel as they are."""
         return dtype
+
+    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+        """The shapes that came in."""
+        return bucket
 
     def reduce(self, share: Share) -> Reduction:
         """Sum the shares."""

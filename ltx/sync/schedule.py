@@ -92,10 +92,8 @@ class Plan:
 
     def share(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[torch.Tensor]) -> Share:
         """The hook's view of a bucket."""
-        backing = self.axis.backing
-        rank = self.axis.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
-        last = bucket.index == len(self.buckets) - 1
-        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step, last, self.axis)
+        states_of, last = self.states_of(bucket, states), bucket.index == len(self.buckets) - 1
+        return Share(flat, bucket, self.axis.size, self.axis.rank, states_of, self.step, last, self.axis)
 
 
 class Schedule(ABC):

@@ -10,9 +10,12 @@ import torch
 import ltx
 from ltx import hooks
 from tests.strategies.problem import Params, Problem
-from tests.strategies.references import ddp
+from tests.strategies.references import ddp, zero
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+CLIPPED_ADAM = ltx.optim.chain(
+    ltx.optim.clip_by_global_norm(0.3), ltx.optim.from_torch(torch.optim.AdamW, lr=0.05, weight_decay=0.0)
+)
 
 
 @dataclass(frozen=True)
@@ -40,5 +43,9 @@ ROWS: dict[str, Row] = {
     "ddp": Row(ltx.DDPStrategy(), ddp.mean_gradients),
     "ddp, several buckets": Row(
         ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), ddp.mean_gradients
+    ),
+    "zero": Row(ltx.ZeroStrategy(), zero.momentum),
+    "zero, several buckets, clipped AdamW": Row(
+        ltx.ZeroStrategy(bucket_bytes=8, first_bucket_bytes=8), zero.clipped_adam, CLIPPED_ADAM, ranks=(3,)
     ),
 }
