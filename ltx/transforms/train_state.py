@@ -108,7 +108,7 @@ def _counted(opt_state: Tree, step: int) -> Tree:
 tree.register_node(
     TrainState,
     lambda s: ((s.params, s.buffers, s.opt_state, s.sync_state, s.loss_scale), (s.step, s.kinds)),
-    lambda c, static: TrainState(c[0], c[1], c[2], c[3], *static, loss_scale=c[4]),
+    lambda c, static: TrainState(c[0], c[1], c[2], c[3], static[0], static[1], c[4]),
     names=("params", "buffers", "opt_state", "sync_state", "loss_scale"),
 )
 
