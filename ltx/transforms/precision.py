@@ -12,17 +12,18 @@ dynamic scale is that of torch.amp.GradScaler.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import torch
 
+from ltx import tree
 from ltx.errors import StrategyError
 
 _COMPUTE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REDUCE = (torch.float16, torch.bfloat16)
 
 
-class LossScale(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LossScale:
     """The state of dynamic loss scaling, the same on every rank.
 
     Attributes:
@@ -32,6 +33,14 @@ class LossScale(NamedTuple):
 
     scale: torch.Tensor
     good_steps: torch.Tensor
+
+
+tree.register_node(
+    LossScale,
+    lambda state: ((state.scale, state.good_steps), None),
+    lambda children, _: LossScale(*children),
+    names=("scale", "good_steps"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

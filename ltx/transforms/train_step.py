@@ -228,7 +228,7 @@ class TrainStep:
         """What the loss is multiplied by; None for 1."""
         if self._scaling is None:
             return None if self.step.precision is None else self.step.precision.fixed_scale
-        if state.loss_scale == ():
+        if isinstance(state.loss_scale, tuple):
             raise StepError(
                 "train_step: this state has no loss scale, so it was made by another train step. Make it with this "
                 "one's init, or add it: dataclasses.replace(state, loss_scale=ltx.DynamicLossScale(...).start())."
