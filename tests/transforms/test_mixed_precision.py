@@ -362,12 +362,6 @@ def test_world_of_one() -> None:
     assert all(x.isfinite().all() for x in got.values())
 
 
-#: torch's own can't be traced.
-DESCENT = ltx.optim.from_functions(
-    lambda p: (), lambda grads, state, p: (ltx.tree.map(lambda g: -0.1 * g, grads), state)
-)
-
-
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_a_compiled_step(compute: torch.dtype, ranks: Ranks) -> None:
     def run() -> Any:
@@ -381,30 +375,20 @@ def test_a_compiled_step(compute: torch.dtype, ranks: Ranks) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_compiled() -> None:
-    train = ltx.train_step(ltx.mixed_precision(STEP, FP16), DESCENT, donate=False)
-    compiled = torch.compile(train, backend="aot_eager", fullgraph=True, dynamic=False)
-    state = expected = train.init(params())
-    for step in range(4):
-        state, metrics = compiled(state, batch(step, 0))
-        expected, eager = train(expected, batch(step, 0))
-        assert (metrics.loss_scale, metrics.skipped) == (eager.loss_scale, eager.skipped)
-        torch.testing.assert_close(state.params, expected.params, rtol=1e-3, atol=1e-3)
-    assert_same_bits(state.loss_scale, expected.loss_scale)
-
-
-def test_compiled_between_processes(ranks: Ranks) -> None:
+def test_scaling_around_a_compiled_loss(ranks: Ranks) -> None:
     def run() -> Any:
-        train = ltx.train_step(ltx.mixed_precision(STEP, FP16), DESCENT, donate=False)
-        compiled = torch.compile(train, backend="aot_eager", fullgraph=True, dynamic=False)
-        state, skipped = train.init(params()), []
-        for step in (0, 5):
-            state, metrics = compiled(state, batch(step, ltx.world().rank))
-            skipped.append(bool(metrics.skipped))
-        return state.params, skipped, state.loss_scale.scale
+        ran = [torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False), loss]
+        trains = [ltx.train_step(ltx.mixed_precision(ltx.data_parallel(fn), FP16), sgd()) for fn in ran]
+        states, skipped = [train.init(params()) for train in trains], []
+        for step in (0, 5, 7):
+            after = [t(state, batch(step, ltx.world().rank)) for t, state in zip(trains, states, strict=True)]
+            states = [state for state, _ in after]
+            skipped.append([bool(metrics.skipped) for _, metrics in after])
+        return [state.params for state in states], skipped
 
-    _, skipped, scale = ranks(2).run(run).replicated()
-    assert (skipped, scale) == ([False, True], 512.0)
+    (got, expected), skipped = ranks(2).run(run).replicated()
+    assert skipped == [[False] * 2, [True] * 2, [False] * 2]
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_scale_is_part_of_a_checkpoint() -> None:
