@@ -128,7 +128,15 @@ class AllParts(CommHook):
         if not share.flat.numel():
             return share.flat, share.states
         rows = yield Ask("all_gather", share.flat)
-        return torch.cat([block.reshape(-1) for block in rows.split(share.bucket.sizes, 1)]), share.states
+        sizes = share.bucket.sizes
+        if len(sizes) == 1:
+            return rows.reshape(-1), share.states
+        if not isinstance(share.rank, int):
+            return torch.cat([block.reshape(-1) for block in rows.split(sizes, 1)]), share.states
+        flat = rows.new_empty(rows.numel())  # the same in one pass
+        for whole, block in zip(flat.split([len(rows) * m for m in sizes]), rows.split(sizes, 1), strict=True):
+            whole.view(block.shape).copy_(block)
+        return flat, share.states
 
 
 @dataclass(frozen=True, repr=False)

@@ -319,6 +319,25 @@ def test_what_overflows_on_one_rank_is_skipped_by_all(name: str, ranks: Ranks) -
     assert together == (name != "local SGD")
 
 
+def test_what_overflows_in_one_ranks_part_is_skipped_by_all(ranks: Ranks) -> None:
+    """The only gradient that isn't finite belongs to rank 0, or to rank 1."""
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy())
+    train = ltx.train_step(ltx.mixed_precision(step, FP16), sgd(), donate=False)
+
+    def run(place: int) -> Any:
+        x = torch.ones(4)
+        x[place] = 1e5 if ltx.world().rank == 0 else 1.0
+        state, metrics = train(train.init(torch.zeros(4)), x)
+        return state.params.tolist(), bool(metrics.skipped), state.loss_scale.scale.item()
+
+    for place in (0, 3):
+        assert list(ranks(2).run(run, place)) == [([0.0] * 4, True, 512.0)] * 2
+        x = torch.ones(2, 4)
+        x[0, place] = 1e5
+        state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(4)), x)
+        assert (state.params.any(), metrics.skipped.tolist()) == (False, [True, True])
+
+
 def test_a_skipped_step_still_averages(ranks: Ranks) -> None:
     """Local SGD with period 7: parameters are averaged after steps 6, which is skipped, and 13, too."""
 
