@@ -220,7 +220,7 @@ class ZeroStrategy(Strategy):
         return _shards(state, axis)
 
     def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
-        axis, (leaves, spec) = at.axis, tree.flatten(update.params)
+        axis, paths, (leaves, spec) = at.axis, tree.leaf_paths(update.params), tree.flatten(update.params)
         mine = replace(
             update,
             optimizer=self._together(update.optimizer, at),
@@ -229,9 +229,10 @@ class ZeroStrategy(Strategy):
             opt_state=_own(update.opt_state, axis),
         )
         params, opt_state = mine.apply()
+        del update, mine  # the gradients' memory is the new parameters'
         parts = tree.flatten(params)[0]
         if axis.size > 1:
-            parts, _ = self.exchange(AllParts(), parts, tree.leaf_paths(update.params), at).land()
+            parts, _ = self.exchange(AllParts(), parts, paths, at).land()
         whole = [new.reshape(-1)[: old.numel()].view(old.shape) for new, old in zip(parts, leaves, strict=True)]
         return Updated(tree.unflatten(spec, whole), _shards(opt_state, axis), states, pending)
 

@@ -185,7 +185,7 @@ class TrainStep:
             updated = Updated(params, done.opt_state, states, pending)
         else:
             finite = self._finite(done.grads, at)
-            updated = strategy.update(replace(work.update(done.grads), finite=finite), states, at, pending)
+            updated = strategy.update(work.update(done.grads, finite), states, at, pending)
         states = updated.states
         if self.donate and done.sync_flat:
             # The next step writes into the parameters; a strategy may have returned one tensor as both.
@@ -468,14 +468,19 @@ class _Work:
             )
         return schedule.plan.axis.size / weight
 
-    def update(self, grads: list[torch.Tensor]) -> Update:
-        """The optimizer's part, with the reduced gradients."""
+    def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
+        """The optimizer's part, with the reduced gradients, which nobody else holds: `grads` is emptied."""
         leaves, spec = tree.flatten(self.state.params)
-        if len(grads) < len(leaves):
-            by_place = dict(zip(self.trained, grads, strict=True))
-            grads = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
+        by_place = dict(zip(self.trained, grads, strict=True))
+        grads.clear()
+        filled = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
         return Update(
-            self.train.optimizer, self.state.params, tree.unflatten(spec, grads), self.state.opt_state, self.donate
+            self.train.optimizer,
+            self.state.params,
+            tree.unflatten(spec, filled),
+            self.state.opt_state,
+            self.donate,
+            finite,
         )
 
     def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
