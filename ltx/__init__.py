@@ -82,10 +82,16 @@ if TYPE_CHECKING:
     from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
     from ltx.strategies.horovod import HorovodStrategy as HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
+    from ltx.strategies.zero import ZeroStrategy as ZeroStrategy
 
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
+
+    # --- transformations
+    from ltx.transforms.mixed_precision import mixed_precision as mixed_precision
+    from ltx.transforms.precision import DynamicLossScale as DynamicLossScale
+    from ltx.transforms.precision import Precision as Precision
 
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
@@ -94,6 +100,10 @@ _LATER = {
     "HorovodStrategy": "ltx.strategies.horovod",
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
+    "ZeroStrategy": "ltx.strategies.zero",
+    "mixed_precision": "ltx.transforms.mixed_precision",
+    "DynamicLossScale": "ltx.transforms.precision",
+    "Precision": "ltx.transforms.precision",
 }
 
 __version__ = "0.1.0"

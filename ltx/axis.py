@@ -106,6 +106,12 @@ class Axis:
             case None:
                 return torch.tensor(0)
 
+    @property
+    def rank(self) -> int | torch.Tensor:
+        """This rank's position: an int where there is one rank a process, else as :meth:`index` has it."""
+        backing = self.backing
+        return self.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
+
 
 def inner(axis: Axis, size: int) -> Axis:
     """The axis of the `size` ranks of this rank's node, of which `axis` has several, one after the other.

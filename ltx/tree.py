@@ -123,16 +123,16 @@ def register_node(
     cls: type[T],
     to_parts: Callable[[T], tuple[Sequence[Any], Any]],
     from_parts: Callable[[Sequence[Any], Any], T],
-    names: Sequence[str],
+    names: Sequence[str] | Callable[[T], Sequence[str]],
 ) -> None:
     """Register `cls` as a node with optree and with torch's pytree.
 
     `to_parts` gives ``(children, static)`` where `static` is hashable and part of the structure; `from_parts` is its
-    inverse. `names` are the children's names in paths.
+    inverse. `names` are the children's names in paths; a function where they depend on the node.
     """
     optree.register_pytree_node(
         cast(Any, cls),
-        lambda node: (*to_parts(cast(Any, node)), tuple(names)),
+        lambda node: (*to_parts(cast(Any, node)), tuple(names(cast(Any, node)) if callable(names) else names)),
         lambda static, children: cast(Any, from_parts(tuple(children), static)),
         namespace=_EVERYWHERE,
     )

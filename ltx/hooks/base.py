@@ -9,6 +9,7 @@ import torch
 
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import LeafState, Reduction, Share
 
 
@@ -97,6 +98,10 @@ class CommHook:
         """
         return ()
 
+    def cast(self, dtype: torch.dtype) -> CommHook | None:
+        """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None where a chain does that."""
+        return None
+
     def scale(self, axis_size: int) -> float:
         """What gradients are multiplied by when they are packed into shares; their sum is what a step gets."""
         return 1.0 / axis_size
@@ -121,6 +126,10 @@ class CommHook:
     def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
         """What of a parameter's state is added to its share as it is packed; None for nothing."""
         return None
+
+    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+        """The shapes that come out of a strategy's exchange of `bucket`; a gradient's always are its parameter's."""
+        return bucket
 
     def reduce(self, share: Share) -> Reduction:
         """Yield asks, return (the sum of all ranks' shares, the next states)."""

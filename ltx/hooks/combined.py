@@ -231,7 +231,7 @@ def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     half = _HALVES.get(dtype)
     if half is None:
         raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}.")
-    return half if hook == _EXACT else chain(hook, half)
+    return half if hook == _EXACT else hook.cast(dtype) or chain(hook, half)
 
 
 def _check_hook(where: str, hook: object) -> None:

@@ -56,8 +56,11 @@ class ClipByGlobalNorm(Optimizer):
 
     def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
         check_tensors(grads, "grads")
+        return self.clip(grads, global_norm(flatten(grads)[0]))
+
+    def clip(self, grads: Tree, norm: Tensor) -> tuple[Tree, ClipState]:
+        """:meth:`update` for gradients whose norm is known, as where each rank holds a part of them."""
         leaves, spec = flatten(grads)
-        norm = global_norm(leaves)
         factor = torch.clamp(self.max_norm / (norm + self.eps), max=1.0)
         factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
         if len(factors) == 1 and not is_transforming():

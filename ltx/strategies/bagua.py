@@ -151,6 +151,15 @@ class BaguaStrategy(Strategy):
     def talks_late(self, step: int) -> bool:
         return self.inner.talks_late(step)
 
+    def hook_in_training(self, step: int) -> hooks.CommHook | None:
+        return self.inner.hook_in_training(step)
+
+    def shares_gradients(self, step: int) -> bool:
+        return self.inner.shares_gradients(step)
+
+    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, at: Moment) -> Tree:
+        return self.inner.gather_optimizer(optimizer, params, opt_state, at)
+
     def check_weighted(self, step: int) -> None:
         self.inner.check_weighted(step)
 

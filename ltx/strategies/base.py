@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
+from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer
+from ltx.optim.state import TorchState
 from ltx.sync.exchange import Exchange
 from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState
@@ -64,6 +66,8 @@ class Update:
         params, opt_state: as they are before it.
         grads: as the hook has left them; one for each parameter.
         donate: whether :meth:`apply` overwrites `params` and `opt_state`.
+        finite: with dynamic loss scaling, whether all gradients of all ranks are finite (a 0-dim tensor under
+            transforms); else None.
     """
 
     optimizer: Optimizer
@@ -71,10 +75,31 @@ class Update:
     grads: Tree
     opt_state: Tree
     donate: bool = False
+    finite: bool | torch.Tensor | None = None
 
     def apply(self) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state)"""
-        return self.optimizer.apply(self.grads, self.opt_state, self.params, donate=self.donate)
+        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
+
+        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
+        """
+        if self.finite is False:
+            return self.params, tree.map(_one_more, self.opt_state, is_leaf=_counts)
+        updated = self.optimizer.apply(self.grads, self.opt_state, self.params, donate=self.donate)
+        if not isinstance(self.finite, torch.Tensor):
+            return updated
+        new, spec = tree.flatten(updated)
+        old, finite = tree.flatten((self.params, self.opt_state))[0], self.finite
+        chosen = [torch.where(finite.to(x.device), x, y) for x, y in zip(new, old, strict=True)]
+        params, opt_state = tree.unflatten(spec, chosen)
+        return params, opt_state
+
+
+def _counts(node: Any) -> bool:
+    return isinstance(node, TorchState)
+
+
+def _one_more(node: Any) -> Any:
+    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
 
 
 @dataclass(frozen=True)
@@ -142,6 +167,14 @@ class Strategy:
         hook = self.hook(step)
         return None if hook is None else unchanging(hook, step)
 
+    def hook_in_training(self, step: int) -> CommHook | None:
+        """:meth:`hook` in a whole training step, whose gradients nobody but :meth:`update` sees."""
+        return self.hook(step)
+
+    def shares_gradients(self, step: int) -> bool:
+        """Whether :meth:`update` is given the same gradients on every rank, in the step after `step` others."""
+        return self.hook_in_training(step) is not None
+
     def init(self, param: Any, path: str = "") -> LeafState:
         """The state of the parameter at `path`: the hook's, and the strategy's own under other names."""
         hook = self.hook(0)
@@ -188,6 +221,10 @@ class Strategy:
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         """The optimizer's state before the first step."""
         return optimizer.init(params)
+
+    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, at: Moment) -> Tree:
+        """A sharded optimizer state, whole on every rank: what :meth:`init_optimizer` makes in a world of one."""
+        return opt_state
 
     def begin(self, params: Tree, states: States, at: Moment, pending: Any) -> Any:
         """Set going what is to be under way during the forward and the backward pass.

@@ -117,6 +117,9 @@ class LocalSGDStrategy(Strategy):
     def stateful(self) -> bool:
         return self.warmup_steps > 0  # the count of steps
 
+    def shares_gradients(self, step: int) -> bool:
+        return step < self.warmup_steps
+
     @property
     def kinds(self) -> Kinds:
         return Kinds(params="per_rank", opt_state="per_rank")

@@ -110,7 +110,8 @@ class Exchange:
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):
-            for member, tensor in zip(bucket.members, unpack(flat, bucket), strict=True):
+            given = plan.hook.gives(bucket, plan.axis.size)
+            for member, tensor in zip(bucket.members, unpack(flat, given), strict=True):
                 results[member] = tensor
             if advanced:
                 for member, state in zip(bucket.members, advanced, strict=True):

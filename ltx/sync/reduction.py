@@ -122,6 +122,10 @@ class Reducer(Protocol):
         """What of a parameter's state is added to its share as it is packed; None for nothing."""
         ...
 
+    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+        """The shapes that come out of an exchange of `bucket`."""
+        ...
+
     def reduce(self, share: Share) -> Reduction:
         """The reduction of one bucket."""
         ...
@@ -159,6 +163,10 @@ class ExactSum:
 
     def carried(self, state: LeafState, axis_size: int) -> None:
         """Nothing."""
+
+    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+        """The shapes that came in."""
+        return bucket
 
     def reduce(self, share: Share) -> Reduction:
         """Sum the shares."""

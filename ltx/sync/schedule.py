@@ -95,12 +95,10 @@ class Plan:
 
     def share(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[LeafState]) -> Share:
         """The hook's view of a bucket."""
-        backing = self.axis.backing
-        rank = self.axis.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
         # Simulated ranks have a clock each, all alike.
         step = self.step if self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
-        return Share(flat, bucket, self.axis.size, rank, states, step, last, self.axis)
+        return Share(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis)
 
 
 class Schedule(ABC):

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -30,6 +30,9 @@ from ltx.transforms.sync_state import Synced, SyncState
 from ltx.typing import Step, Tree
 from ltx.wire.debug import under_way
 
+if TYPE_CHECKING:
+    from ltx.transforms.precision import Precision
+
 
 @dataclass(frozen=True)
 class DataParallel:
@@ -40,6 +43,7 @@ class DataParallel:
         strategy: how gradients are reduced.
         argnums, axis, outputs, returns: as in :func:`data_parallel`.
         blocked: gradients stay local (:func:`ltx.block_backward_sync`).
+        precision: that of :func:`ltx.mixed_precision`, or None.
     """
 
     fn: Step
@@ -49,6 +53,7 @@ class DataParallel:
     outputs: Literal["local", "mean"] = "local"
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -91,6 +96,17 @@ class DataParallel:
         others = [x for x in tree.flatten((args, kwargs))[0] if id(x) not in mine]
         return below.applies(tree.flatten((params, state))[0], others)
 
+    def hook(self, step: int, training: bool = False) -> CommHook | None:
+        """What is done to the gradients of synchronised step `step`; `training`: in a whole training step."""
+        if self.blocked:
+            return None
+        hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
+        return synchronise.in_dtype(hook, self._reduce_dtype)
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return None if self.precision is None else self.precision.reduce
+
     def init(self, params: Tree) -> SyncState:
         """The communication state before the first step, for strategies that have one; without leaves for others."""
         tree.check_tensors(params, "params")
@@ -107,8 +123,8 @@ class DataParallel:
     ) -> Run:
         """Call the step on marked parameters and tie its output.
 
-        `deferred`: the fence won't wait (see WireSchedule). `step`: the number of steps so far, where the caller counts
-        them; else the communication state does.
+        `deferred`: the fence won't wait (see WireSchedule). `step`: the number of steps so far, in a whole training
+        step, which counts them; else the communication state does.
         """
         params, sync_state = self._params_of(args)
         leaves, spec = tree.flatten(params)
@@ -119,7 +135,7 @@ class DataParallel:
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             counted = sync_state.checked_step() if sync_state is not None else 0
-            hook = self.strategy.hook(counted if step is None else step)
+            hook = self.hook(counted if step is None else step, training=step is not None)
             marked = self._mark(params, leaves, spec, sync_state, hook, counted if step is None else step, deferred)
             local = hook is None
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
@@ -185,7 +201,9 @@ class DataParallel:
         return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
 
     def _mark_in_graph(self, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int) -> Marked:
-        key = synchronise.prepare_trace(self.strategy, self.axis, step, sync_state is not None, self.blocked)
+        key = synchronise.prepare_trace(
+            self.strategy, self.axis, step, sync_state is not None, self.blocked, self._reduce_dtype
+        )
         if key == "":
             return Marked(leaves)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]

@@ -263,7 +263,7 @@ def explain(
     size, rank = wire.size_and_rank(inner.axis) if world is None else (_number("world", world, 1), 0)
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else _number("sync_step", sync_step, 0)
-    hook = None if inner.blocked else inner.strategy.hook(number)
+    hook = inner.hook(number, training=isinstance(step, TrainStep))
     leaves = [_meta(leaf.shape, leaf.dtype) for leaf in tree.flatten(params)[0]]
     wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
     paths = tree.leaf_paths(params)

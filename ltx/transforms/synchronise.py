@@ -25,6 +25,11 @@ def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
     return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
 
 
+def in_dtype(hook: hooks.CommHook | None, dtype: torch.dtype | None) -> hooks.CommHook | None:
+    """`hook`, whose sums travel in `dtype`."""
+    return hook if hook is None or dtype is None else hooks.cast(hook, dtype)
+
+
 def tracked(tensor: torch.Tensor) -> bool:
     """Whether a gradient with respect to `tensor` is wanted, by plain autograd or at any level of torch.func."""
     if not torch._C._are_functorch_transforms_active():
@@ -45,17 +50,25 @@ def tracked(tensor: torch.Tensor) -> bool:
 _traced: dict[str, tuple[Strategy, hooks.CommHook, Axis]] = {}
 
 
-def prepare_trace(strategy: Strategy, axis: Any, step: int, with_state: bool, blocked: bool = False) -> str:
+def prepare_trace(
+    strategy: Strategy,
+    axis: Any,
+    step: int,
+    with_state: bool,
+    blocked: bool = False,
+    dtype: torch.dtype | None = None,
+) -> str:
     """Run by Dynamo at trace time: register the entries into the graph and name their settings by a constant.
 
-    Gives "" where gradients stay local. `with_state`: the step was given its communication state. Errors are raised
+    Gives "" where gradients stay local. `with_state`: the step was given its communication state. `dtype`: as in
+    :func:`in_dtype`. Errors are raised
     here because Dynamo would hide them anywhere else.
     """
     torch.compiler.allow_in_graph(mark_in_graph)
     torch.compiler.allow_in_graph(tie_in_graph)
     torch.compiler.allow_in_graph(reduce_in_graph)
     found = wire.resolve(axis)
-    hook = None if blocked else strategy.hook_in_graph(step)
+    hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)
     if hook is None and with_state:
         raise UnsupportedError(
             "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
@@ -67,7 +80,7 @@ def prepare_trace(strategy: Strategy, axis: Any, step: int, with_state: bool, bl
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
         )
-    key = f"{strategy!r} at step {step} on {found!r}"
+    key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
     if isinstance(found.backing, GroupBacking):
         key += f" of line {id(found.backing.line)}"
     _traced[key] = (strategy, hook, found)

@@ -38,6 +38,7 @@ class TrainState:
         sync_state: the communication state, an :class:`ltx.SyncState`.
         step: the number of steps done, a Python int.
         kinds: how each part relates across ranks.
+        loss_scale: the :class:`ltx.transforms.precision.LossScale` of dynamic loss scaling; else ().
         pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
     """
 
@@ -47,6 +48,7 @@ class TrainState:
     sync_state: Any
     step: int = 0
     kinds: Kinds = field(default_factory=Kinds)
+    loss_scale: Any = ()
     pending: Any = field(default=None, repr=False)
     _lease: _Lease = field(default_factory=_Lease, repr=False)
 
@@ -116,9 +118,9 @@ def _counted(opt_state: Tree, step: int) -> Tree:
 
 tree.register_node(
     TrainState,
-    lambda s: ((s.params, s.buffers, s.opt_state, s.sync_state), (s.step, s.kinds)),
-    lambda children, static: TrainState(*children, *static),
-    names=("params", "buffers", "opt_state", "sync_state"),
+    lambda s: ((s.params, s.buffers, s.opt_state, s.sync_state, s.loss_scale), (s.step, s.kinds)),
+    lambda c, static: TrainState(c[0], c[1], c[2], c[3], static[0], static[1], c[4]),
+    names=("params", "buffers", "opt_state", "sync_state", "loss_scale"),
 )
 
 
@@ -130,16 +132,21 @@ class Metrics:
         loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step); the same on every rank.
         aux: what the step returned besides, this rank's own; None without `has_aux`.
         grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without clipping.
+        loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
+        skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
+            gradients weren't finite; None without dynamic loss scaling. (`grad_norm` is then an earlier step's.)
     """
 
     loss: torch.Tensor
     aux: Any = None
     grad_norm: torch.Tensor | None = None
+    loss_scale: torch.Tensor | None = None
+    skipped: torch.Tensor | None = None
 
 
 tree.register_node(
     Metrics,
-    lambda m: ((m.loss, m.aux, m.grad_norm), None),
+    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), None),
     lambda children, _: Metrics(*children),
-    names=("loss", "aux", "grad_norm"),
+    names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ltx import collectives, tree, wire
+from ltx import collectives, hooks, tree, wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import OptimError, StepError, StrategyError, TreeError, UnsupportedError, WeightError
 from ltx.optim import Optimizer, grad_norm
@@ -20,6 +20,9 @@ from ltx.transforms.sync_state import Synced, SyncState
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.transforms.precision import DynamicLossScale
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,15 @@ class TrainStep:
                 f'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
                 f'{self.optimizer!r} needs all of them. Use overlap="backward".'
             )
+        if self.overlap == "update" and self._scaling is not None:
+            raise StrategyError(
+                f'overlap="update" applies the optimizer bucket by bucket, before it is known whether all gradients '
+                f'are finite, which {self._scaling!r} asks. Use overlap="backward".'
+            )
+
+    @property
+    def _scaling(self) -> DynamicLossScale | None:
+        return None if self.step.precision is None else self.step.precision.dynamic
 
     def init(self, params: Tree, buffers: Tree = None) -> TrainState:
         """The state before the first step: copies, with rank 0's values on every rank.
@@ -88,6 +100,7 @@ class TrainStep:
                 )
         if buffers is not None:
             tree.check_tensors(buffers, "buffers")
+            self._check_kept(buffers)
         strategy, axis = self.step.strategy, wire.resolve(self.step.axis)
         strategy.check_axis(axis)
         params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
@@ -96,7 +109,19 @@ class TrainStep:
         if not torch._C._are_functorch_transforms_active():
             sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
-        return TrainState(params, buffers, opt_state, sync_state, kinds=strategy.kinds)
+        loss_scale = () if self._scaling is None else self._scaling.start()
+        return TrainState(params, buffers, opt_state, sync_state, kinds=strategy.kinds, loss_scale=loss_scale)
+
+    def _check_kept(self, buffers: Tree) -> None:
+        precision = self.step.precision
+        if precision is None or 1 in precision.keep:
+            return
+        for path, leaf in zip(tree.leaf_paths(buffers), tree.flatten(buffers)[0], strict=True):
+            if leaf.is_floating_point() and leaf.dtype != precision.compute:
+                raise StepError(
+                    f"train_step: the buffer {path!r} is {tree.describe(leaf)}, and would be rounded to "
+                    f"{precision.compute} at every step. Keep the buffers as they are: ltx.Precision(..., keep=(1,))."
+                )
 
     def __call__(self, state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
@@ -116,7 +141,7 @@ class TrainStep:
             return self._step(state, batch, moment, pending, late)
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
-            if (late or begun) and isinstance(axis.backing, GroupBacking):
+            if (late or begun or self._asks(moment)) and isinstance(axis.backing, GroupBacking):
                 axis.backing.line.passes.leave(f"{type(error).__name__}: {error}")
             raise
 
@@ -142,7 +167,9 @@ class TrainStep:
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
         if schedule is not None:
             schedule.send_header(total.detach(), torch.ones_like(total) if weight is None else weight)
-        work = _Work(self, state, [leaves[i] for i in trained], trained, sync_leaves, self.donate and not late)
+        loss_scale = self._loss_scale(state)
+        factor = 1.0 if loss_scale is None else float(loss_scale)
+        work = _Work(self, state, [leaves[i] for i in trained], trained, sync_leaves, self.donate and not late, factor)
         if schedule is not None:
             try:
                 work.backward(total)
@@ -155,11 +182,13 @@ class TrainStep:
             mean, divisor = _mean_at_once(total, weight, at.axis, local=strategy.hook(at.step) is None)
             done = work.at_once(total, divisor)
         states = tree.unflatten(sync_spec, done.sync_flat)
+        finite = None
         if done.grads is None:
             params, states = strategy.after_update(done.params, states, at)
             updated = Updated(params, done.opt_state, states, pending)
         else:
-            updated = strategy.update(work.update(done.grads), states, at, pending)
+            finite = self._finite(done.grads, at)
+            updated = strategy.update(work.update(done.grads, finite), states, at, pending)
         states = updated.states
         if self.donate and done.sync_flat:
             # The next step writes into the parameters; a strategy may have returned one tensor as both.
@@ -167,10 +196,65 @@ class TrainStep:
         next_sync = SyncState(states, sync.uses, sync.clock, at.step + 1)
         if self.donate:
             state.donate()
-        next_state = TrainState(
-            updated.params, buffers, updated.opt_state, next_sync, state.step + 1, state.kinds, updated.pending
+        return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
+
+    def _finished(
+        self,
+        state: TrainState,
+        updated: Updated,
+        buffers: Tree,
+        sync: SyncState,
+        metrics: Metrics,
+        finite: bool | torch.Tensor | None,
+    ) -> tuple[TrainState, Metrics]:
+        """The next state, and metrics with what can be read off it."""
+        metrics = replace(metrics, grad_norm=grad_norm(updated.opt_state))
+        loss_scale: Any = state.loss_scale
+        if self._scaling is not None and finite is not None:
+            device = loss_scale.scale.device
+            skipped = torch.logical_not(torch.as_tensor(finite, device=device))
+            metrics = replace(metrics, loss_scale=loss_scale.scale, skipped=skipped)
+            loss_scale = self._scaling.after(loss_scale, finite)
+        following = TrainState(
+            updated.params,
+            buffers,
+            updated.opt_state,
+            sync,
+            state.step + 1,
+            self.step.strategy.kinds,
+            loss_scale,
+            updated.pending,
         )
-        return next_state, Metrics(mean, aux, grad_norm(updated.opt_state))
+        return following, metrics
+
+    def _loss_scale(self, state: TrainState) -> torch.Tensor | float | None:
+        """What the loss is multiplied by; None for 1."""
+        if self._scaling is None:
+            return None if self.step.precision is None else self.step.precision.fixed_scale
+        if isinstance(state.loss_scale, tuple):
+            raise StepError(
+                "train_step: this state has no loss scale, so it was made by another train step. Make it with this "
+                "one's init, or add it: dataclasses.replace(state, loss_scale=ltx.DynamicLossScale(...).start())."
+            )
+        scale: torch.Tensor = state.loss_scale.scale
+        return scale
+
+    def _asks(self, at: Moment) -> bool:
+        """Whether ranks ask one another if gradients are finite, which they can't see themselves."""
+        return self._scaling is not None and at.axis.size > 1 and not self.step.strategy.shares_gradients(at.step)
+
+    def _finite(self, grads: Sequence[torch.Tensor], at: Moment) -> bool | torch.Tensor | None:
+        """With dynamic loss scaling: whether all gradients of all ranks are finite, on all ranks alike."""
+        if self._scaling is None:
+            return None
+        bad = _any_not_finite(grads)
+        if self._asks(at):
+            shared = self.step.strategy.exchange(
+                hooks.AllReduce(), [bad.float().reshape(1)], ["whether gradients are finite"], at
+            )
+            bad = shared.land()[0][0].reshape(()) > 0
+        pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return bad.logical_not() if pure else not bad
 
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
         """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
@@ -184,7 +268,7 @@ class TrainStep:
         state.check_owned()
         axis = wire.resolve(self.step.axis)
         sync: SyncState = state.sync_state
-        parts = (state.params, state.buffers, state.opt_state, sync.leaves)
+        parts = (state.params, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
         leaves, spec = tree.flatten(parts)
         shapes = [(x.shape, x.dtype, x.device.type) for x in leaves]
         empty = tree.unflatten(spec, [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves])
@@ -193,8 +277,11 @@ class TrainStep:
         if not (isinstance(axis.backing, GroupBacking) and axis.backing.rank == src):
             made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
             parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
-        params, buffers, opt_state, entries = tree.map(torch.Tensor.detach, collectives.broadcast(parts, src, axis))
-        return TrainState(params, buffers, opt_state, replace(SyncState.new(entries), step=sync_step), step, kinds)
+        params, buffers, opt_state, entries, loss_scale = tree.map(
+            torch.Tensor.detach, collectives.broadcast(parts, src, axis)
+        )
+        sync = replace(SyncState.new(entries), step=sync_step)
+        return TrainState(params, buffers, opt_state, sync, step, kinds, loss_scale)
 
     def settle(self, state: TrainState) -> TrainState:
         """`state` with all landed that its strategy has under way between two steps, as an asynchronous one has.
@@ -241,13 +328,14 @@ class TrainStep:
             state.check_owned()
         strategy, sync = self.step.strategy, state.sync_state
         if torch.compiler.is_compiling():
-            _refuse_in_graph(strategy)
+            _refuse_in_graph(strategy, self._scaling is not None)
             axis = Axis("data", 1)
         else:
             axis = wire.resolve(self.step.axis)
             strategy.check_axis(axis)
         at = Moment(sync.checked_step(), axis)
         stateful = bool(sync.leaves) or strategy.stateful
+        loss_scale = self._loss_scale(state)
         others: list[Any] = []
 
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
@@ -264,18 +352,24 @@ class TrainStep:
                 isinstance(loss, Weighted),
                 [None if isinstance(x, torch.Tensor) else x for x in rest],
             ]
-            return value, [x for x in rest if isinstance(x, torch.Tensor)]
+            tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
+            return value if loss_scale is None else value * loss_scale, tensors
 
         pending = strategy.begin(state.params, sync.leaves, at, None)
         given = Synced(state.params, sync) if stateful else state.params
-        grads, (loss, tensors) = torch.func.grad_and_value(mean, has_aux=True)(given)
+        grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(given)
         structure, weighted, rest = others
         aux_tensors = iter(tensors)
         buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
         if not weighted and (torch.compiler.is_compiling() or strategy.hook(at.step) is not None):
             loss = collectives.pmean(loss, self.step.axis)
         states = grads.sync_state.leaves if stateful else sync.leaves
-        update = Update(self.optimizer, state.params, grads.params if stateful else grads, state.opt_state)
+        grads = grads.params if stateful else grads
+        if loss_scale is not None:
+            inverse = 1 / loss_scale
+            grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
+        finite = self._finite(tree.flatten(grads)[0], at)
+        update = Update(self.optimizer, state.params, grads, state.opt_state, finite=finite)
         updated = strategy.update(update, states, at, pending)
         if updated.pending is not None:
             raise UnsupportedError(
@@ -283,12 +377,38 @@ class TrainStep:
                 "within a step there."
             )
         next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
-        next_state = TrainState(updated.params, buffers, updated.opt_state, next_sync, state.step + 1, state.kinds)
-        return next_state, Metrics(loss, aux, grad_norm(updated.opt_state))
+        return self._finished(state, updated, buffers, next_sync, Metrics(loss, aux), finite)
+
+    def gather(self, state: TrainState) -> TrainState:
+        """`state` with the whole optimizer state on every rank, where its strategy shards it; every rank calls this.
+
+        So it can be saved and used on another number of ranks: load into ``train.gather(train.init(params))`` there. A
+        step takes such a state and goes on with this rank's part. Other strategies give the state back as it is.
+        """
+        state.check_owned()
+        if state.kinds.opt_state != "sharded":
+            return state
+        at = Moment(state.sync_state.checked_step(), wire.resolve(self.step.axis))
+        opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.params, state.opt_state, at)
+        return replace(state, opt_state=opt_state, kinds=replace(state.kinds, opt_state="replicated"))
 
 
-def _refuse_in_graph(strategy: Strategy) -> None:
+def _any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether any element isn't finite: a 0-dim bool tensor."""
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.tensor(False)
+    found = [g.isfinite().all().logical_not().to(grads[0].device) for g in grads]
+    return torch.stack(found).any()
+
+
+def _refuse_in_graph(strategy: Strategy, dynamic: bool) -> None:
     """Run by Dynamo at trace time, where its axis isn't there."""
+    if dynamic and not strategy.shares_gradients(0):
+        raise UnsupportedError(
+            f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
+            "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
     if strategy.talks_besides or not strategy.updates_in_buckets:
         raise UnsupportedError(
             f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
@@ -319,9 +439,13 @@ class _Work:
     trained: list[int]  # their positions among the parameters' leaves
     sync_leaves: list[torch.Tensor]
     donate: bool
+    loss_scale: float = 1.0
 
     def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
-        """Gradients of `total` with respect to parameters and communication state."""
+        """Gradients of `total`, times the loss scale, with respect to parameters; and the next communication state."""
+        if self.loss_scale != 1:
+            with torch.enable_grad():
+                total = total * self.loss_scale
         inputs = [*self.leaves, *self.sync_leaves]
         if not inputs or not total.requires_grad:
             return [None] * len(inputs)
@@ -337,18 +461,20 @@ class _Work:
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
         if divisor is not None:
             grads = [g / divisor.to(g.dtype) for g in grads]
+        if self.loss_scale != 1:
+            grads = [g * (1 / self.loss_scale) for g in grads]
         states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
         return _Done(grads, [x.detach() for x in states])
 
     def land(self, schedule: WireSchedule, weighted: bool) -> tuple[_Done, wire.Header]:
         """Land every bucket and the header, then update; or bucket by bucket, with overlap="update"."""
         by_bucket = self.train.overlap == "update"
-        scale = self._weighted_scale(schedule) if weighted else None
+        scale = (self._weighted_scale(schedule) if weighted else 1.0) / self.loss_scale
         grads: dict[int, torch.Tensor] = {}
         states: dict[int, list[torch.Tensor]] = {}
         params, opt_state, targets = self._in_place() if by_bucket else (None, None, None)
         for bucket, landed, next_states in schedule.land_each():
-            if scale is not None:
+            if scale != 1:
                 torch._foreach_mul_(landed, scale)
             given = iter(next_states)
             states.update((m, [next(given) for _ in schedule.plan.state_names[m]]) for m in bucket.members)
@@ -374,14 +500,19 @@ class _Work:
             )
         return schedule.plan.axis.size / weight
 
-    def update(self, grads: list[torch.Tensor]) -> Update:
-        """The optimizer's part, with the reduced gradients."""
+    def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
+        """The optimizer's part, with the reduced gradients, which nobody else holds: `grads` is emptied."""
         leaves, spec = tree.flatten(self.state.params)
-        if len(grads) < len(leaves):
-            by_place = dict(zip(self.trained, grads, strict=True))
-            grads = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
+        by_place = dict(zip(self.trained, grads, strict=True))
+        grads.clear()
+        filled = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
         return Update(
-            self.train.optimizer, self.state.params, tree.unflatten(spec, grads), self.state.opt_state, self.donate
+            self.train.optimizer,
+            self.state.params,
+            tree.unflatten(spec, filled),
+            self.state.opt_state,
+            self.donate,
+            finite,
         )
 
     def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:

@@ -13,10 +13,13 @@ from ltx import hooks
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
 from tests.strategies.problem import Adam, Params, Problem
-from tests.strategies.references import async_averaging, bagua, ddp, diloco, horovod, local_sgd, qadam
+from tests.strategies.references import async_averaging, bagua, ddp, diloco, horovod, local_sgd, qadam, zero
 
 SLOW = ltx.optim.from_torch(torch.optim.SGD, lr=0.02, momentum=0.9)
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+CLIPPED_ADAM = ltx.optim.chain(
+    ltx.optim.clip_by_global_norm(0.3), ltx.optim.from_torch(torch.optim.AdamW, lr=0.05, weight_decay=0.0)
+)
 
 # Adam's first steps are as long as its second moment is small: these are short, and the moment is soon settled.
 QADAM = {"lr": 0.02, "warmup_steps": 4, "betas": (0.8, 0.9), "weight_decay": 0.1}
@@ -181,5 +184,9 @@ ROWS: dict[str, Row] = {
     ),
     "horovod adasum, 2 passes": Row(
         ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2), horovod.adasum_of_steps(passes=2), ranks=(2,)
+    ),
+    "zero": Row(ltx.ZeroStrategy(), zero.momentum),
+    "zero, several buckets, clipped AdamW": Row(
+        ltx.ZeroStrategy(bucket_bytes=8, first_bucket_bytes=8), zero.clipped_adam, CLIPPED_ADAM, ranks=(3,)
     ),
 }

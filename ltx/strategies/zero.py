@@ -1,0 +1,293 @@
+"""ZeroStrategy: optimizer state sharded over the ranks, each of which updates its part of every parameter.
+
+    g~_r = (mean_s g_s)[r]                 reduce-scatter, during the backward pass
+    w~_r, m_r = update(g~_r, m_r, w[r])    on rank r alone, whose optimizer state m_r has 1/n of the elements
+    w = [w~_0, ..., w~_{n-1}]              all-gather
+
+Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020, section 5: P_os,
+with gradients reduced where they are needed (section 7.1), so that a step sends what one all-reduce does.
+
+x[r] is the r-th part of a parameter: flattened and padded with zeros to n parts of ceil(size / n) elements. So state is
+kept by parameter path, and its shapes are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ltx import tree
+from ltx.axis import Axis
+from ltx.errors import StrategyError
+from ltx.hooks import AllReduce, CommHook
+from ltx.optim.base import Optimizer
+from ltx.optim.chain import Chain
+from ltx.optim.clip import ClipByGlobalNorm, ClipState, global_norm
+from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.strategies.shards import Shards
+from ltx.sync.buckets import Bucket
+from ltx.sync.reduction import Ask, Reduction, Share
+from ltx.typing import Tree
+
+
+def width(numel: int, ranks: int) -> int:
+    """Elements of each part of a parameter."""
+    return -(-numel // ranks)
+
+
+def part(x: Tensor, rank: int | Tensor, ranks: int) -> Tensor:
+    """x[rank], a vector: a view where all of it is there. `rank` is a tensor on simulated ranks."""
+    m, flat = width(x.numel(), ranks), x.reshape(-1)
+    if isinstance(rank, int):
+        mine = flat[rank * m : (rank + 1) * m]
+        return mine if mine.numel() == m else pad(mine, (0, m - mine.numel()))
+    return _rows(flat, ranks).index_select(0, rank.reshape(1)).squeeze(0)
+
+
+def _rows(flat: Tensor, ranks: int) -> Tensor:
+    """All parts: (ranks, width); a view where nothing is to be padded."""
+    missing = width(flat.numel(), ranks) * ranks - flat.numel()
+    return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1) if flat.numel() else flat.view(ranks, 0)
+
+
+@dataclass(frozen=True)
+class MeanPart(CommHook):
+    """Reduce-scatter: rank r gets the r-th part of every gradient's mean, in its place, and zeros around it.
+
+    Args:
+        short: the half precision that gradients travel in; None for their own.
+    """
+
+    elementwise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+
+    short: torch.dtype | None = None
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.short is None
+
+    def cast(self, dtype: torch.dtype) -> CommHook:
+        return MeanPart(dtype)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
+
+    def reduce(self, share: Share) -> Reduction:
+        n, sizes = share.axis_size, share.bucket.sizes
+        if not share.flat.numel():
+            return share.flat, share.states
+        # One pass over the bucket, and none where it is one large parameter.
+        blocks = [_rows(flat, n) for flat in share.flat.split(sizes)]
+        rows = torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
+        mine = yield Ask("reduce_scatter", rows)
+        placed = _placed_eagerly if isinstance(share.rank, int) else _placed
+        return placed(mine, share), share.states
+
+
+def _placed_eagerly(mine: Tensor, share: Share) -> Tensor:
+    """The parts `mine` of this rank in a flat bucket of zeros."""
+    n, sizes, flat, rank = share.axis_size, share.bucket.sizes, mine.new_zeros(share.bucket.numel), int(share.rank)
+    widths = [width(size, n) for size in sizes]
+    for whole, own, m in zip(flat.split(sizes), mine.split(widths), widths, strict=True):
+        there = whole[rank * m : (rank + 1) * m]
+        there.copy_(own[: there.numel()])
+    return flat
+
+
+def _placed(mine: Tensor, share: Share) -> Tensor:
+    """:func:`_placed_eagerly` for simulated ranks, where nothing is written into."""
+    n, sizes = share.axis_size, share.bucket.sizes
+    here = (torch.arange(n, device=mine.device) == share.rank)[:, None]
+    rows = torch.where(here, mine, torch.zeros_like(mine))
+    blocks = rows.split([width(size, n) for size in sizes], 1)
+    return torch.cat([block.reshape(-1)[:size] for block, size in zip(blocks, sizes, strict=True)])
+
+
+@dataclass(frozen=True)
+class AllParts(CommHook):
+    """All-gather: of vectors of m elements, those of all ranks, as (ranks, m)."""
+
+    elementwise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+        return replace(
+            bucket, leaves=tuple(replace(leaf, shape=torch.Size((axis_size, *leaf.shape))) for leaf in bucket.leaves)
+        )
+
+    def reduce(self, share: Share) -> Reduction:
+        if not share.flat.numel():
+            return share.flat, share.states
+        rows = yield Ask("all_gather", share.flat)
+        sizes = share.bucket.sizes
+        if len(sizes) == 1:
+            return rows.reshape(-1), share.states
+        if not isinstance(share.rank, int):
+            return torch.cat([block.reshape(-1) for block in rows.split(sizes, 1)]), share.states
+        flat = rows.new_empty(rows.numel())  # the same in one pass
+        for whole, block in zip(flat.split([len(rows) * m for m in sizes]), rows.split(sizes, 1), strict=True):
+            whole.view(block.shape).copy_(block)
+        return flat, share.states
+
+
+@dataclass(frozen=True, repr=False)
+class _ClipTogether(Optimizer):
+    """Clipping by the norm that `norm` finds of parts of a gradient."""
+
+    inner: ClipByGlobalNorm
+    norm: Callable[[Sequence[Tensor]], Tensor]
+
+    def init(self, params: Tree) -> ClipState:
+        return self.inner.init(params)
+
+    def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
+        return self.inner.clip(grads, self.norm(tree.flatten(grads)[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroStrategy(Strategy):
+    """ZeRO-1: parameters as with :class:`ltx.DDPStrategy`, with 1/n of the optimizer state on each of n ranks.
+
+    A step sends as many bytes as DDP's: a reduce-scatter of gradients during the backward pass, and an all-gather of
+    parameters after the update. Parameters are the same bits on every rank. For optimizers that work element by element
+    (``optimizer.elementwise``: SGD, Adam, AdamW, ...), and for chains of them with
+    :func:`ltx.optim.clip_by_global_norm`, whose norm is that of the whole mean gradient.
+
+    Sharding belongs to training steps: gradients of a step outside of :func:`ltx.train_step` are the exact mean on
+    every rank. A state's optimizer part is this rank's (``state.kinds.opt_state == "sharded"``), and so are the paths
+    under which a checkpoint keeps it. ``train.gather(state)`` has all of it on every rank, under paths that don't
+    depend on the number of ranks; a step on any number of ranks takes such a state and goes on with its part.
+
+    Args:
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed; in ``train_step``: the optimizer isn't elementwise.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy())
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
+        >>> state = train.init(torch.ones(4))
+        >>> after, _ = ltx.vmap(train, in_dims=(None, 0))(state, torch.tensor([1.0, -3.0]))  # two ranks
+        >>> after.params, after.opt_state.state.per_param["exp_avg"].shape
+        (tensor([[1.1000, 1.1000, 1.1000, 1.1000],
+                [1.1000, 1.1000, 1.1000, 1.1000]]), torch.Size([2, 2]))
+    """
+
+    def hook(self, step: int) -> CommHook:
+        return AllReduce()
+
+    def hook_in_training(self, step: int) -> CommHook:
+        return MeanPart()
+
+    def shares_gradients(self, step: int) -> bool:
+        return False
+
+    def talks_late(self, step: int) -> bool:
+        return True
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(opt_state="sharded")
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        for member in _members(optimizer):
+            if not (member.elementwise or isinstance(member, ClipByGlobalNorm)):
+                raise StrategyError(
+                    f"ZeroStrategy gives each rank a part of every parameter, and {member!r} needs whole ones. Use an "
+                    "elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in "
+                    "a chain with clip_by_global_norm, or ltx.DDPStrategy()."
+                )
+
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:
+        state = optimizer.init(_parts(params, axis))
+        for path, leaf in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
+            if leaf.ndim > 1:
+                raise StrategyError(
+                    f"ZeroStrategy: the state {path!r} of {optimizer!r} is {tree.describe(leaf)}. State of parameters "
+                    "given as vectors must be vectors like them, and counters 0-dim tensors."
+                )
+        return _shards(state, axis)
+
+    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
+        axis, paths, (leaves, spec) = at.axis, tree.leaf_paths(update.params), tree.flatten(update.params)
+        mine = replace(
+            update,
+            optimizer=self._together(update.optimizer, at),
+            params=_parts(update.params, axis),
+            grads=_parts(update.grads, axis),
+            opt_state=_own(update.opt_state, axis),
+        )
+        params, opt_state = mine.apply()
+        del update, mine  # the gradients' memory is the new parameters'
+        parts = tree.flatten(params)[0]
+        if axis.size > 1:
+            parts, _ = self.exchange(AllParts(), parts, paths, at).land()
+        whole = [new.reshape(-1)[: old.numel()].view(old.shape) for new, old in zip(parts, leaves, strict=True)]
+        return Updated(tree.unflatten(spec, whole), _shards(opt_state, axis), states, pending)
+
+    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, at: Moment) -> Shards:
+        if opt_state.ranks == 1:
+            return opt_state
+        like = tree.flatten(optimizer.init(_parts(params, Axis("whole", 1))))[0]
+        leaves, spec = tree.flatten(_own(opt_state, at.axis))
+        split = [i for i, leaf in enumerate(leaves) if leaf.ndim == 1]
+        paths = tree.leaf_paths(opt_state.state)
+        given = [leaves[i] for i in split]
+        for i, rows in zip(
+            split, self.exchange(AllParts(), given, [paths[i] for i in split], at).land()[0], strict=True
+        ):
+            leaves[i] = rows.reshape(-1)[: like[i].numel()]
+        return Shards(tree.unflatten(spec, leaves), 1, 0)
+
+    def _together(self, optimizer: Optimizer, at: Moment) -> Optimizer:
+        """`optimizer`, clipping by the norm of all ranks' parts."""
+
+        def norm(parts: Sequence[Tensor]) -> Tensor:
+            own = global_norm(list(parts))
+            squares = [own.double().square().reshape(1) * at.axis.size]  # an exchange gives the mean
+            if at.axis.size > 1:
+                squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], at).land()
+                return squares[0].sqrt().reshape(()).to(own.dtype)
+            return own
+
+        members = [_ClipTogether(m, norm) if isinstance(m, ClipByGlobalNorm) else m for m in _members(optimizer)]
+        return replace(optimizer, members=tuple(members)) if isinstance(optimizer, Chain) else members[0]
+
+
+def _members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    return optimizer.members if isinstance(optimizer, Chain) else (optimizer,)
+
+
+def _parts(tensors: Tree, axis: Axis) -> Tree:
+    """This rank's part of every leaf."""
+    rank = axis.rank
+    return tree.map(lambda x: part(x, rank, axis.size), tensors)
+
+
+def _shards(state: Tree, axis: Axis) -> Shards:
+    rank = axis.rank
+    return Shards(state, axis.size, rank if isinstance(rank, int) else None)
+
+
+def _own(shards: Shards, axis: Axis) -> Tree:
+    """This rank's part of an optimizer state: what it holds, or its part of a whole one."""
+    if (shards.ranks, shards.rank) == (axis.size, _shards((), axis).rank):
+        return shards.state
+    if shards.ranks > 1:
+        raise StrategyError(
+            f"ZeroStrategy: this optimizer state is {shards.name}, and here is rank {axis.rank} of {axis.size}. For "
+            "another number of ranks gather it first, where it was made: state = train.gather(state)."
+        )
+    rank = axis.rank
+    return tree.map(lambda x: part(x, rank, axis.size) if x.ndim == 1 else x, shards.state)
