@@ -62,6 +62,11 @@ class CommHook:
         """
         return {}
 
+    @property
+    def settled_from(self) -> int:
+        """The number of steps after which :meth:`at` gives the same hook at every step."""
+        return 0
+
     def states_of(self, entries: LeafState) -> LeafState:
         """The part of a leaf's state that this hook reads."""
         return {name: entries[name] for name in self.state_names if name in entries}

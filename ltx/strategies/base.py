@@ -215,6 +215,15 @@ class Strategy:
             or mine.after_update is not Strategy.after_update
         )
 
+    @property
+    def cycle(self) -> tuple[int, int]:
+        """(first, length): from step `first` on, what a step sends repeats itself every `length` steps.
+
+        :func:`ltx.plan` takes its mean over that many steps.
+        """
+        hook = self.hook(0)
+        return (0 if hook is None else hook.settled_from), 1
+
     def exchange(
         self,
         hook: CommHook,
@@ -250,7 +259,7 @@ class Strategy:
             tuple(paths),
             background=background,
         )
-        return Exchange(plan, tensors, states, background)
+        return Exchange(plan, tensors, states, background, paths)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:

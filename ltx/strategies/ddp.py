@@ -63,6 +63,10 @@ class DDPStrategy(Strategy):
         return self._comm_hook.stateful
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return self._comm_hook.settled_from, 1
+
+    @property
     def _comm_hook(self) -> hooks.CommHook:
         assert isinstance(self.comm_hook, hooks.CommHook)
         return self.comm_hook

@@ -410,7 +410,7 @@ class AsksForTheLargest(CommHook):
 def test_errors() -> None:
     params = {"w": torch.ones(4)}
     cases: list[tuple[type[Exception], str, Any]] = [
-        (UnsupportedError, "explain: ReadsValues() can't be run on shapes alone: bucket 0 took", _step(ReadsValues())),
+        (UnsupportedError, "ReadsValues() can't be run on shapes alone: bucket 0 took", _step(ReadsValues())),
         (UnsupportedError, "Foreign() can't be explained", _step(Foreign())),
         (UnsupportedError, "ReadsParameters() can't be run on shapes alone: the first", _step(ReadsParameters())),
         (StrategyError, "AsksForMore() asks for more than 1 collectives in bucket 0", _step(AsksForMore())),
