@@ -8,7 +8,7 @@ set by ``ltx.init``, and inside them those that :func:`vmap` opens while its fun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -31,10 +31,40 @@ class GroupBacking:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which of `world` ranks belong together: each `size` that follow one another, a node; or, `across` nodes, those
+    that have the same place in theirs."""
+
+    world: int
+    size: int
+    across: bool
+
+    @property
+    def count(self) -> int:
+        """The number of ranks that belong together."""
+        return self.world // self.size if self.across else self.size
+
+    def place(self, rank: Any) -> Any:
+        """Where among those that it belongs to a rank is."""
+        return rank // self.size if self.across else rank % self.size
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks that `rank` belongs to, in order."""
+        if self.across:
+            return list(range(rank % self.size, self.world, self.size))
+        first = rank - rank % self.size
+        return list(range(first, first + self.size))
+
+
+@dataclass(frozen=True)
 class VmapBacking:
-    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds."""
+    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
+
+    With a `part` that dimension holds several axes side by side.
+    """
 
     level: int
+    part: Part | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +73,14 @@ class ShapesBacking:
 
     Attributes:
         rank: the one that is looked at.
-        answer: ``(operation, buffer, arguments)`` -> what that collective would give.
+        answer: ``(operation, buffer, arguments, number of ranks)`` -> what that collective would give.
         starts: told of an exchange (:class:`ltx.sync.exchange.Exchange`) when it starts, with None, and ahead of each
             of its buckets, with the bucket's index.
         lands: told of an exchange when it is landed.
     """
 
     rank: int
-    answer: Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor] = field(repr=False)
+    answer: Callable[[str, torch.Tensor, tuple[int, ...], int], torch.Tensor] = field(repr=False)
     starts: Callable[[Any, int | None], None] = field(default=lambda exchange, bucket: None, repr=False)
     lands: Callable[[Any], None] = field(default=lambda exchange: None, repr=False)
 
@@ -74,11 +104,65 @@ class Axis:
         match self.backing:
             case GroupBacking(rank=rank) | ShapesBacking(rank=rank):
                 return torch.tensor(rank)
-            case VmapBacking(level=level):
+            case VmapBacking(level=level, part=part):
+                places = torch.arange(self.size) if part is None else part.place(torch.arange(part.world))
                 # What factories make is wrapped for the innermost level, which may lie inside the axis' own.
-                return _functorch._add_batch_dim(unwrapped(torch.arange(self.size)), 0, level)
+                return _functorch._add_batch_dim(unwrapped(places), 0, level)
             case None:
                 return torch.tensor(0)
+
+
+def inner(axis: Axis, size: int) -> Axis:
+    """The axis of the `size` ranks of this rank's node, of which `axis` has several, one after the other.
+
+    Between processes all ranks of `axis` must call this together the first time.
+
+    Raises:
+        AxisError: `axis` doesn't divide into nodes of that size.
+
+    Example:
+        >>> import torch, ltx
+        >>> from ltx.axis import find, inner
+        >>> ltx.vmap(lambda x: ltx.psum(x, inner(find("data"), 2)))(torch.tensor([1, 2, 3, 4]))
+        tensor([3, 3, 7, 7])
+    """
+    return _part(axis, size, across=False)
+
+
+def outer(axis: Axis, size: int) -> Axis:
+    """The axis of the ranks that have this rank's place in their nodes of `size` ranks each; see :func:`inner`.
+
+    Example:
+        >>> import torch, ltx
+        >>> from ltx.axis import find, outer
+        >>> ltx.vmap(lambda x: ltx.psum(x, outer(find("data"), 2)))(torch.tensor([1, 2, 3, 4]))
+        tensor([4, 6, 4, 6])
+    """
+    return _part(axis, size, across=True)
+
+
+def _part(axis: Axis, size: int, across: bool) -> Axis:
+    if size < 1 or axis.size % size:
+        raise AxisError(
+            f"axis {axis.name!r} has {axis.size} ranks, which don't divide into nodes of {size}. Give a divisor."
+        )
+    part = Part(axis.size, size, across)
+    if part.count == axis.size:
+        return axis
+    name = f"{axis.name} {'across' if across else 'within'} nodes of {size}"
+    match axis.backing:
+        case _ if part.count == 1:
+            return Axis(name, 1)
+        case None:
+            return Axis(name, part.count)
+        case GroupBacking(line=line):
+            opened: Axis = line.part(name, part)
+            return opened
+        case VmapBacking(part=None, level=level):
+            return Axis(name, part.count, VmapBacking(level, part))
+        case ShapesBacking(rank=rank) as backing:
+            return Axis(name, part.count, replace(backing, rank=part.place(rank)))
+    raise AxisError(f"axis {axis.name!r} is a part of a simulated axis, which can't be divided further.")
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,9 @@ from ltx.collectives.linear import (
     check_dense,
     key_of,
     meet_as_tree,
+    on_stack,
     peeled_level,
     prepare_trace,
-    stack,
     traced_axis,
 )
 from ltx.errors import UnsupportedError
@@ -76,10 +76,14 @@ class Extremum(Function):
     ) -> tuple[torch.Tensor, int | None]:
         dim = in_dims[4]
         if isinstance(axis.backing, VmapBacking) and peeled_level() == axis.backing.level:
-            xs = stack(x, dim, axis.size)
-            if xs.dtype == torch.bool:
-                return (xs.any(0) if which == "max" else xs.all(0)), None
-            return (xs.amax(0) if which == "max" else xs.amin(0)), None
+
+            def stacked(xs: torch.Tensor, n: int) -> tuple[torch.Tensor, bool]:
+                if xs.dtype == torch.bool:
+                    return (xs.any(0) if which == "max" else xs.all(0)), False
+                return (xs.amax(0) if which == "max" else xs.amin(0)), False
+
+            y, per_rank = on_stack(axis.backing, axis.size, x, dim, stacked)
+            return y, 0 if per_rank else None
         return Extremum.apply(which, axis, compiled, index, x), dim
 
 

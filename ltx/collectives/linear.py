@@ -142,7 +142,8 @@ class Linear(Function):
         rule, dims = RULES[name], in_dims[5:]
         if isinstance(axis.backing, VmapBacking) and peeled_level() == axis.backing.level:
             results = [
-                rule.stacked(stack(x, dim, axis.size), axis.size, static) for x, dim in zip(xs, dims, strict=True)
+                on_stack(axis.backing, axis.size, x, dim, lambda stacked, n: rule.stacked(stacked, n, static))
+                for x, dim in zip(xs, dims, strict=True)
             ]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
         outs: list[torch.Tensor] = []
@@ -157,15 +158,29 @@ def peeled_level() -> int:
     return (_functorch.maybe_current_level() or 0) + 1
 
 
-def stack(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
-    """The values of all simulated ranks, on a new dimension in front."""
-    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+def on_stack(
+    backing: VmapBacking,
+    n: int,
+    x: torch.Tensor,
+    dim: int | None,
+    body: Callable[[torch.Tensor, int], tuple[torch.Tensor, bool]],
+) -> tuple[torch.Tensor, bool]:
+    """`body`, as a Rule's `stacked`, on the values of all `n` simulated ranks of an axis."""
+    part = backing.part
+    world = n if part is None else part.world
+    xs = x.expand(world, *x.shape) if dim is None else x.movedim(dim, 0)
+    if part is None:
+        return body(xs, n)
+    by_node = xs.unflatten(0, (-1, part.size))
+    results = [body(group, n) for group in (by_node.transpose(0, 1) if part.across else by_node)]
+    ys = torch.stack([y if per_rank else y.expand(n, *y.shape) for y, per_rank in results])
+    return (ys.transpose(0, 1) if part.across else ys).flatten(0, 1), True
 
 
 def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: ShapesBacking, x: torch.Tensor) -> torch.Tensor:
     if rule.operation is None:
         return rule.before(x, axis.size, static)
-    answer = backing.answer(rule.operation, rule.before(x, axis.size, static), rule.arguments(static))
+    answer = backing.answer(rule.operation, rule.before(x, axis.size, static), rule.arguments(static), axis.size)
     return rule.after(answer, backing.rank, axis.size, static)
 
 
@@ -252,7 +267,7 @@ def prepare_trace(axis: Any) -> str:
     found = wire.resolve(axis)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
     if isinstance(found.backing, VmapBacking):
-        key = f"{found.name!r} of {found.size} at level {found.backing.level}"
+        key = f"{found.name!r} of {found.size} at level {found.backing.level}, {found.backing.part}"
     _traced_axes[key] = found
     return key
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.sync.reduction import LeafState, Reduction, Share
 
@@ -82,6 +83,13 @@ class CommHook:
     def with_error_feedback(self) -> CommHook | None:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
         return None
+
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        """The parts of `axis` (:func:`ltx.axis.inner`, :func:`ltx.axis.outer`) that :meth:`reduce` asks among.
+
+        Ranks open them together when they meet a plan.
+        """
+        return ()
 
     def scale(self, axis_size: int) -> float:
         """What gradients are multiplied by when they are packed into shares; their sum is what a step gets."""

@@ -67,12 +67,12 @@ class Exchange:
         assert plan.agreement is not None
         channel.advance(plan.agreement)
         if background:
-            self._flights = Flights(line, lambda phase: line.background, "background")
+            self._flights = Flights(line, lambda line, phase: line.background, "background")
         else:
             nothing = torch.zeros((), dtype=torch.float64, device=line.device)
             digest = line.user.digest ^ (channel.digest << 1)
             self._header = wire.send_header(channel, nothing, nothing, digest)
-            self._flights = Flights(line, line.bucket_channel, "exchange")
+            self._flights = Flights(line, what="exchange")
         for bucket in plan.buckets:
             mine = [tensors[member] for member in bucket.members]
             flat = pack(mine, bucket, hook.wire_dtype(bucket.dtype), hook.scale(plan.axis.size))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ltx import wire
+from ltx.axis import GroupBacking
 from ltx.errors import StrategyError
-from ltx.sync.reduction import LeafState, Reducer, Reduction, Share
+from ltx.sync.reduction import LeafState, Reducer, Reduction, Share, collective_alone
 
 #: (sum of the shares, next states)
 Landed = tuple[torch.Tensor, Sequence[LeafState]]
@@ -37,9 +38,14 @@ class _Flight:
 class Flights:
     """The reductions of one backward pass, in the order of their launches."""
 
-    def __init__(self, line: wire.Line, channel_of: Callable[[int], wire.Channel] | None = None, what: str = "bucket"):
+    def __init__(
+        self,
+        line: wire.Line,
+        channel_of: Callable[[wire.Line, int], wire.Channel] = wire.Line.bucket_channel,
+        what: str = "bucket",
+    ):
         self._line = line
-        self._channel_of = channel_of or line.bucket_channel  # by phase
+        self._channel_of = channel_of
         self._what = what
         self._flights: list[_Flight] = []
 
@@ -72,7 +78,13 @@ class Flights:
                     f"rank {self._line.rank}: {flight.hook!r} asks for more than {flight.phase} collectives in "
                     f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."
                 )
-            channel = self._channel_of(flight.phase)
+            line = self._line
+            if ask.axis is not None:
+                if not isinstance(ask.axis.backing, GroupBacking):
+                    result = collective_alone(ask)
+                    continue
+                line = ask.axis.backing.line
+            channel = self._channel_of(line, flight.phase)
             flight.phase += 1
             if ask.buffer.numel():
                 flight.ticket = channel.issue(ask.operation, ask.buffer, f"{self._what} {place}", ask.arguments)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ltx import wire
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis, GroupBacking, ShapesBacking
 from ltx.sync.buckets import Leaf, plan_buckets
 from ltx.sync.reduction import Reducer
 from ltx.sync.schedule import Plan
@@ -74,9 +74,12 @@ def make_plan(
             offer=list(order),
         )
         order = tuple(agreement.offer)
-        if not background:
-            line.open_phases(hook.phases)
-    plan = _plan(axis, hook, sizes, leaves, order, names, agreement)
+        parts = [part.backing.line for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
+        for opened in () if background else (line, *parts):
+            opened.open_phases(hook.phases)
+    # An axis of shapes is made for one look, and needn't be kept.
+    make = _plan.__wrapped__ if isinstance(axis.backing, ShapesBacking) else _plan
+    plan: Plan = make(axis, hook, sizes, leaves, order, names, agreement)
     return replace(plan, step=step) if hook.stateful else plan
 
 

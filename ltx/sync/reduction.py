@@ -8,7 +8,7 @@ in between, at once on simulated ranks, or as nodes of a compiled graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,6 +31,7 @@ class Ask:
             say; zeros come where no rank sends).
         buffer: contiguous; it belongs to the wire from here on.
         arguments: of a permutation: source, destination, source, ...
+        axis: the ranks that it is among, if not all: a part of the share's axis, which the hook names in its `axes`.
         sent: set by a hook that answers a sum with less than the sum: gives what it took of `buffer`.
     """
 
@@ -38,6 +39,7 @@ class Ask:
     buffer: torch.Tensor
     sent: Callable[[], torch.Tensor] | None = None
     arguments: Static = ()
+    axis: Axis | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ class Reducer(Protocol):
         """Whether a reduction reads states or the step."""
         ...
 
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        """The parts of `axis` that a reduction asks for collectives among."""
+        ...
+
     def scale(self, axis_size: int) -> float:
         """What gradients are multiplied by when they are packed; 1 / axis_size for shares of the mean."""
         ...
@@ -121,6 +127,10 @@ class ExactMean:
     phases = 1
     stateful = False
 
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        """All ranks at once."""
+        return ()
+
     def scale(self, axis_size: int) -> float:
         """Shares of the mean."""
         return 1.0 / axis_size
@@ -138,10 +148,16 @@ EXACT_MEAN = ExactMean()
 
 
 def _collective(ask: Ask, axis: Axis) -> torch.Tensor:
+    axis = ask.axis or axis
     if isinstance(axis.backing, ShapesBacking):
-        return axis.backing.answer(ask.operation, ask.buffer, ask.arguments)
+        return axis.backing.answer(ask.operation, ask.buffer, ask.arguments, axis.size)
     static = ask.arguments if ask.operation == "permute" else _STATIC[ask.operation]
     return apply(_RULES[ask.operation], static, axis, [ask.buffer])[0]
+
+
+def collective_alone(ask: Ask) -> torch.Tensor:
+    """What a collective among one rank gives."""
+    return _collective(replace(ask, axis=Axis("alone", 1)), Axis("alone", 1))
 
 
 _RULES = {

@@ -35,6 +35,7 @@ from ltx.sync.reduction import (
     Reducer,
     Reduction,
     Share,
+    collective_alone,
     pack,
     pack_pure,
     reduce_at_once,
@@ -273,9 +274,6 @@ class GraphSchedule(Schedule):
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
-        assert isinstance(plan.axis.backing, GroupBacking)
-        line: wire.Line = plan.axis.backing.line
-        self._group = line.bucket_channel(0).group.group_name
         self._started: dict[int, tuple[Reduction, Bucket, Callable[[], torch.Tensor] | Landed]] = {}
 
     def begin(self) -> None:
@@ -291,12 +289,17 @@ class GraphSchedule(Schedule):
 
     def _issue(self, ask: Ask) -> Callable[[], torch.Tensor]:
         """Start a collective; gives what waits for it."""
-        buffer, size = ask.buffer, self.plan.axis.size
+        axis = ask.axis or self.plan.axis
+        buffer, size = ask.buffer, axis.size
+        if axis.backing is None:
+            return lambda: collective_alone(ask)
+        assert isinstance(axis.backing, GroupBacking)
+        group = axis.backing.line.bucket_channel(0).group.group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
         given = buffer.flatten(0, 1) if ask.operation == "reduce_scatter" and buffer.ndim > 1 else buffer
         shape = (size, *buffer.shape) if ask.operation == "all_gather" else None
-        pending = traced.start(ask.operation, given, size, self._group, ask.arguments)
+        pending = traced.start(ask.operation, given, size, group, ask.arguments)
         return lambda: traced.wait(pending) if shape is None else traced.wait(pending).reshape(shape)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

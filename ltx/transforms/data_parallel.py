@@ -15,8 +15,8 @@ from typing import Any, Literal, overload
 import torch
 
 from ltx import tree, wire
-from ltx.axis import Axis, GroupBacking
-from ltx.errors import StepError, StrategyError, SyncStateError
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.errors import StepError, StrategyError, SyncStateError, UnsupportedError
 from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
@@ -143,6 +143,11 @@ class DataParallel:
         axis = wire.resolve(self.axis)
         if self.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
             return self._mark_nothing(leaves, sync_state, axis)
+        if isinstance(axis.backing, VmapBacking) and axis.backing.part is not None:
+            raise UnsupportedError(
+                f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
+                "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
+            )
         wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
         if not wanted:
             return Marked(leaves)

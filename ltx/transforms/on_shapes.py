@@ -172,10 +172,9 @@ class _Asked:
 
     hook: hooks.CommHook
     what: str
-    ranks: int
     found: list[Collective] = field(default_factory=list)
 
-    def answer(self, operation: str, buffer: torch.Tensor) -> torch.Tensor:
+    def answer(self, operation: str, buffer: torch.Tensor, ranks: int) -> torch.Tensor:
         """Shape and dtype of what the collective gives."""
         if not buffer.numel():  # the schedules send nothing then
             return buffer
@@ -188,7 +187,7 @@ class _Asked:
             case "sum" | "exchange" | "permute":
                 answered = buffer
             case "all_gather":
-                answered = buffer.new_empty((self.ranks, *buffer.shape))
+                answered = buffer.new_empty((ranks, *buffer.shape))
             case "reduce_scatter":
                 answered = buffer.new_empty(buffer.shape[1:])
             case other:
@@ -196,7 +195,7 @@ class _Asked:
                     f"{self.hook!r} asks for {other!r} in {self.what}. A reduction may ask for sum, all_gather, "
                     "reduce_scatter, exchange and permute."
                 )
-        self.found.append(collective(operation, buffer, self.ranks))
+        self.found.append(collective(operation, buffer, ranks))
         return answered
 
 
@@ -208,11 +207,12 @@ class _Starting:
     number: int
     asked: list[_Asked] = field(default_factory=list)
 
-    def next_bucket(self) -> None:
-        """What is asked for from here on is the next bucket's."""
-        plan, hook = self.exchange.plan, self.exchange.plan.hook
+    def next_bucket(self) -> _Asked:
+        """What its next bucket asks for, so far nothing."""
+        hook = self.exchange.plan.hook
         assert isinstance(hook, hooks.CommHook)
-        self.asked.append(_Asked(hook, f"bucket {len(self.asked)} of an exchange", plan.axis.size))
+        self.asked.append(_Asked(hook, f"bucket {len(self.asked)} of an exchange"))
+        return self.asked[-1]
 
     def done(self) -> Starts:
         """The same, with all that it has issued."""
@@ -255,8 +255,8 @@ class Gradients:
 
     def __init__(self, strategy: Strategy, params: Tree, size: int, rank: int = 0):
         self.strategy = strategy
-        self.size = size
-        self.rank = rank
+        self.axis = Axis(DEFAULT_NAME, size, ShapesBacking(rank, self._answer, self._starts, self._lands))
+        self._asked: _Asked | None = None
         given, self.spec = tree.flatten(params)
         self.leaves = [meta(leaf.shape, leaf.dtype) for leaf in given]
         self.paths = tree.leaf_paths(params)
@@ -268,8 +268,8 @@ class Gradients:
     def plan(self, hook: hooks.CommHook, states: Sequence[LeafState] | None = None, step: int = 0) -> Plan:
         """The plan of a step's gradients."""
         names = tuple(tuple(state) for state in states or [{} for _ in self.wanted])
-        axis, sizes = Axis(DEFAULT_NAME, self.size), self.strategy.sizes
-        return make_plan(self.strategy, sizes, hook, axis, self._given, self._order, names, step, list, "", None)
+        strategy, given, order = self.strategy, self._given, self._order
+        return make_plan(strategy, strategy.sizes, hook, self.axis, given, order, names, step, list, "", None)
 
     def first_states(self) -> States:
         """The communication state before the first step."""
@@ -300,7 +300,7 @@ class Gradients:
     def only(self, hook: hooks.CommHook, step: int) -> Issues:
         """What a step with `hook` issues, where strategies do nothing besides."""
         buckets = self.buckets(hook, self.first_states(), step)
-        return Issues((), header(self.size) if buckets else None, buckets)
+        return Issues((), header(self.axis.size) if buckets else None, buckets)
 
     def _reduced(
         self, plan: Plan, hook: hooks.CommHook, bucket: Bucket, states: Sequence[LeafState]
@@ -309,11 +309,25 @@ class Gradients:
         there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
         flat = meta((bucket.numel,), hook.wire_dtype(bucket.dtype))
         tensors = [meta(x.shape, x.dtype) for state in states for x in state.values()]
-        asked = _Asked(hook, f"bucket {bucket.index}", self.size)
-        share = replace(plan.share(there, flat, tensors), rank=self.rank)
+        self._asked = asked = _Asked(hook, f"bucket {bucket.index}")
         with on_shapes_alone(hook, f"bucket {bucket.index}"):
-            reduce_at_once(hook, plan.axis, share, lambda ask: asked.answer(ask.operation, ask.buffer))
+            reduce_at_once(hook, plan.axis, plan.share(there, flat, tensors))
+        self._asked = None
         return tuple(asked.found)
+
+    def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], ranks: int) -> torch.Tensor:
+        if self._asked is None:
+            raise UnsupportedError(
+                f"{self.strategy!r} talks by a collective ({operation} of {tree.describe(buffer)}) that belongs to no "
+                "exchange, so that nothing can be said of it ahead. Let it talk through Strategy.exchange."
+            )
+        return self._asked.answer(operation, buffer, ranks)
+
+    def _starts(self, exchange: Exchange, index: int | None) -> None:
+        raise AssertionError("gradients are no exchange")
+
+    def _lands(self, exchange: Exchange) -> None:
+        raise AssertionError("gradients are no exchange")
 
 
 class Steps(Gradients):
@@ -336,22 +350,21 @@ class Steps(Gradients):
     ):
         super().__init__(strategy, params, size, rank)
         self._optimizer = Still() if optimizer is None else optimizer
-        self._axis = Axis(DEFAULT_NAME, size, ShapesBacking(rank, self._answer, self._starts, self._lands))
         self._step = first
         self._events: list[_Starting | Lands] = []
         self._starting: _Starting | None = None
         self._started = 0
         self._buckets: dict[hooks.CommHook, tuple[BucketExplanation, ...]] = {}
         whole = tree.unflatten(self.spec, self.leaves)
-        strategy.check_axis(self._axis)
+        strategy.check_axis(self.axis)
         states = self.first_states()
         with on_shapes_alone(strategy, "the first state of the optimizer"):
-            opt_state = strategy.init_optimizer(self._optimizer, whole, self._axis)
+            opt_state = strategy.init_optimizer(self._optimizer, whole, self.axis)
         self._carried = _Carried(whole, opt_state, states)
 
     def next(self) -> Issues:
         """Drive one step."""
-        strategy, carried, at = self.strategy, self._carried, Moment(self._step, self._axis)
+        strategy, carried, at = self.strategy, self._carried, Moment(self._step, self.axis)
         self._started = 0
         with on_shapes_alone(strategy, f"step {at.step}"):
             pending = strategy.begin(carried.params, carried.states, at, carried.pending)
@@ -364,7 +377,7 @@ class Steps(Gradients):
             updated = strategy.update(update, carried.states, at, pending)
         self._carried = _Carried(updated.params, updated.opt_state, updated.states, updated.pending)
         self._step += 1
-        return Issues(begun, header(self.size) if buckets else None, buckets, self._taken())
+        return Issues(begun, header(self.axis.size) if buckets else None, buckets, self._taken())
 
     def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:
         if hook.reads_step:
@@ -380,22 +393,14 @@ class Steps(Gradients):
             self._events.append(self._starting)
         else:
             assert self._starting is not None
-            self._starting.next_bucket()
-
-    def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...]) -> torch.Tensor:
-        if self._starting is None:
-            raise UnsupportedError(
-                f"{self.strategy!r} talks by a collective ({operation} of {tree.describe(buffer)}) that belongs to no "
-                "exchange, so that nothing can be said of it ahead. Let it talk through Strategy.exchange."
-            )
-        return self._starting.asked[-1].answer(operation, buffer)
+            self._asked = self._starting.next_bucket()
 
     def _lands(self, exchange: Exchange) -> None:
-        self._starting = None
+        self._asked = None
         self._events.append(Lands(exchange))
 
     def _taken(self) -> tuple[Starts | Lands, ...]:
-        events, self._events, self._starting = self._events, [], None
+        events, self._events, self._starting, self._asked = self._events, [], None, None
         return tuple(event.done() if isinstance(event, _Starting) else event for event in events)
 
 

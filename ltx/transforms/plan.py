@@ -127,7 +127,9 @@ class Cost:
             (t.kind, format_bytes(round(t.nbytes)), f"{t.collectives:,.4g}", format_seconds(t.link_s))
             for t in self.traffic
         ]
-        table = aligned(("traffic", "sent", "collectives", "on the link"), rows, (False, True, True, True)) if rows else []
+        table = (
+            aligned(("traffic", "sent", "collectives", "on the link"), rows, (False, True, True, True)) if rows else []
+        )
         parts = (
             f"computing {format_seconds(self.compute_s)}, packing and encoding {format_seconds(self.codec_s)}, "
             f"waiting {format_seconds(self.waiting_s)}"

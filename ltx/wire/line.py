@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis, GroupBacking, Part
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
@@ -55,6 +55,7 @@ class Line:
         #: (session, call) of ltx.debug_checks() that comes next on this line, the same on all ranks.
         self.next_check = (0, 0)
         self.closed = False
+        self._parts: dict[Part, Axis] = {}
         self._left: list[Channel] = []  # bucket channels of passes that were left halfway
         self.passes = Passes(
             self._store, self._posted, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
@@ -83,6 +84,15 @@ class Line:
             name = f"buckets {len(self._phases)}"
             self._phases.append(self._open_channel(name, lanes=True, generation=self.passes.reunions))
 
+    def part(self, name: str, part: Part) -> Axis:
+        """The axis of the ranks of this line that belong to this rank. All ranks open it together."""
+        if part not in self._parts:
+            ranks = [self._global_ranks[member] for member in part.members(self.rank)]
+            label = f"{self._label}/{name} of ranks {ranks}"
+            group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
+            self._parts[part] = open_axis(name, group, self._timeout)
+        return self._parts[part]
+
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
@@ -92,6 +102,12 @@ class Line:
             channel.torn = channel.torn or error
             # Compiled graphs find a process group by its name: what is left on this one isn't for them either.
             unregister(channel.group)
+        for part in self._part_lines:
+            part.passes.leave(str(error))
+
+    @property
+    def _part_lines(self) -> list[Line]:
+        return [axis.backing.line for axis in self._parts.values() if isinstance(axis.backing, GroupBacking)]
 
     def _renew(self) -> None:
         """New channels in place of the torn ones. The old groups stay: to destroy one may wait for its peers."""
@@ -102,6 +118,8 @@ class Line:
         count, self._phases = len(self._phases), []
         self.background = self._open_channel("background", generation=self.passes.reunions)
         self.open_phases(count)
+        for part in self._part_lines:
+            part.passes.rejoin()
 
     @property
     def device(self) -> torch.device:
@@ -115,8 +133,14 @@ class Line:
         return [self.user, self.background, *self._phases, *self._left]
 
     def close(self) -> None:
-        """Give the channels' process groups back."""
+        """Give the channels' process groups back, and those of its parts."""
+        if self.closed:
+            return
         self.closed = True
+        for axis in self._parts.values():
+            close_axis(axis)
+            assert isinstance(axis.backing, GroupBacking)
+            dist.destroy_process_group(axis.backing.line.group)
         for channel in self.channels:
             if channel.lane is not None:
                 channel.lane.close()

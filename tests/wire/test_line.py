@@ -156,7 +156,7 @@ def test_a_step_on_one_rank_and_a_new_collective_on_the_other(torn: OnFreshAxis)
             call(torch.ones(2))
         return type(caught.value).__name__
 
-    torn(run, timeout_s=1.0)
+    torn(run, timeout_s=2.0)
 
 
 def test_a_pool_survives(ranks: Ranks) -> None:
