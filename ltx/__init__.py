@@ -79,10 +79,16 @@ if TYPE_CHECKING:
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
+    from ltx.transforms.plan import Cost as Cost
+    from ltx.transforms.plan import plan as plan
+    from ltx.transforms.recommend import recommend as recommend
 
 _LATER = {
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
+    "Cost": "ltx.transforms.plan",
+    "plan": "ltx.transforms.plan",
+    "recommend": "ltx.transforms.recommend",
 }
 
 __version__ = "0.1.0"

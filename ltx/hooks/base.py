@@ -73,7 +73,10 @@ class CommHook:
         return {name: entries[name] for name in self.state_names if name in entries}
 
     def at(self, step: int) -> CommHook:
-        """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged."""
+        """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged.
+
+        What the hook in force asks for has the same shapes at every step.
+        """
         return self
 
     def in_graph(self, step: int) -> CommHook | None:

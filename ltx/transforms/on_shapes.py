@@ -380,11 +380,10 @@ class Steps(Gradients):
         return Issues(begun, header(self.axis.size) if buckets else None, buckets, self._taken())
 
     def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:
-        if hook.reads_step:
-            return self.buckets(hook, states, step)
-        if hook not in self._buckets:
-            self._buckets[hook] = self.buckets(hook, states, step)
-        return self._buckets[hook]
+        in_force = hook.at(step)
+        if in_force not in self._buckets:
+            self._buckets[in_force] = self.buckets(hook, states, step)
+        return self._buckets[in_force]
 
     def _starts(self, exchange: Exchange, index: int | None) -> None:
         if index is None:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 
 from ltx import hooks, tree
 from ltx.errors import InputError
@@ -122,7 +121,7 @@ class Cost:
     def __str__(self) -> str:
         many = f"{self.world:,} rank{'' if self.world == 1 else 's'}"
         length = f"mean of {len(self.steps):,} steps" if len(self.steps) > 1 else "a step"
-        head = f"{type(self.strategy).__name__} on {many}, {length}: {format_seconds(self.time_s)}"
+        head = f"{short(self.strategy)} on {many}, {length}: {format_seconds(self.time_s)}"
         rows = [
             (t.kind, format_bytes(round(t.nbytes)), f"{t.collectives:,.4g}", format_seconds(t.link_s))
             for t in self.traffic
@@ -146,21 +145,49 @@ class Cost:
 def format_seconds(seconds: float) -> str:
     """Three digits, with a unit.
 
-    >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5)
-    ('12.3 ms', '42 s', '10 us')
+    >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5), format_seconds(3600)
+    ('12.3 ms', '42 s', '10 us', '3,600 s')
     """
-    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 or seconds == 0 else ("us", 1e6)
-    return f"{seconds * size:,.3g} {unit}" if seconds * size < 1000 else f"{seconds * size:,.0f} {unit}"
+    unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
+    value = seconds * size
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
+
+
+def short(strategy: Strategy) -> str:
+    """A strategy with those of its fields that aren't at their defaults."""
+    said = ((x.name, getattr(strategy, x.name), x.default) for x in fields(strategy))
+    shown = ", ".join(f"{name}={value!r}" for name, value, default in said if not _same(value, default))
+    return f"{type(strategy).__name__}({shown})"
+
+
+def _same(value: object, default: object) -> bool:
+    named = hooks.NAMED.get(default) if isinstance(default, str) else None
+    return value == (default if named is None else getattr(hooks, named)())
+
+
+@dataclass
+class _Sending:
+    """A bucket on its way: its collectives one after the other, with the rank's own work before, between and behind."""
+
+    collectives: tuple[Collective, ...]
+    work_s: float
+
+    @property
+    def first_s(self) -> float:
+        """The work ahead of the first collective, an equal part of all."""
+        return self.work_s / (len(self.collectives) + 1)
 
 
 @dataclass
 class _Clock:
-    """A rank going through steps: what it does, and what its link does, one thing after the other each.
+    """A rank going through steps: it does one thing after the other, and so does its link.
 
     Attributes:
         now: when the rank is done with what it does.
         link_free: when the link is done with what it was given.
-        codec_s: the rank's time with packing, encoding, decoding so far.
+        codec_s: what the rank has spent on packing, encoding, decoding.
+        landing: when exchanges under way will be there.
+        traffic: by kind: bytes, collectives, seconds on the link.
     """
 
     network: Network
@@ -170,14 +197,173 @@ class _Clock:
     link_free: float = 0.0
     codec_s: float = 0.0
     landing: dict[Exchange, float] = field(default_factory=dict)
+    traffic: dict[str, list[float]] = field(default_factory=dict)
 
     def step(self, issues: Issues) -> None:
         """Go through one step."""
-        self._events(issues.begun)
+        for event in issues.begun:
+            self._event(event)
         self.now += FORWARD * self.compute_s
         if issues.header is not None:
-            self._carry(self.now, issues.header)
+            self._carry(issues.header, "headers", self.now)
         self._backward(issues.buckets)
-        self._events(issues.updated[: self._update_at(issues)])
+        updated = list(issues.updated)
+        while updated and isinstance(updated[0], Lands):
+            self._event(updated.pop(0))
         self.now += OPTIMIZER * self.compute_s
-        self._events(issues.updated[self._update_at(issues) :])
+        for event in updated:
+            self._event(event)
+
+    def _backward(self, buckets: Sequence[BucketExplanation]) -> None:
+        """Gradients get ready evenly by their bytes. All of them are waited for."""
+        whole, ready = sum(bucket.nbytes for bucket in buckets), []
+        for bucket in buckets:
+            sending = self._sending(bucket)
+            self.now += BACKWARD * self.compute_s * (bucket.nbytes / whole if whole else 0.0) + sending.first_s
+            ready.append((self.now, sending))
+        self.now += 0.0 if whole else BACKWARD * self.compute_s
+        landed = self._send(ready, "gradients")
+        # What is left of the work is done as soon as its collective has landed, be it during the backward pass.
+        self.now = max(landed, self.now + sum(sending.work_s - sending.first_s for _, sending in ready))
+
+    def _event(self, event: Starts | Lands) -> None:
+        if isinstance(event, Lands):
+            self.now = max(self.now, self.landing.pop(event.exchange, self.now))
+            return
+        if event.header is not None:
+            self._carry(event.header, "headers", self.now)
+        ready = []
+        for row in event.rows:
+            sending = self._sending(row)
+            self.now += sending.first_s
+            ready.append((self.now, sending))
+        kind = "in the background" if event.exchange.background else "exchanges"
+        self.landing[event.exchange] = self._send(ready, kind)
+
+    def _sending(self, bucket: BucketExplanation) -> _Sending:
+        work_s = self.codec(bucket.hook) * bucket.elements
+        self.codec_s += work_s
+        return _Sending(bucket.collectives, work_s)
+
+    def _send(self, ready: Sequence[tuple[float, _Sending]], kind: str) -> float:
+        """When all have landed: the link takes what is there first, each collective after the one before it."""
+        landed = self.now
+        queue = [(at, place, 0) for place, (at, _) in enumerate(ready)]
+        heapq.heapify(queue)
+        while queue:
+            at, place, phase = heapq.heappop(queue)
+            sending = ready[place][1]
+            if phase == len(sending.collectives):
+                landed = max(landed, at)
+                continue
+            done = self._carry(sending.collectives[phase], kind, at)
+            heapq.heappush(queue, (done + sending.first_s, place, phase + 1))
+        return landed
+
+    def _carry(self, collective: Collective, kind: str, at: float) -> float:
+        """When a collective that is there at `at` is done."""
+        taken = self.network.seconds(collective)
+        self.link_free = max(self.link_free, at) + taken
+        sums = self.traffic.setdefault(kind, [0.0, 0.0, 0.0])
+        for place, amount in enumerate((collective.nbytes, 1, taken)):
+            sums[place] += amount
+        return self.link_free
+
+
+def plan(
+    strategy: Strategy,
+    params: Tree,
+    *,
+    world: int,
+    bandwidth: float,
+    latency: float,
+    compute_s: float,
+    optimizer: Optimizer | None = None,
+    steps: range | None = None,
+    codec_s: float | None = None,
+) -> Cost:
+    """What a mean training step with `strategy` costs on a network, for any number of ranks, before anything runs.
+
+    The strategy's own methods are driven on shapes, as :func:`ltx.explain` does, over as many steps as its schedule
+    takes to repeat itself, and once before for what is then under way. Collectives cost what they do as rings.
+    Gradients get ready evenly by their bytes during the backward pass, 0.6 of `compute_s`, behind a forward pass of 0.3
+    and ahead of an optimizer's 0.1; the link takes them one after the other. So it does with what goes on in the
+    background. Exchanges in the foreground are waited for where the strategy lands them.
+
+    Left out: that ranks aren't equally fast, that messages share links or switches, and the processor's part in
+    sending.
+
+    Args:
+        strategy: how ranks talk.
+        params: the parameters, of which shapes and dtypes are read; they may be on the meta device.
+        world: the number of ranks.
+        bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
+        latency: of a message, in seconds.
+        compute_s: seconds that one rank alone takes for a step: forward pass, backward pass, optimizer.
+        optimizer: for strategies that care; one that does nothing if None.
+        steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
+        codec_s: seconds a number for packing, encoding and decoding, for all hooks; if None, what was measured of each
+            hook on one core, and 0 for hooks that ltx doesn't know.
+
+    Returns:
+        A :class:`Cost`: `time_s`, `bytes_per_rank`, `collectives`; ``print`` shows it as a table.
+
+    Raises:
+        InputError: a number that can't be.
+        StrategyError: the strategy doesn't work on so many ranks.
+        UnsupportedError: the strategy or its hook reads values, so that it can't be run on shapes alone.
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+
+    Example:
+        >>> import torch, ltx
+        >>> params = {"w": torch.empty(25_000_000, device="meta")}
+        >>> network = dict(bandwidth=10e9, latency=50e-6, compute_s=0.1)
+        >>> cost = ltx.plan(ltx.DDPStrategy(), params, world=1000, **network, codec_s=0.0)
+        >>> print(cost)
+        DDPStrategy on 1,000 ranks, a step: 460 ms
+    """
+    numbers = {"bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
+    for name, value in (numbers if codec_s is None else {**numbers, "codec_s": codec_s}).items():
+        least = "more than 0" if name == "bandwidth" else "at least 0"
+        if (
+            not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < 0
+            or (name, value) == ("bandwidth", 0)
+        ):
+            raise InputError(f"plan: {name} must be a finite number, {least}, got {value!r}.")
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+        raise InputError(f"plan: world must be an int of at least 1, got {world!r}.")
+    if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
+        raise InputError(f"plan: steps must be a range of steps that follow one another, got {steps!r}.")
+    tree.check_tensors(params, "the parameters")
+    first, length = strategy.cycle
+    window = range(first + length, first + 2 * length) if steps is None else steps
+    # A world of one talks to nobody.
+    driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
+    unknown: dict[str, None] = {}
+    clock = _Clock(
+        Network(bandwidth, latency), compute_s, lambda hook: _codec(hook, unknown) if codec_s is None else codec_s
+    )
+    for _ in range(min(length, window.start)):
+        clock.step(driven.next() if world > 1 else Issues())
+    began, clock.codec_s = clock.now, 0.0
+    clock.traffic = {}
+    for _ in window:
+        clock.step(driven.next() if world > 1 else Issues())
+    count = len(window)
+    traffic = tuple(Traffic(kind, *(amount / count for amount in sums)) for kind, sums in clock.traffic.items())
+    notes = tuple(f"what {name} computes isn't known, and isn't counted; see codec_s" for name in unknown)
+    taken = (clock.now - began) / count
+    return Cost(strategy, world, window, taken, compute_s, clock.codec_s / count, traffic, notes)
+
+
+def _codec(hook: hooks.CommHook, unknown: dict[str, None]) -> float:
+    """Seconds a number; the names of hooks that aren't known are entered into `unknown`."""
+    if type(hook).__name__ in CODEC_S:
+        return CODEC_S[type(hook).__name__]
+    parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
+    if not parts:
+        unknown.setdefault(repr(hook))
+    return sum(_codec(part, unknown) for part in parts)
