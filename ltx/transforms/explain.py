@@ -127,15 +127,13 @@ class Explanation:
             return [plain] if self.plain_bytes else []
         if math.isfinite(self.compression) and self.bytes != self.plain_bytes:
             plain += f", {self.compression:.2f} times as much"
-        header = f"header            {format_bytes(self.header_bytes)} besides, for loss, weights and digest"
-        if len(self.headers) > 1 or not self.buckets:
-            header = (
-                f"headers           {format_bytes(self.header_bytes)} besides, in {_many(len(self.headers), 'sum')}"
-            )
+        headers = f"header            {format_bytes(self.header_bytes)} besides, for loss, weights and digest"
+        if not self.buckets or len(self.headers) > 1:
+            headers = f"headers           {format_bytes(self.header_bytes)} besides, {len(self.headers)} in all"
         return [
             f"sent a step       {format_bytes(self.bytes)} in {_many(self.collectives, 'collective')}",
             plain,
-            *([header] if self.headers else []),
+            *([headers] if self.headers else []),
         ]
 
 
