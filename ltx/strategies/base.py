@@ -259,7 +259,7 @@ class Strategy:
             tuple(paths),
             background=background,
         )
-        return Exchange(plan, tensors, states, background, paths)
+        return Exchange(plan, tensors, states, background, paths=paths)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:

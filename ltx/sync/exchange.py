@@ -36,6 +36,7 @@ class Exchange:
         tensors: Sequence[torch.Tensor],
         states: Sequence[LeafState] = (),
         background: bool = False,
+        *,
         paths: Sequence[str] = (),
     ):
         if background and plan.hook.phases > 1:
