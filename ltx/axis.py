@@ -74,15 +74,13 @@ class ShapesBacking:
     Attributes:
         rank: the one that is looked at.
         answer: ``(operation, buffer, arguments, number of ranks)`` -> what that collective would give.
-        starts: told of an exchange (:class:`ltx.sync.exchange.Exchange`) when it starts, with None, and ahead of each
-            of its buckets, with the bucket's index.
-        lands: told of an exchange when it is landed.
+        exchange: makes a strategy's exchanges in place of :class:`ltx.sync.exchange.Exchange`, if given: ``(plan,
+            tensors, states, background, paths)``.
     """
 
     rank: int
     answer: Callable[[str, torch.Tensor, tuple[int, ...], int], torch.Tensor] = field(repr=False)
-    starts: Callable[[Any, int | None], None] = field(default=lambda exchange, bucket: None, repr=False)
-    lands: Callable[[Any], None] = field(default=lambda exchange: None, repr=False)
+    exchange: Callable[..., Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

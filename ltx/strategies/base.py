@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ltx.axis import Axis
+from ltx.axis import Axis, ShapesBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer
@@ -259,7 +259,11 @@ class Strategy:
             tuple(paths),
             background=background,
         )
-        return Exchange(plan, tensors, states, background, paths=paths)
+        backing = at.axis.backing
+        if isinstance(backing, ShapesBacking) and backing.exchange is not None:
+            watched: Exchange = backing.exchange(plan, tensors, states, background, paths)
+            return watched
+        return Exchange(plan, tensors, states, background)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ltx import wire
-from ltx.axis import GroupBacking, ShapesBacking
+from ltx.axis import GroupBacking
 from ltx.errors import StrategyError
 from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import LeafState, pack, pack_pure, reduce_at_once, unpack
@@ -19,7 +19,7 @@ from ltx.sync.schedule import Plan
 
 
 class Exchange:
-    """The buckets of a plan under way.
+    """The buckets of a plan under way, from :func:`start`.
 
     Args:
         plan: what is exchanged; all ranks have compared it.
@@ -27,42 +27,25 @@ class Exchange:
         states: the hook's state of each leaf; empty for a hook without.
         background: issue on the background channel, where peers may come much later, rather than on those of the
             buckets, which go through shared memory between ranks of one machine but move only while ranks wait.
-        paths: what the leaves are called.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        tensors: Sequence[torch.Tensor],
-        states: Sequence[LeafState] = (),
-        background: bool = False,
-        *,
-        paths: Sequence[str] = (),
+        self, plan: Plan, tensors: Sequence[torch.Tensor], states: Sequence[LeafState] = (), background: bool = False
     ):
-        if background and plan.hook.phases > 1:
-            raise StrategyError(
-                f"{plan.hook!r} has {plan.hook.phases} phases; in the background there is one channel, for one."
-            )
-        self.plan = plan
-        self.background = background
-        self.paths = tuple(paths)
+        self._plan = plan
         self._flights: Flights | None = None
         self._header: wire.HeaderTicket | None = None
         self._landed: list[Landed] = []
         self._states = list(states) or [{} for _ in tensors]
-        backing = plan.axis.backing
-        if isinstance(backing, GroupBacking):
-            self._launch(backing.line, tensors, background)
-            return
-        if isinstance(backing, ShapesBacking):
-            backing.starts(self, None)
-        for place in range(len(plan.buckets)):
-            if isinstance(backing, ShapesBacking):
-                backing.starts(self, place)
-            self._landed.append(self._at_once(place, tensors))
+        if isinstance(plan.axis.backing, GroupBacking):
+            self._launch(plan.axis.backing.line, tensors, background)
+        else:
+            self._landed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _launch(self, line: wire.Line, tensors: Sequence[torch.Tensor], background: bool) -> None:
-        plan, hook = self.plan, self.plan.hook
+        plan, hook = self._plan, self._plan.hook
+        if background and hook.phases > 1:
+            raise StrategyError(f"{hook!r} has {hook.phases} phases; in the background there is one channel, for one.")
         line.passes.rejoin()
         channel = line.background if background else line.bucket_channel(0)
         assert plan.agreement is not None
@@ -81,10 +64,10 @@ class Exchange:
             self._flights.poll()
 
     def _flat_states(self, members: Sequence[int]) -> list[torch.Tensor]:
-        return [self._states[member][name] for member in members for name in self.plan.state_names[member]]
+        return [self._states[member][name] for member in members for name in self._plan.state_names[member]]
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Landed:
-        plan, bucket = self.plan, self.plan.buckets[place]
+        plan, bucket = self._plan, self._plan.buckets[place]
         mine = [tensors[member] for member in bucket.members]
         flat = pack_pure(mine, bucket, plan.hook.wire_dtype(bucket.dtype), plan.hook.scale(plan.axis.size))
         return reduce_at_once(plan.hook, plan.axis, plan.share(bucket, flat, self._flat_states(bucket.members)))
@@ -105,12 +88,9 @@ class Exchange:
             self._landed, self._flights = list(self._flights.land_each()), None
         if self._header is not None:
             self._header.wait()
-        backing = self.plan.axis.backing
-        if isinstance(backing, GroupBacking):
-            backing.line.passes.complete()
-        elif isinstance(backing, ShapesBacking):
-            backing.lands(self)
-        plan, results = self.plan, [torch.empty(0)] * len(self._states)
+        if isinstance(self._plan.axis.backing, GroupBacking):
+            self._plan.axis.backing.line.passes.complete()
+        plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):
             for member, tensor in zip(bucket.members, unpack(flat, bucket), strict=True):

@@ -22,6 +22,7 @@ from ltx.strategies import Strategy
 from ltx.strategies.base import Moment, States, Update
 from ltx.sync.buckets import Bucket
 from ltx.sync.exchange import Exchange
+from ltx.sync.flights import Landed
 from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState, reduce_at_once
 from ltx.sync.schedule import Plan
@@ -95,7 +96,7 @@ class ExchangeExplanation(BucketExplanation):
 class Starts:
     """An exchange starts. `header`: the small sum ahead of one in the foreground."""
 
-    exchange: Exchange
+    exchange: Watched
     rows: tuple[ExchangeExplanation, ...]
     header: Collective | None
 
@@ -104,7 +105,7 @@ class Starts:
 class Lands:
     """An exchange is waited for, of this step or of one before it."""
 
-    exchange: Exchange
+    exchange: Watched
 
 
 @dataclass(frozen=True)
@@ -199,39 +200,52 @@ class _Asked:
         return answered
 
 
-@dataclass
-class _Starting:
-    """An exchange whose reductions are being driven, bucket by bucket."""
+class Watched(Exchange):
+    """An exchange on shapes, that writes down what its buckets ask for, and tells when it is landed."""
 
-    exchange: Exchange
-    number: int
-    asked: list[_Asked] = field(default_factory=list)
+    def __init__(
+        self,
+        steps: Steps,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        background: bool,
+        paths: Sequence[str],
+    ):
+        self._steps = steps
+        self._paths = tuple(paths)
+        self._background = background
+        self._asked: list[_Asked] = []
+        super().__init__(plan, tensors, states, background)
 
-    def next_bucket(self) -> _Asked:
-        """What its next bucket asks for, so far nothing."""
-        hook = self.exchange.plan.hook
+    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Landed:
+        hook = self._plan.hook
         assert isinstance(hook, hooks.CommHook)
-        self.asked.append(_Asked(hook, f"bucket {len(self.asked)} of an exchange"))
-        return self.asked[-1]
+        self._asked.append(_Asked(hook, f"bucket {place} of an exchange"))
+        with self._steps.asking(self._asked[-1]):
+            return super()._at_once(place, tensors)
 
-    def done(self) -> Starts:
-        """The same, with all that it has issued."""
-        exchange = self.exchange
+    def land(self) -> tuple[list[torch.Tensor], list[LeafState]]:
+        self._steps.events.append(Lands(self))
+        return super().land()
+
+    def started(self, number: int) -> Starts:
+        """What it has issued, as the `number`-th exchange of a step."""
         rows = tuple(
             ExchangeExplanation(
                 bucket.index,
-                tuple(exchange.paths[member] for member in bucket.members),
+                tuple(self._paths[member] for member in bucket.members),
                 bucket.numel,
                 bucket.dtype,
                 bucket.numel * bucket.dtype.itemsize,
                 asked.hook,
                 tuple(asked.found),
-                exchange=self.number,
-                background=exchange.background,
+                exchange=number,
+                background=self._background,
             )
-            for bucket, asked in zip(exchange.plan.buckets, self.asked, strict=True)
+            for bucket, asked in zip(self._plan.buckets, self._asked, strict=True)
         )
-        return Starts(exchange, rows, None if exchange.background else header(exchange.plan.axis.size))
+        return Starts(self, rows, None if self._background else header(self._plan.axis.size))
 
 
 @dataclass
@@ -255,7 +269,7 @@ class Gradients:
 
     def __init__(self, strategy: Strategy, params: Tree, size: int, rank: int = 0):
         self.strategy = strategy
-        self.axis = Axis(DEFAULT_NAME, size, ShapesBacking(rank, self._answer, self._starts, self._lands))
+        self.axis = Axis(DEFAULT_NAME, size, ShapesBacking(rank, self._answer, self._exchange))
         self._asked: _Asked | None = None
         given, self.spec = tree.flatten(params)
         self.leaves = [meta(leaf.shape, leaf.dtype) for leaf in given]
@@ -309,11 +323,17 @@ class Gradients:
         there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
         flat = meta((bucket.numel,), hook.wire_dtype(bucket.dtype))
         tensors = [meta(x.shape, x.dtype) for state in states for x in state.values()]
-        self._asked = asked = _Asked(hook, f"bucket {bucket.index}")
-        with on_shapes_alone(hook, f"bucket {bucket.index}"):
+        asked = _Asked(hook, f"bucket {bucket.index}")
+        with on_shapes_alone(hook, asked.what), self.asking(asked):
             reduce_at_once(hook, plan.axis, plan.share(there, flat, tensors))
-        self._asked = None
         return tuple(asked.found)
+
+    @contextmanager
+    def asking(self, asked: _Asked) -> Iterator[None]:
+        """What is asked for meanwhile is written down there."""
+        self._asked = asked
+        yield
+        self._asked = None
 
     def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], ranks: int) -> torch.Tensor:
         if self._asked is None:
@@ -323,10 +343,7 @@ class Gradients:
             )
         return self._asked.answer(operation, buffer, ranks)
 
-    def _starts(self, exchange: Exchange, index: int | None) -> None:
-        raise AssertionError("gradients are no exchange")
-
-    def _lands(self, exchange: Exchange) -> None:
+    def _exchange(self, *args: Any) -> Exchange:
         raise AssertionError("gradients are no exchange")
 
 
@@ -351,8 +368,7 @@ class Steps(Gradients):
         super().__init__(strategy, params, size, rank)
         self._optimizer = Still() if optimizer is None else optimizer
         self._step = first
-        self._events: list[_Starting | Lands] = []
-        self._starting: _Starting | None = None
+        self.events: list[Starts | Lands] = []
         self._started = 0
         self._buckets: dict[hooks.CommHook, tuple[BucketExplanation, ...]] = {}
         whole = tree.unflatten(self.spec, self.leaves)
@@ -385,22 +401,15 @@ class Steps(Gradients):
             self._buckets[in_force] = self.buckets(hook, states, step)
         return self._buckets[in_force]
 
-    def _starts(self, exchange: Exchange, index: int | None) -> None:
-        if index is None:
-            self._starting = _Starting(exchange, self._started)
-            self._started += 1
-            self._events.append(self._starting)
-        else:
-            assert self._starting is not None
-            self._asked = self._starting.next_bucket()
-
-    def _lands(self, exchange: Exchange) -> None:
-        self._asked = None
-        self._events.append(Lands(exchange))
+    def _exchange(self, *args: Any) -> Exchange:
+        exchange = Watched(self, *args)
+        self.events.append(exchange.started(self._started))
+        self._started += 1
+        return exchange
 
     def _taken(self) -> tuple[Starts | Lands, ...]:
-        events, self._events, self._starting, self._asked = self._events, [], None, None
-        return tuple(event.done() if isinstance(event, _Starting) else event for event in events)
+        events, self.events = self.events, []
+        return tuple(events)
 
 
 def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:

@@ -248,7 +248,7 @@ class _Clock:
             sending = self._sending(row)
             self.now += sending.first_s
             ready.append((self.now, sending))
-        kind = "in the background" if event.exchange.background else "exchanges"
+        kind = "exchanges" if event.header is not None else "in the background"
         self.landing[event.exchange] = self._send(ready, kind)
 
     def _sending(self, bucket: BucketExplanation) -> _Sending:
