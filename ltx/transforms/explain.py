@@ -19,7 +19,7 @@ from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.on_shapes import BucketExplanation as BucketExplanation
 from ltx.transforms.on_shapes import Collective as Collective
 from ltx.transforms.on_shapes import ExchangeExplanation as ExchangeExplanation
-from ltx.transforms.on_shapes import Gradients, Issues, Steps, collective, meta
+from ltx.transforms.on_shapes import Gradients, Issues, Steps, collective, meta, stand_in
 from ltx.transforms.train_state import TrainState
 from ltx.transforms.train_step import TrainStep
 from ltx.typing import Tree
@@ -264,9 +264,9 @@ def explain(
         collective("sum", meta((b.numel,), b.dtype), size).nbytes for b in gradients.plan(hooks.AllReduce()).buckets
     )
     issues = Issues()
-    if size > 1 and trains:
+    if size > 1 and isinstance(step, TrainStep):
         # From the step before, for what it leaves under way.
-        steps = Steps(strategy, params, size, rank, max(0, number - 1))
+        steps = Steps(strategy, params, size, rank, max(0, number - 1), stand_in(strategy, step.optimizer))
         for _ in range(min(1, number)):
             steps.next()
         issues = steps.next()

@@ -373,6 +373,7 @@ class Steps(Gradients):
         self._buckets: dict[hooks.CommHook, tuple[BucketExplanation, ...]] = {}
         whole = tree.unflatten(self.spec, self.leaves)
         strategy.check_axis(self.axis)
+        strategy.check_optimizer(self._optimizer)
         states = self.first_states()
         with on_shapes_alone(strategy, "the first state of the optimizer"):
             opt_state = strategy.init_optimizer(self._optimizer, whole, self.axis)
@@ -410,6 +411,15 @@ class Steps(Gradients):
     def _taken(self) -> tuple[Starts | Lands, ...]:
         events, self.events = self.events, []
         return tuple(events)
+
+
+def stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
+    """:class:`Still` for `optimizer`, unless the strategy insists on one that it knows."""
+    try:
+        strategy.check_optimizer(Still())
+    except LtxError:
+        return optimizer
+    return Still()
 
 
 def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:

@@ -311,17 +311,17 @@ def plan(
         bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
         latency: of a message, in seconds.
         compute_s: seconds that one rank alone takes for a step: forward pass, backward pass, optimizer.
-        optimizer: for strategies that care; one that does nothing if None.
+        optimizer: for strategies that insist on one; else one that does nothing stands for any.
         steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
         codec_s: seconds a number for packing, encoding and decoding, for all hooks; if None, what was measured of each
-            hook on one core, and 0 for hooks that ltx doesn't know.
+            hook on one core; those that ltx doesn't know count as AllReduce, with a note.
 
     Returns:
         A :class:`Cost`: `time_s`, `bytes_per_rank`, `collectives`; ``print`` shows it as a table.
 
     Raises:
         InputError: a number that can't be.
-        StrategyError: the strategy doesn't work on so many ranks.
+        StrategyError: the strategy doesn't work on so many ranks, or not without the `optimizer` that it names.
         UnsupportedError: the strategy or its hook reads values, so that it can't be run on shapes alone.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
@@ -371,16 +371,18 @@ def plan(
         clock.step(driven.next() if world > 1 else Issues())
     count = len(window)
     traffic = tuple(Traffic(kind, *(amount / count for amount in sums)) for kind, sums in clock.traffic.items())
-    notes = tuple(f"what {name} computes isn't known, and isn't counted; see codec_s" for name in unknown)
+    notes = tuple(f"what {name} computes isn't known; it counts as AllReduce(); see codec_s" for name in unknown)
     taken = (clock.now - began) / count
     return Cost(strategy, world, window, taken, compute_s, clock.codec_s / count, traffic, notes)
 
 
 def _codec(hook: hooks.CommHook, unknown: dict[str, None]) -> float:
     """Seconds a number; the names of hooks that aren't known are entered into `unknown`."""
-    if type(hook).__name__ in CODEC_S:
-        return CODEC_S[type(hook).__name__]
+    known = next((CODEC_S[c.__name__] for c in type(hook).__mro__ if c.__name__ in CODEC_S), None)
+    if known is not None:
+        return known
     parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
     if not parts:
         unknown.setdefault(repr(hook))
+        return CODEC_S["AllReduce"]
     return sum(_codec(part, unknown) for part in parts)

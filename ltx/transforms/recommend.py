@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ltx import hooks
 from ltx.axis import DEFAULT_NAME, Axis
 from ltx.errors import AxisError, StrategyError
+from ltx.optim import Optimizer
 from ltx.strategies import DDPStrategy, Strategy
 from ltx.transforms.explain import aligned, format_bytes
 from ltx.transforms.plan import Cost, format_seconds, plan, short
@@ -33,11 +34,13 @@ class Candidate:
         strategy: as it would be used.
         effect: what it does to the training.
         reason: the same in a sentence.
+        optimizer: for strategies that insist on one.
     """
 
     strategy: Strategy
     effect: Effect
     reason: str
+    optimizer: Optimizer | None = None
 
 
 def _hook(hook: hooks.CommHook, effect: Effect, reason: str) -> Candidate:
@@ -129,11 +132,14 @@ def recommend(
         (True, 'exact')
     """
 
-    def cost(strategy: Strategy) -> Cost:
-        return plan(strategy, params, world=world, bandwidth=bandwidth, latency=latency, compute_s=compute_s)
-
-    works = [c for c in candidates if _works(c.strategy, world)]
-    return Recommendations(_ranked(Recommendation(c.strategy, cost(c.strategy), c.effect, c.reason) for c in works))
+    network: dict[str, Any] = {"world": world, "bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
+    return Recommendations(
+        _ranked(
+            Recommendation(c.strategy, plan(c.strategy, params, optimizer=c.optimizer, **network), c.effect, c.reason)
+            for c in candidates
+            if _works(c.strategy, world)
+        )
+    )
 
 
 def _works(strategy: Strategy, world: int) -> bool:

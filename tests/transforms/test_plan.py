@@ -82,6 +82,24 @@ class Even(ltx.DDPStrategy):
             raise StrategyError(f"Even needs an even number of ranks, got {axis.size}.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Picky(ltx.DDPStrategy):
+    def check_optimizer(self, optimizer: ltx.optim.Optimizer) -> None:
+        if "lr=0.5" not in repr(optimizer):
+            raise StrategyError("Picky trains with lr=0.5 alone.")
+
+
+@dataclass(frozen=True)
+class Unknown(hooks.CommHook):
+    def reduce(self, share: hooks.Share) -> hooks.Reduction:
+        return (yield hooks.Ask("sum", share.flat)), share.states
+
+
+@dataclass(frozen=True)
+class Kin(hooks.ByteGrad):
+    pass
+
+
 def ddp(**kwargs: Any) -> ltx.DDPStrategy:
     return ltx.DDPStrategy(**{"bucket_bytes": 1, "first_bucket_bytes": 1, **kwargs})
 
@@ -228,11 +246,22 @@ def test_table() -> None:
 
 
 def test_what_isnt_known_is_said() -> None:
-    class Doubled(hooks.AllReduce):
-        pass
+    cost = planned(ltx.DDPStrategy(comm_hook=Unknown()), codec_s=None)
+    assert cost.notes == ("what Unknown() computes isn't known; it counts as AllReduce(); see codec_s",)
+    assert cost.codec_s == pytest.approx(40_000 * CODEC_S["AllReduce"])
+    kin = planned(ltx.DDPStrategy(comm_hook=Kin()), codec_s=None)
+    assert (kin.notes, kin.codec_s) == ((), pytest.approx(40_000 * CODEC_S["ByteGrad"]))
 
-    cost = planned(ltx.DDPStrategy(comm_hook=Doubled()), codec_s=None)
-    assert cost.notes == ("what Doubled() computes isn't known, and isn't counted; see codec_s",)
+
+def test_a_strategy_that_insists_on_an_optimizer() -> None:
+    own = ltx.optim.from_torch(torch.optim.SGD, lr=0.5)
+    with pytest.raises(StrategyError, match=re.escape("Picky trains with lr=0.5 alone.")):
+        planned(Picky())
+    assert planned(Picky(), optimizer=own).bytes_per_rank == 240_000
+    train = ltx.train_step(ltx.data_parallel(lambda p: p["a"].sum(), Picky()), own)
+    assert ltx.explain(train, PARAMS, world=N).bytes == 240_000
+    (found,) = recommended(1.0, candidates=[Candidate(Picky(), "exact", "picky", own)])
+    assert found.strategy == Picky()
 
 
 def test_errors() -> None:
