@@ -377,6 +377,8 @@ class Steps(Gradients):
         states = self.first_states()
         with on_shapes_alone(strategy, "the first state of the optimizer"):
             opt_state = strategy.init_optimizer(self._optimizer, whole, self.axis)
+            for _ in range(first if self._optimizer.leafwise else 0):  # such ones count their updates
+                opt_state = self._optimizer.advance(opt_state)
         self._carried = _Carried(whole, opt_state, states)
 
     def next(self) -> Issues:
