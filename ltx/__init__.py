@@ -76,6 +76,11 @@ from ltx.wire import record as record
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
+    # --- strategies
+    from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
+    from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
+    from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
+
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
@@ -84,6 +89,9 @@ if TYPE_CHECKING:
     from ltx.transforms.recommend import recommend as recommend
 
 _LATER = {
+    "BaguaStrategy": "ltx.strategies.bagua",
+    "DiLoCoStrategy": "ltx.strategies.diloco",
+    "LocalSGDStrategy": "ltx.strategies.local_sgd",
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
     "Cost": "ltx.transforms.plan",

@@ -11,10 +11,12 @@ before = set(sys.modules)
 import ltx
 new = {name for name in set(sys.modules) - before if name.split(".")[0] == "torch"}
 print(sorted(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))))
+print(sorted(name for name in sys.modules if name.startswith("ltx.strategies.")))
 print(sorted(name for name in sys.modules if name in ("numpy.testing", "matplotlib", "IPython")))
 """
 
 
 def test_import_brings_in_neither_dynamo_nor_anything_optional() -> None:
     printed = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert printed.stdout.split("\n")[:2] == ["[]", "[]"]
+    strategies = "['ltx.strategies.base', 'ltx.strategies.ddp', 'ltx.strategies.fields']"
+    assert printed.stdout.split("\n")[:3] == ["[]", strategies, "[]"]

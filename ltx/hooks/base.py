@@ -25,6 +25,8 @@ class CommHook:
             second derivatives.
         elementwise: each element's result depends on that element alone.
         sums: whether it asks for sums of floating numbers, which another hook may answer (:func:`ltx.hooks.chain`).
+        gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which it doesn't know before.
         reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, be it for randomness.
         phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
             together when they meet a plan; in the backward pass they couldn't, as they arrive in any order.
@@ -43,6 +45,7 @@ class CommHook:
     exact: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     sums: ClassVar[bool] = True
+    gives_gradients: ClassVar[bool] = True
     reads_step: ClassVar[bool] = False
     phases: ClassVar[int] = 1
 
@@ -80,8 +83,12 @@ class CommHook:
         return self
 
     def in_graph(self, step: int) -> CommHook | None:
-        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none."""
-        return None if self.reads_step else self
+        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none.
+
+        In graphs :meth:`reduce` gets the step as a tensor, which will do for randomness. A hook that defines :meth:`at`
+        defines this too: from when on does it no longer change?
+        """
+        return self if type(self).at is CommHook.at else None
 
     def with_error_feedback(self) -> CommHook | None:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
@@ -102,16 +109,20 @@ class CommHook:
         """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""
         return dtype
 
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
+        """What of a parameter's state is added to its share as it is packed; None for nothing."""
+        return None
+
     def reduce(self, share: Share) -> Reduction:
         """Yield asks, return (the sum of all ranks' shares, the next states)."""
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
 
 
-def check_whole(hook: CommHook, least: int, *names: str) -> None:
-    """Raise unless the fields `names` are whole numbers of at least `least`."""
+def check_whole(owner: object, least: int, *names: str) -> None:
+    """Raise unless the fields `names` of a hook or strategy are whole numbers of at least `least`."""
     for name in names:
-        value = getattr(hook, name)
+        value = getattr(owner, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise StrategyError(
-                f"{type(hook).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
+                f"{type(owner).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
             )

@@ -55,6 +55,7 @@ class After(CommHook):
         return None if fed is None else replace(self, hook=fed)
 
     def reduce(self, share: Share) -> Reduction:
+        assert isinstance(share.step, int)  # no graph holds a schedule
         return self.at(share.step).reduce(share)
 
 

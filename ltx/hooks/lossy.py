@@ -19,7 +19,7 @@ import torch
 
 from ltx.errors import StrategyError
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, add_each, is_plain, parts_of
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
 
 RESIDUAL = "residual"
 
@@ -77,6 +77,9 @@ class LossyHook(CommHook):
     def with_error_feedback(self) -> LossyHook:
         return replace(self, error_feedback=True)
 
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
+        return state.get(RESIDUAL) if self.error_feedback else None
+
     def send(self, share: Share, *, feedback: bool) -> Sending:
         """Send what this hook sends of a share. `feedback`: somebody will ask for `own`."""
         raise NotImplementedError(f"{type(self).__name__} must define send(share)")
@@ -86,8 +89,6 @@ class LossyHook(CommHook):
             sent = yield from self.send(share, feedback=False)
             return sent.total, sent.states
         corrected, parts = share.flat, parts_of(share.flat, share.bucket)
-        held = [(part, state[RESIDUAL]) for part, state in zip(parts, share.states, strict=True) if RESIDUAL in state]
-        add_each([part for part, _ in held], [residual for _, residual in held])
         sent = yield from self.send(share, feedback=True)
         left = corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
         # What isn't finite has reached every rank as such, so nothing of it is left to send. A sum will find it.

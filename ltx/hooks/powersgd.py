@@ -65,13 +65,15 @@ class PowerHook(LossyHook):
         return self.start_step
 
     def in_graph(self, step: int) -> CommHook | None:
-        return self if self.warm_start and step >= self.start_step else None
+        return self if step >= self.start_step else None
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return (*super().state_names, *((Q,) if self.warm_start else ()))
 
-    def _random(self, r: int, length: int, dtype: torch.dtype, *place: int, device: torch.device) -> torch.Tensor:
+    def _random(
+        self, r: int, length: int, dtype: torch.dtype, *place: int | torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
         return normal(key_of(self.seed, *place, device=device), r * length, dtype).view(r, length)
 
 
@@ -128,11 +130,11 @@ class PowerSGD(PowerHook):
         for (rows, columns, r), members in groups:
             stacks.append(_stacked([parts[m].reshape(rows, columns) for m in members]))
             starts.append(_stacked([self._start(share, m, columns, r) for m in members]))
-        firsts = [start @ matrices.mT for matrices, start in zip(stacks, starts, strict=True)]
+        firsts = [start.bmm(matrices.mT) for matrices, start in zip(stacks, starts, strict=True)]
         ask = Ask("sum", _joined([*firsts, *(parts[m] for m in whole)]))
         *firsts, whole_sums = _cut((yield ask), firsts)
         firsts = _orthonormal_all(firsts)
-        seconds = [first @ matrices for matrices, first in zip(stacks, firsts, strict=True)]
+        seconds = [first.bmm(matrices) for matrices, first in zip(stacks, firsts, strict=True)]
         if groups:
             *seconds, _ = _cut((yield Ask("sum", _joined(seconds))), seconds)
 
@@ -247,13 +249,15 @@ def _assembled(
     if not is_plain(parts[0]):
         return _joined([sums[m] if m in sums else torch.mm(*products[m]) for m in range(len(parts))])
     total = parts[0].new_empty(sum(part.numel() for part in parts))
-    for m, to in enumerate(total.split([part.numel() for part in parts])):
-        if m in sums:
-            to.copy_(sums[m])
-        else:
-            _multiply(*products[m], out=to)
+    pieces = total.split([part.numel() for part in parts])
+    for m, thin in products.items():
+        _multiply(*thin, out=pieces[m])
         if less is not None:
-            parts[m].view(-1).sub_(to, alpha=less)
+            parts[m].view(-1).sub_(pieces[m], alpha=less)
+    if sums:
+        torch._foreach_copy_([pieces[m] for m in sums], list(sums.values()))
+        if less is not None:
+            torch._foreach_sub_([parts[m].view(-1) for m in sums], list(sums.values()), alpha=less)
     return total
 
 
@@ -284,17 +288,19 @@ def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
 
     Gram and Schmidt, each row projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
     """
-    done: list[torch.Tensor] = []
-    tiny = torch.finfo(matrices.dtype).eps
-    for row in matrices.unbind(1):
-        rest = row
-        for _ in range(2 if done else 0):
-            before = torch.stack(done, 1)
-            rest = rest - ((before @ rest[..., None]).mT @ before)[:, 0]
-        norm, was = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (rest, row))
+    norms = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True)
+    limits = 8 * torch.finfo(matrices.dtype).eps * norms
+    done = matrices[:, :0]
+    for place, rest in enumerate(matrices.split(1, dim=1)):
+        norm = norms[:, :1]
+        if place:
+            for _ in range(2):
+                rest = torch.baddbmm(rest, rest.bmm(done.mT), done, alpha=-1)
+            norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
         # NaN is no smaller than anything, so it stays.
-        done.append(torch.where(norm <= 8 * tiny * was, torch.zeros_like(rest), rest / norm))
-    return torch.stack(done, 1)
+        row = torch.where(norm <= limits[:, place : place + 1], 0, rest / norm)
+        done = torch.cat([done, row], 1) if place else row
+    return done
 
 
 def _next_start(second: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -302,4 +308,4 @@ def _next_start(second: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     isn't stuck with them.
     """
     norm = torch.linalg.vector_norm(second, dim=-1, keepdim=True)
-    return torch.where((norm > 0) & norm.isfinite(), second / norm, start)
+    return torch.where((norm > 0) & (norm < torch.inf), second / norm, start)

@@ -130,7 +130,7 @@ class ToTorch:
         now.line.passes.flush_others(now.passage)
         self._agree(now.line, hook, names, grads, mine, states, bucket.is_last())
         # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
-        flat = pack(grads, mine, hook.wire_dtype(mine.dtype), hook.scale(now.axis.size))
+        flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
         now.dtypes.append(buffer.dtype)
         now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))

@@ -11,4 +11,5 @@ from ltx.optim.clip import ClipState as ClipState
 from ltx.optim.clip import clip_by_global_norm as clip_by_global_norm
 from ltx.optim.clip import grad_norm as grad_norm
 from ltx.optim.from_torch import from_torch as from_torch
+from ltx.optim.quantized_adam import qadam as qadam
 from ltx.optim.state import TorchState as TorchState

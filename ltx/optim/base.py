@@ -42,6 +42,11 @@ class Optimizer(ABC):
         """Whether each leaf is updated from that leaf alone, so that :meth:`apply_leaves` serves any subset of them."""
         return False
 
+    @property
+    def strategy(self) -> str | None:
+        """The class of strategies that this optimizer is a part of, by name; None where any will do."""
+        return None
+
     @abstractmethod
     def init(self, params: Tree) -> Tree:
         """The state before the first update: new tensors, of the structure that every later state has."""

@@ -50,6 +50,10 @@ class Chain(Optimizer):
     def elementwise(self) -> bool:
         return all(member.elementwise for member in self.members)
 
+    @property
+    def strategy(self) -> str | None:
+        return next((name for member in self.members if (name := member.strategy) is not None), None)
+
     def init(self, params: Tree) -> tuple[Tree, ...]:
         return tuple(member.init(params) for member in self.members)
 

@@ -17,6 +17,7 @@ from ltx.optim.base import Optimizer
 from ltx.sync.exchange import Exchange
 from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState
+from ltx.sync.schedule import Plan
 from ltx.typing import Tree
 
 MIB = 1 << 20
@@ -136,7 +137,7 @@ class Strategy:
         """:meth:`hook` for a compiled graph that is traced at step `step` and runs at later ones too.
 
         Raises:
-            UnsupportedError: the hook changes with the step, or draws random numbers from it.
+            UnsupportedError: the hook changes with the step.
         """
         hook = self.hook(step)
         return None if hook is None else unchanging(hook, step)
@@ -162,7 +163,16 @@ class Strategy:
         return Kinds()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`."""
+        """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`.
+
+        This one refuses optimizers that are a part of another strategy.
+        """
+        if optimizer.strategy is not None:
+            raise StrategyError(
+                f"{type(self).__name__} can't train with {optimizer!r}, which is a part of the {optimizer.strategy} "
+                "strategy: later in training it takes for gradients what that strategy gives it. Train with that "
+                "strategy, or use another optimizer."
+            )
 
     def check_axis(self, axis: Axis) -> None:
         """Raise :class:`ltx.errors.StrategyError` unless this strategy works on so many ranks."""
@@ -175,7 +185,7 @@ class Strategy:
         """Set going what is to be under way during the forward and the backward pass.
 
         `pending` is what the last step left (None at first); what this returns is given to :meth:`update`. Where it
-        isn't None and the step then fails, peers are told.
+        returns something new and the step then fails, peers are told; what the last step left is still the state's.
         """
         return pending
 
@@ -233,6 +243,7 @@ class Strategy:
         states: Sequence[LeafState] = (),
         *,
         background: bool = False,
+        midway: bool = False,
     ) -> Exchange:
         """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.land` gives the results.
 
@@ -243,9 +254,39 @@ class Strategy:
             at: the moment that the strategy was given.
             states: the hook's state of each tensor.
             background: to be landed much later, at the earliest after the backward pass; for a hook with one phase.
+            midway: another exchange of the same step follows it on every rank. Should a rank fail between them, its
+                peers can do the step again with it.
         """
+        plan = self._plan(hook, tensors, paths, at, states, background)
+        backing = at.axis.backing
+        if isinstance(backing, ShapesBacking) and backing.exchange is not None:
+            watched: Exchange = backing.exchange(plan, tensors, states, background, paths)
+            return watched
+        return Exchange(plan, tensors, states, background, midway)
+
+    def meet(
+        self,
+        hook: CommHook,
+        tensors: Sequence[torch.Tensor],
+        paths: Sequence[str],
+        at: Moment,
+        *,
+        background: bool = False,
+    ) -> None:
+        """Compare an exchange with the peers now, so that the first one needn't wait for them. Nothing is sent."""
+        self._plan(hook, tensors, paths, at, (), background)
+
+    def _plan(
+        self,
+        hook: CommHook,
+        tensors: Sequence[torch.Tensor],
+        paths: Sequence[str],
+        at: Moment,
+        states: Sequence[LeafState],
+        background: bool,
+    ) -> Plan:
         names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
-        plan = make_plan(
+        return make_plan(
             self,
             self.sizes,
             hook,
@@ -259,11 +300,6 @@ class Strategy:
             tuple(paths),
             background=background,
         )
-        backing = at.axis.backing
-        if isinstance(backing, ShapesBacking) and backing.exchange is not None:
-            watched: Exchange = backing.exchange(plan, tensors, states, background, paths)
-            return watched
-        return Exchange(plan, tensors, states, background)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:
@@ -271,9 +307,9 @@ def unchanging(hook: CommHook, step: int) -> CommHook:
     held = hook.in_graph(step)
     if held is None:
         raise UnsupportedError(
-            f"{hook!r} reads the number of steps, which is {step} for good in a graph that is compiled now. Take the "
-            "first steps eagerly until the hook no longer changes, use a hook without randomness, or compile the step "
-            "inside: ltx.data_parallel(torch.compile(f), strategy)."
+            f"{hook!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
+            "Take the first steps eagerly until the hook no longer changes, or compile the step inside: "
+            "ltx.data_parallel(torch.compile(f), strategy)."
         )
     return held
 

@@ -8,22 +8,42 @@ buckets while the backward pass goes on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.strategies.base import Strategy, unchanging
+from ltx.hooks.base import check_whole
+from ltx.strategies.base import Kinds, Moment, States, Strategy, unchanging
+from ltx.strategies.fields import resolve_hook
 from ltx.sync.reduction import LeafState
+from ltx.typing import Tree
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPStrategy(Strategy):
     """Synchronous data parallelism in the manner of torch's DistributedDataParallel.
 
+    With `model_averaging_period` and `start_local_sgd_step` it is so up to that step only, and post-local SGD from
+    there on: gradients stay local, and parameters are averaged periodically. :class:`ltx.LocalSGDStrategy` says more.
+
     Args:
         comm_hook: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`.
+        comm_wrapper: what goes around that hook: "fp16" and "bf16" for :func:`ltx.hooks.cast` (torch's
+            ``fp16_compress_wrapper``, ``bf16_compress_wrapper``), or a function from hook to hook. A strategy with a
+            function compares and pickles as that function does, so take one that a module defines.
+        model_averaging_period: parameters are averaged after every so many steps once local SGD has started.
+        start_local_sgd_step: the first step, counted from 0, with local gradients; goes with the period. Lightning
+            takes it from a ``PostLocalSGDState``, and that all-reduces gradients within each node:
+            ``ltx.LocalSGDStrategy(period, start, subgroup=...)`` does.
+        start_method: how ``ltx.launch`` starts processes: "popen", "spawn", "fork" or "forkserver".
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
@@ -37,36 +57,85 @@ class DDPStrategy(Strategy):
     """
 
     comm_hook: str | hooks.CommHook = "allreduce"
+    comm_wrapper: Literal["fp16", "bf16"] | Callable[[hooks.CommHook], hooks.CommHook] | None = None
+    model_averaging_period: int | None = None
+    start_local_sgd_step: int | None = None
+    start_method: StartMethod = "popen"
+
+    _hook: ClassVar[hooks.CommHook]  # not a field: what the first two come to, looked up at every step
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.comm_hook, str) and self.comm_hook in hooks.NAMED:
-            # The name is short for the hook, and equal to it.
-            object.__setattr__(self, "comm_hook", getattr(hooks, hooks.NAMED[self.comm_hook])())
-        if not isinstance(self.comm_hook, hooks.CommHook):
+        object.__setattr__(self, "_hook", self._wrapped(resolve_hook(self, "comm_hook")))
+        if (self.model_averaging_period is None) != (self.start_local_sgd_step is None):
             raise StrategyError(
-                f"DDPStrategy.comm_hook must be one of {sorted(hooks.NAMED)} or an ltx.hooks.CommHook, "
-                f"got {self.comm_hook!r}."
+                "DDPStrategy.model_averaging_period and start_local_sgd_step go together, got "
+                f"{self.model_averaging_period!r} and {self.start_local_sgd_step!r}: parameters are averaged every so "
+                "many steps from the step on whose gradients stay local."
+            )
+        if self.model_averaging_period is not None:
+            check_whole(self, 1, "model_averaging_period")
+            check_whole(self, 0, "start_local_sgd_step")
+        if self.start_method not in _START_METHODS:
+            raise StrategyError(
+                f"DDPStrategy.start_method must be one of {sorted(_START_METHODS)}, got {self.start_method!r}."
             )
 
-    def hook(self, step: int) -> hooks.CommHook:
-        return self._comm_hook.at(step)
+    def _wrapped(self, hook: hooks.CommHook) -> hooks.CommHook:
+        wrapper = self.comm_wrapper
+        if wrapper is None:
+            return hook
+        if isinstance(wrapper, str) and wrapper in _HALVES:
+            return hooks.cast(hook, _HALVES[wrapper])
+        wrapped = wrapper(hook) if callable(wrapper) else None
+        if not isinstance(wrapped, hooks.CommHook):
+            gave = f", which gave {wrapped!r}" if callable(wrapper) else ""
+            raise StrategyError(
+                f"DDPStrategy.comm_wrapper must be one of {sorted(_HALVES)} or a function from an ltx.hooks.CommHook "
+                f"to another, got {wrapper!r}{gave}."
+            )
+        return wrapped
 
-    def hook_in_graph(self, step: int) -> hooks.CommHook:
-        return unchanging(self._comm_hook, step)
+    def hook(self, step: int) -> hooks.CommHook | None:
+        if self.start_local_sgd_step is not None and step >= self.start_local_sgd_step:
+            return None
+        return self._hook.at(step)
+
+    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
+        if self.start_local_sgd_step is None:
+            return unchanging(self._hook, step)
+        from ltx.strategies.local_sgd import refuse_in_warm_up
+
+        refuse_in_warm_up(self, step, self.start_local_sgd_step)
+        return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        return self._comm_hook.init(param, path)
+        return self._hook.init(param, path)
 
     @property
     def stateful(self) -> bool:
-        return self._comm_hook.stateful
+        return self._hook.stateful or self.start_local_sgd_step is not None  # which needs the count of steps
 
     @property
     def cycle(self) -> tuple[int, int]:
-        return self._comm_hook.settled_from, 1
+        start, period = self.start_local_sgd_step, self.model_averaging_period
+        return (self._hook.settled_from, 1) if start is None else (start, period or 1)
 
     @property
-    def _comm_hook(self) -> hooks.CommHook:
-        assert isinstance(self.comm_hook, hooks.CommHook)
-        return self.comm_hook
+    def kinds(self) -> Kinds:
+        return Kinds() if self.start_local_sgd_step is None else Kinds(params="per_rank", opt_state="per_rank")
+
+    @property
+    def talks_besides(self) -> bool:
+        return self.start_local_sgd_step is not None
+
+    def talks_late(self, step: int) -> bool:
+        start, period = self.start_local_sgd_step, self.model_averaging_period
+        return start is not None and period is not None and step >= start and (step - start) % period == 0
+
+    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
+        if not self.talks_late(at.step):
+            return params, states
+        from ltx.strategies.local_sgd import mean_over
+
+        return mean_over(self, params, at), states

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -53,11 +53,11 @@ class Bucket:
     def device(self) -> torch.device:
         return self.leaves[0].device
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        return sum(leaf.numel for leaf in self.leaves)
+        return sum(self.sizes)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Elements of each leaf."""
         return [leaf.numel for leaf in self.leaves]

@@ -7,15 +7,22 @@ processes, on simulated ranks and on the meta device, where :func:`ltx.explain` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from ltx import wire
 from ltx.axis import GroupBacking
-from ltx.errors import StrategyError
+from ltx.errors import LtxError, StrategyError
 from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import LeafState, pack, pack_pure, reduce_at_once, unpack
 from ltx.sync.schedule import Plan
+
+_T = TypeVar("_T")
+
+
+def _of(values: Sequence[_T], members: Sequence[int]) -> list[_T]:
+    return [values[member] for member in members]
 
 
 class Exchange:
@@ -27,25 +34,40 @@ class Exchange:
         states: the hook's state of each leaf; empty for a hook without.
         background: issue on the background channel, where peers may come much later, rather than on those of the
             buckets, which go through shared memory between ranks of one machine but move only while ranks wait.
+        midway: another exchange of the same step follows: a rank that has landed this one hasn't gone on from the step.
     """
 
     def __init__(
-        self, plan: Plan, tensors: Sequence[torch.Tensor], states: Sequence[LeafState] = (), background: bool = False
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState] = (),
+        background: bool = False,
+        midway: bool = False,
     ):
+        self._midway = midway
         self._plan = plan
         self._flights: Flights | None = None
         self._header: wire.HeaderTicket | None = None
         self._landed: list[Landed] = []
+        self._failed: LtxError | None = None
         self._states = list(states) or [{} for _ in tensors]
+        if background and plan.hook.phases > 1:
+            raise StrategyError(
+                f"{plan.hook!r} has {plan.hook.phases} phases; in the background there is one channel, for one."
+            )
         if isinstance(plan.axis.backing, GroupBacking):
-            self._launch(plan.axis.backing.line, tensors, background)
+            try:
+                self._launch(plan.axis.backing.line, tensors, background)
+            except LtxError as error:
+                if not background:
+                    raise
+                self._failed = error  # who starts it has other work to finish; it shows where it is landed
         else:
             self._landed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _launch(self, line: wire.Line, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
-        if background and hook.phases > 1:
-            raise StrategyError(f"{hook!r} has {hook.phases} phases; in the background there is one channel, for one.")
         line.passes.rejoin()
         channel = line.background if background else line.bucket_channel(0)
         assert plan.agreement is not None
@@ -58,24 +80,21 @@ class Exchange:
             self._header = wire.send_header(channel, nothing, nothing, digest)
             self._flights = Flights(line, what="exchange")
         for bucket in plan.buckets:
-            mine = [tensors[member] for member in bucket.members]
-            flat = pack(mine, bucket, hook.wire_dtype(bucket.dtype), hook.scale(plan.axis.size))
-            self._flights.launch(hook, plan.share(bucket, flat, self._flat_states(bucket.members)))
+            mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
+            flat = pack(mine, bucket, hook, plan.axis.size, states)
+            self._flights.launch(hook, plan.share(bucket, flat, states))
             self._flights.poll()
-
-    def _flat_states(self, members: Sequence[int]) -> list[torch.Tensor]:
-        return [self._states[member][name] for member in members for name in self._plan.state_names[member]]
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Landed:
         plan, bucket = self._plan, self._plan.buckets[place]
-        mine = [tensors[member] for member in bucket.members]
-        flat = pack_pure(mine, bucket, plan.hook.wire_dtype(bucket.dtype), plan.hook.scale(plan.axis.size))
-        return reduce_at_once(plan.hook, plan.axis, plan.share(bucket, flat, self._flat_states(bucket.members)))
+        mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
+        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, states)
+        return reduce_at_once(plan.hook, plan.axis, plan.share(bucket, flat, states))
 
     @property
     def done(self) -> bool:
         """Whether :meth:`land` would return at once."""
-        return self._flights is None or self._flights.done
+        return self._failed is not None or self._flights is None or self._flights.done
 
     def land(self) -> tuple[list[torch.Tensor], list[LeafState]]:
         """(the result for each leaf, its next state), once all of it is there; new tensors, views of a bucket each.
@@ -84,12 +103,12 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
             RankMismatchError: ranks have issued different things before it.
         """
-        if self._flights is not None:
-            self._landed, self._flights = list(self._flights.land_each()), None
-        if self._header is not None:
-            self._header.wait()
-        if isinstance(self._plan.axis.backing, GroupBacking):
-            self._plan.axis.backing.line.passes.complete()
+        try:
+            self._wait()
+        except BaseException as error:
+            if self._header is not None:  # what is in the background may be waited for again
+                self._line.passes.leave(f"{type(error).__name__}: {error}")
+            raise
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):
@@ -99,3 +118,21 @@ class Exchange:
                 for member, state in zip(bucket.members, advanced, strict=True):
                     states[member] = dict(state)
         return results, states
+
+    def _wait(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._flights is None:
+            return
+        self._landed = list(self._flights.land_each())
+        if self._header is not None:
+            self._header.wait()
+        if not self._midway:
+            self._line.passes.complete()
+        self._flights = None
+
+    @property
+    def _line(self) -> wire.Line:
+        assert isinstance(self._plan.axis.backing, GroupBacking)
+        line: wire.Line = self._plan.axis.backing.line
+        return line

@@ -47,12 +47,12 @@ class Share:
     """This rank's share of a bucket's mean gradient: its gradient divided by the number of ranks.
 
     Attributes:
-        flat: all of it, in the hook's wire dtype; the hook may overwrite it.
+        flat: all of it, in the hook's wire dtype, with what the hook carries over; the hook may overwrite it.
         bucket: shapes and sizes of the parameters in it.
         axis_size: the number of ranks.
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
-        step: the number of synchronised steps before this one.
+        step: the number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
         last: whether no bucket comes after this one.
         axis: the ranks themselves; None where a share stands for itself.
     """
@@ -62,7 +62,7 @@ class Share:
     axis_size: int
     rank: int | torch.Tensor = 0
     states: Sequence[LeafState] = ()
-    step: int = 0
+    step: int | torch.Tensor = 0
     last: bool = True
     axis: Axis | None = None
 
@@ -114,6 +114,10 @@ class Reducer(Protocol):
         """The dtype that shares of gradients of `dtype` are packed in."""
         ...
 
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
+        """What of a parameter's state is added to its share as it is packed; None for nothing."""
+        ...
+
     def reduce(self, share: Share) -> Reduction:
         """The reduction of one bucket."""
         ...
@@ -138,6 +142,9 @@ class ExactMean:
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Gradients travel as they are."""
         return dtype
+
+    def carried(self, state: LeafState, axis_size: int) -> None:
+        """Nothing."""
 
     def reduce(self, share: Share) -> Reduction:
         """Sum the shares."""
@@ -171,22 +178,41 @@ _STATIC: dict[str, Static] = {"sum": (), "all_gather": (0, 0), "reduce_scatter":
 
 
 def pack(
-    grads: Sequence[torch.Tensor], bucket: Bucket, wire_dtype: torch.dtype, scale: float, batch: Sequence[int] = ()
+    grads: Sequence[torch.Tensor],
+    bucket: Bucket,
+    hook: Reducer,
+    axis_size: int,
+    states: Sequence[LeafState],
+    batch: Sequence[int] = (),
 ) -> torch.Tensor:
-    """A new flat buffer of shape ``(*batch, numel)`` with the gradients times `scale`, in one pass over them."""
+    """A new flat buffer of shape ``(*batch, numel)`` with the gradients times the hook's scale, plus what it carries
+    over, in one pass over them.
+    """
+    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     flat = torch.empty((*batch, bucket.numel), dtype=wire_dtype, device=bucket.device)
-    for grad, part in zip(grads, flat.split(bucket.sizes, dim=-1), strict=True):
-        view = part.view(grad.shape)
-        if grad.is_contiguous() or wire_dtype != grad.dtype:
-            torch.mul(grad, scale, out=view)
-        else:  # a linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and mul hasn't
-            view.copy_(grad).mul_(scale)
+    for grad, part, state in zip(grads, flat.split(bucket.sizes, dim=-1), states, strict=True):
+        view, carried = part.view(grad.shape), hook.carried(state, axis_size)
+        # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't.
+        transposed = wire_dtype == grad.dtype and not grad.is_contiguous()
+        given = view.copy_(grad) if transposed else grad
+        if carried is None:
+            torch.mul(given, scale, out=view)
+        else:
+            torch.add(carried, given, alpha=scale, out=view)
     return flat
 
 
-def pack_pure(grads: Sequence[torch.Tensor], bucket: Bucket, wire_dtype: torch.dtype, scale: float) -> torch.Tensor:
+def pack_pure(
+    grads: Sequence[torch.Tensor], bucket: Bucket, hook: Reducer, axis_size: int, states: Sequence[LeafState]
+) -> torch.Tensor:
     """:func:`pack` without writing into anything, for vmap and for compiled graphs."""
-    return torch.cat([(grad * scale).to(wire_dtype).reshape(-1) for grad in grads])
+    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
+    parts = []
+    for grad, state in zip(grads, states, strict=True):
+        carried = hook.carried(state, axis_size)
+        part = grad * scale if carried is None else torch.add(carried, grad, alpha=scale)
+        parts.append(part.to(wire_dtype).reshape(-1))
+    return torch.cat(parts)
 
 
 def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
@@ -197,7 +223,10 @@ def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 def parts_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
     """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch."""
     batch, parts = flat.shape[:-1], flat.split(bucket.sizes, dim=-1)
-    return [part.reshape((*batch, *leaf.shape)) for part, leaf in zip(parts, bucket.leaves, strict=True)]
+    return [
+        part if len(leaf.shape) == 1 and not batch else part.reshape((*batch, *leaf.shape))
+        for part, leaf in zip(parts, bucket.leaves, strict=True)
+    ]
 
 
 def is_plain(x: torch.Tensor) -> bool:
@@ -205,16 +234,6 @@ def is_plain(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not (
         torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor
     )
-
-
-def add_each(tensors: Sequence[torch.Tensor] = (), others: Sequence[torch.Tensor] = ()) -> None:
-    """Add to each of `tensors` its one of `others`, in place."""
-    if tensors and is_plain(tensors[0]):
-        torch._foreach_add_(list(tensors), list(others))
-        return
-    for tensor, other in zip(tensors, others, strict=True):
-        if tensor.numel():
-            tensor.add_(other)
 
 
 def reduce_at_once(

@@ -56,6 +56,7 @@ class Plan:
         buckets: in the order of launches.
         state_names: for each leaf, the names of its communication state's tensors.
         step: the number of synchronised steps before this one.
+        clock: what a compiled graph, for which `step` is a constant, adds to it; None elsewhere.
         agreement: what the ranks compared when they met this plan; None where there is nothing to compare.
     """
 
@@ -64,6 +65,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     state_names: tuple[tuple[str, ...], ...]
     step: int = 0
+    clock: torch.Tensor | None = None
     agreement: wire.Agreement | None = None
 
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
@@ -91,12 +93,14 @@ class Plan:
             )
         )
 
-    def share(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[torch.Tensor]) -> Share:
+    def share(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[LeafState]) -> Share:
         """The hook's view of a bucket."""
         backing = self.axis.backing
         rank = self.axis.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
+        # Simulated ranks have a clock each, all alike.
+        step = self.step if self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
-        return Share(flat, bucket, self.axis.size, rank, self.states_of(bucket, states), self.step, last, self.axis)
+        return Share(flat, bucket, self.axis.size, rank, states, step, last, self.axis)
 
 
 class Schedule(ABC):
@@ -166,7 +170,7 @@ class WireSchedule(Schedule):
         self._passage: wire.BackwardPass | None = None
         self._flights = Flights(self.line)
         self._batches: list[torch.Size] = []
-        self._packed: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
 
     def send_header(self, total: torch.Tensor, weight: torch.Tensor) -> wire.HeaderTicket:
         """Issue the header ahead of the buckets."""
@@ -217,10 +221,10 @@ class WireSchedule(Schedule):
     def _launch(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> None:
         bucket, hook = self.plan.buckets[index], self.hook
         count = len(bucket.members)
-        grads, states = tensors[:count], tensors[count:]
-        self._check_batchable(dims, states)
-        batch = grads[0].shape[: len(dims)]
-        flat = pack(grads, bucket, hook.wire_dtype(bucket.dtype), hook.scale(self.plan.axis.size), batch)
+        grads = tensors[:count]
+        self._check_batchable(dims, tensors[count:])
+        states = self.plan.states_of(bucket, tensors[count:])
+        flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)])
         self._packed[index] = (flat, states)
         if self._passage is not None and hook.phases > 1:
             self.line.passes.flush_others(self._passage)
@@ -305,9 +309,10 @@ class GraphSchedule(Schedule):
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         bucket, hook = self.plan.buckets[index], self.hook
         count = len(bucket.members)
-        grads, states = tensors[:count], tensors[count:]
-        self._check_batchable(dims, states)
-        flat = pack_pure(grads, bucket, hook.wire_dtype(bucket.dtype), hook.scale(self.plan.axis.size))
+        grads = tensors[:count]
+        self._check_batchable(dims, tensors[count:])
+        states = self.plan.states_of(bucket, tensors[count:])
+        flat = pack_pure(grads, bucket, hook, self.plan.axis.size, states)
         # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
         leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
         reduction = hook.reduce(self.plan.share(bucket, flat, states))
@@ -337,10 +342,11 @@ class OnceSchedule(Schedule):
         count = len(bucket.members)
 
         def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            flat = pack_pure(mine[:count], bucket, hook.wire_dtype(bucket.dtype), hook.scale(axis.size))
-            share = replace(plan, axis=axis).share(bucket, flat, mine[count:])
-            flat, states = reduce_at_once(hook, axis, share)
-            return (*unpack(flat, bucket), *plan.flatten_states(bucket, states))
+            states = plan.states_of(bucket, mine[count:])
+            flat = pack_pure(mine[:count], bucket, hook, axis.size, states)
+            share = replace(plan, axis=axis).share(bucket, flat, states)
+            flat, following = reduce_at_once(hook, axis, share)
+            return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
 
         return _under_vmaps(one_rank, dims, plan.axis, tensors)
 

@@ -200,7 +200,8 @@ class DataParallel:
             states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
             kept = self._kept(sync_state, {paths[i] for i in wanted}, all_names)
         arrival = tuple(synchronise.arrival_order(params, wanted))
-        outs = synchronise.mark_in_graph(key, arrival, names, step, *[leaves[i] for i in wanted], *states)
+        clock = None if sync_state is None else sync_state.clock
+        outs = synchronise.mark_in_graph(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
         tokens = outs[len(wanted) :]
         before, after = [x for x, _ in kept], [y for _, y in kept]
 

@@ -325,7 +325,7 @@ class Gradients:
         tensors = [meta(x.shape, x.dtype) for state in states for x in state.values()]
         asked = _Asked(hook, f"bucket {bucket.index}")
         with on_shapes_alone(hook, asked.what), self.asking(asked):
-            reduce_at_once(hook, plan.axis, plan.share(there, flat, tensors))
+            reduce_at_once(hook, plan.axis, plan.share(there, flat, plan.states_of(there, tensors)))
         return tuple(asked.found)
 
     @contextmanager

@@ -14,6 +14,9 @@ from ltx.axis import DEFAULT_NAME, Axis
 from ltx.errors import AxisError, StrategyError
 from ltx.optim import Optimizer
 from ltx.strategies import DDPStrategy, Strategy
+from ltx.strategies.bagua import BaguaStrategy
+from ltx.strategies.diloco import DiLoCoStrategy
+from ltx.strategies.local_sgd import LocalSGDStrategy
 from ltx.transforms.explain import aligned, format_bytes
 from ltx.transforms.plan import Cost, format_seconds, plan, short
 from ltx.typing import Tree
@@ -57,6 +60,10 @@ CANDIDATES: tuple[Candidate, ...] = (
     _hook(
         hooks.after(1000, hooks.TopK(0.01)), "compressed", "1% of the numbers, the rest later; 1,000 exact steps first"
     ),
+    Candidate(BaguaStrategy("decentralized"), "local", "the ranks' mean parameters, and each its own step from there"),
+    Candidate(BaguaStrategy("decentralized", peer_selection_mode="shift_one"), "local", "means of pairs that change"),
+    Candidate(LocalSGDStrategy(period=8), "local", "alone for 8 steps, then the mean of parameters"),
+    Candidate(DiLoCoStrategy(period=30), "local", "alone for 30 steps, then a step of an outer optimizer for all"),
 )
 
 

@@ -25,7 +25,7 @@ class SyncState:
     Attributes:
         leaves: floating tensors by parameter path and name; so the state may be saved, restored and re-bucketed.
         uses: hidden guard, 0-dim; 1 in a state that may be used.
-        clock: hidden count of steps since `step` was set, 0-dim.
+        clock: hidden count of steps since `step` was set, 0-dim: what changes in a compiled graph.
         step: synchronised steps so far, a Python int and part of the structure.
     """
 
@@ -37,7 +37,7 @@ class SyncState:
     @staticmethod
     def new(leaves: dict[str, LeafState]) -> SyncState:
         """A state that nobody has used. Its guards stay on the CPU, where every step reads them."""
-        return SyncState(leaves, torch.ones(()), torch.zeros(()))
+        return SyncState(leaves, torch.ones(()), torch.zeros((), dtype=torch.float64))  # which counts to 2^53
 
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
@@ -70,8 +70,9 @@ def _numbers(x: torch.Tensor) -> list[float]:
 
 tree.register_node(
     SyncState,
-    lambda s: ((s.leaves, s.uses, s.clock), s.step),
-    lambda children, step: SyncState(children[0], children[1], children[2], step),
+    # Dynamo can't trace how optree flattens an empty dict.
+    lambda s: ((s.leaves or (), s.uses, s.clock), s.step),
+    lambda parts, step: SyncState({} if isinstance(parts[0], tuple) else parts[0], parts[1], parts[2], step),
     names=("leaves", "uses", "clock"),
 )
 

@@ -10,7 +10,7 @@ import torch
 from torch._C import _functorch
 
 from ltx import hooks, tree, wire
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis, GroupBacking, unwrapped
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync import marker
@@ -62,7 +62,7 @@ def prepare_trace(strategy: Strategy, axis: Any, step: int, with_state: bool, bl
         )
     if hook is None:
         return ""
-    if hook.state_names and not with_state:
+    if hook.stateful and not with_state:
         raise SyncStateError(
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
@@ -84,21 +84,28 @@ names_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _schedule_in_graph(
-    key: str, operation: str, tensors: Sequence[torch.Tensor], arrival: tuple[int, ...], names: Names, step: int
+    key: str,
+    operation: str,
+    tensors: Sequence[torch.Tensor],
+    arrival: tuple[int, ...],
+    names: Names,
+    step: int,
+    clock: torch.Tensor | None,
 ) -> Schedule:
     strategy, hook, axis = _traced[key]
     plan = make_plan(
         strategy, strategy.sizes, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False
     )
-    return make_schedule(plan, compiled=True)
+    # Reductions run below every level of torch.func.
+    return make_schedule(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
 
 def mark_in_graph(
-    key: str, arrival: tuple[int, ...], names: Names, step: int, *tensors: torch.Tensor
+    key: str, arrival: tuple[int, ...], names: Names, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(marked parameters, tokens) of ``*parameters, *states``."""
+    """(marked parameters, tokens) of ``*parameters, *states``, at the step `step` + `clock`."""
     count = len(arrival)
-    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step)
+    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step, clock)
     marked, tokens = marker.mark(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
     return (*marked, *tokens)
 
@@ -116,7 +123,7 @@ def reduce_in_graph(
 ) -> tuple[torch.Tensor, ...]:
     """(reduced gradients, next states) of ``*gradients, *states``."""
     count = len(arrival)
-    schedule = _schedule_in_graph(key, "sync_gradients", tensors[:count], arrival, names, step)
+    schedule = _schedule_in_graph(key, "sync_gradients", tensors[:count], arrival, names, step, None)
     grads, states = marker.reduce_gradients(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
     return (*grads, *(t for leaf in states for t in leaf))
 

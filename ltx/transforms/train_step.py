@@ -115,7 +115,8 @@ class TrainStep:
         try:
             return self._step(state, batch, moment, pending, late)
         except BaseException as error:
-            if (late or pending is not None) and isinstance(axis.backing, GroupBacking):
+            begun = pending is not None and pending is not state.pending
+            if (late or begun) and isinstance(axis.backing, GroupBacking):
                 axis.backing.line.passes.leave(f"{type(error).__name__}: {error}")
             raise
 
@@ -135,6 +136,7 @@ class TrainStep:
         with torch.enable_grad():
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=at.step)
             loss, buffers, aux = self._outputs(run, state.buffers)
+        _check_weighted(loss, strategy, at.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
         if schedule is not None:
@@ -226,6 +228,7 @@ class TrainStep:
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=at.step)
             loss, buffers, aux = self._outputs(run, state.buffers)
+            _check_weighted(loss, strategy, at.step)
             value = run.value()
             value = value[0] if isinstance(value, tuple) else value
             # torch.func takes tensors alone as aux.
@@ -256,6 +259,16 @@ class TrainStep:
         next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
         next_state = TrainState(updated.params, buffers, updated.opt_state, next_sync, state.step + 1, state.kinds)
         return next_state, Metrics(loss, aux, grad_norm(updated.opt_state))
+
+
+def _check_weighted(loss: Any, strategy: Strategy, step: int) -> None:
+    hook = strategy.hook(step)
+    if isinstance(loss, Weighted) and hook is not None and not hook.gives_gradients:
+        raise UnsupportedError(
+            f"train_step: the loss is an ltx.Weighted, whose gradients are divided by the sum of the weights once they "
+            f"are reduced, and {hook!r} of {type(strategy).__name__} doesn't give gradients. Return the mean of "
+            "equally many samples on each rank, or use another strategy."
+        )
 
 
 def _refuse_in_graph(strategy: Strategy) -> None:

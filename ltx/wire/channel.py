@@ -65,7 +65,7 @@ class Ticket:
             PeerLostError: the connection to a peer broke.
             CollectiveTimeoutError: it didn't land within the axis' timeout.
         """
-        work, self._work = self._work, None
+        work = self._work
         if work is None:
             return self._value
         began = time.perf_counter()
@@ -79,6 +79,7 @@ class Ticket:
         except LtxError as error:
             self._channel.torn = error
             raise
+        self._work = None  # not before: one that failed, or whose wait was interrupted, hasn't landed
         if self._event is not None:
             self._event.waited_s = time.perf_counter() - began
             if self._event.landed_s is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import SyncStateError, UnsupportedError
+from ltx.hooks import noise
 
 from .table import HOOKS
 
@@ -20,9 +21,12 @@ Params = dict[str, Any]
 pytestmark = [pytest.mark.slow_compile, pytest.mark.timeout(240)]
 
 STEPS = 3
-# One of each kind; those with randomness or a schedule can't be held by a graph, as the last test says.
+# One of each kind; those with a schedule can't be held by a graph, as test_refused says.
 FIRST = ["powersgd 1"]
+RANDOM = ["randomk", "randomk, unbiased", "batched powersgd", "powersgd, cold", "randomk in eight bits"]
 REST = [
+    *RANDOM,
+    "qsgd",
     "onebit",
     "bytegrad",
     "bytegrad, fed back",
@@ -36,6 +40,7 @@ CASES = [
     *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in REST),
     *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in [*FIRST, *REST]),
 ]
+EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
 
 
 def loss(params: Params, x: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def run(gradient: Callable[..., Any], params: Params, state: Any, batches: list[
 @pytest.mark.parametrize(("backend", "name"), CASES)
 def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
     params, x = parameters(), torch.randn(2, STEPS, 4, 6).double()
-    step = ltx.data_parallel(loss, strategy_of(HOOKS[name]))
+    step = ltx.data_parallel(loss, strategy_of(EXAMPLES[name]))
 
     def by_func(params: Params, state: Any, x: Tensor) -> Any:
         return torch.func.grad(step)(ltx.Synced(params, state), x)
@@ -86,7 +91,8 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
     for eager, compiled, graphs in found:
         assert graphs == 2
         for results in compiled:
-            torch.testing.assert_close(results, eager, rtol=1e-9, atol=1e-9)
+            tolerance = 0 if backend == "aot_eager" else 1e-9
+            torch.testing.assert_close(results, eager, rtol=tolerance, atol=tolerance)
             first = found[0][1][0][0]
             assert all(
                 torch.equal(a, b)
@@ -94,26 +100,94 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
             )
 
 
-def test_alone_and_simulated() -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["onebit", *RANDOM])
+def test_alone(name: str) -> None:
     params, x = parameters(), torch.randn(STEPS, 4, 6).double()
-    step = ltx.data_parallel(loss, strategy_of(HOOKS["onebit"]))
+    step = ltx.data_parallel(loss, strategy_of(EXAMPLES[name]))
 
     def gradient(params: Params, state: Any, x: Tensor) -> Any:
         return torch.func.grad(step)(ltx.Synced(params, state), x)
 
     compiled = run(torch.compile(gradient, backend="aot_eager", fullgraph=True), params, step.init(params), list(x))
-    torch.testing.assert_close(compiled, run(gradient, params, step.init(params), list(x)), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(compiled, run(gradient, params, step.init(params), list(x)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["qsgd", *(pytest.param(name, marks=pytest.mark.full) for name in RANDOM)])
+def test_simulated(name: str) -> None:
+    from torch._dynamo.utils import counters
+
+    params, x = parameters(), torch.randn(STEPS, 3, 4, 6).double()
+    step = ltx.data_parallel(loss, strategy_of(EXAMPLES[name]))
+
+    def gradient(params: Params, state: Any, x: Tensor) -> Any:
+        return ltx.vmap(lambda p, s, x: torch.func.grad(step)(ltx.Synced(p, s), x), in_dims=(None, 0, 0))(
+            params, state, x
+        )
+
+    state = ltx.tree.map(lambda t: torch.stack([t] * 3), step.init(params))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = run(torch.compile(gradient, backend="aot_eager", fullgraph=True), params, state, list(x))
+    assert counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(compiled, run(gradient, params, state, list(x)), rtol=0, atol=0)
+
+
+def test_random_numbers_of_steps_taken_eagerly_and_in_graphs(ranks: Ranks) -> None:
+    params, x = parameters(), torch.randn(2, 4, 4, 6).double()
+    step = ltx.data_parallel(loss, strategy_of(HOOKS["randomk, unbiased"]))
+
+    def on_rank() -> Any:
+        eagerly = ltx.grad(step)
+        compiled = torch.compile(eagerly, backend="aot_eager", fullgraph=True)
+        mixed, eager, found = step.init(params), step.init(params), []
+        for batch, way in zip(x[ltx.world().rank], (eagerly, compiled, compiled, eagerly), strict=True):
+            grads, mixed = way(params, batch, sync_state=mixed)
+            expected, eager = eagerly(params, batch, sync_state=eager)
+            torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+            found.append(torch.cat([g.flatten() for g in ltx.tree.flatten(grads)[0]]) != 0)
+        return found, mixed.checked_step()
+
+    for found, steps in ranks(2).run(on_rank, timeout_s=200.0):
+        assert steps == 4
+        assert not any(torch.equal(found[i], found[j]) for i in range(4) for j in range(i))  # each step has its places
+
+
+@pytest.mark.full
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_random_bits_by_inductor() -> None:
+    def draw(step: Tensor) -> Tensor:
+        return noise.bits(noise.key_of(7, step, 3, device=step.device), 10_000)
+
+    compiled = torch.compile(draw, fullgraph=True)
+    for step in (0, 1, 2**31 - 1, 2**40 + 5):
+        expected = noise.bits(noise.key_of(7, step, 3, device=torch.device("cpu")), 10_000)
+        assert torch.equal(compiled(torch.tensor(step)), expected)
+
+
+class Alternating(hooks.CommHook):
+    reads_step = True
+
+    def at(self, step: int) -> hooks.CommHook:
+        return hooks.AllReduce() if step % 2 else hooks.FP16()
 
 
 REFUSED = {
-    "randomness": (hooks.RandomK(0.5), True, UnsupportedError, r"RandomK.*reads the number of steps"),
     "a schedule": (
         hooks.after(5, hooks.OneBit(block=16)),
         True,
         UnsupportedError,
-        r"After.*Take the first steps eagerly",
+        r"After.*changes with the number of steps, which is 0.*Take the first steps eagerly",
+    ),
+    "a schedule of one's own": (
+        Alternating(),
+        True,
+        UnsupportedError,
+        r"Alternating.*changes with the number of steps",
     ),
     "bare parameters": (hooks.OneBit(block=16), False, SyncStateError, r"was given bare parameters"),
+    "bare parameters for random numbers": (hooks.QSGD(), False, SyncStateError, r"was given bare parameters"),
 }
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import ltx
 from ltx import hooks
+from ltx.strategies.async_averaging import AsyncAveraging
+from ltx.strategies.qadam import QAdam
 from tests.strategies.problem import Params, Problem
-from tests.strategies.references import ddp
+from tests.strategies.references import async_averaging, bagua, ddp, diloco, local_sgd, qadam
 
+SLOW = ltx.optim.from_torch(torch.optim.SGD, lr=0.02, momentum=0.9)
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+# Adam's first steps are as long as its second moment is small: these are short, and the moment is soon settled.
+QADAM = {"lr": 0.02, "warmup_steps": 4, "betas": (0.8, 0.9), "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -41,4 +48,114 @@ ROWS: dict[str, Row] = {
     "ddp, several buckets": Row(
         ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), ddp.mean_gradients
     ),
+    "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), ddp.mean_gradients),
+    "bagua gradient_allreduce, sum": Row(
+        ltx.BaguaStrategy("gradient_allreduce", average=False), bagua.sum_of_gradients(0.02), SLOW
+    ),
+    "bagua bytegrad": Row(ltx.BaguaStrategy("bytegrad"), bagua.eight_bit_gradients()),
+    "bagua bytegrad, sum": Row(
+        ltx.BaguaStrategy("bytegrad", average=False), bagua.eight_bit_gradients(False, 0.02), SLOW, ranks=(2,)
+    ),
+    "bagua decentralized": Row(ltx.BaguaStrategy("decentralized"), bagua.decentralized(), replicated=False),
+    "bagua decentralized, shift_one": Row(
+        ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
+        bagua.decentralized(shift_one=True),
+        ranks=(2, 4),
+        replicated=False,
+    ),
+    "bagua decentralized, shift_one, interval": Row(
+        ltx.BaguaStrategy(
+            "decentralized", peer_selection_mode="shift_one", communication_interval=2, first_bucket_bytes=8
+        ),
+        bagua.decentralized(shift_one=True, interval=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua low_precision_decentralized": Row(
+        ltx.BaguaStrategy("low_precision_decentralized"), bagua.low_precision(), ranks=(2, 3, 4), replicated=False
+    ),
+    "bagua low_precision_decentralized, interval, several buckets": Row(
+        ltx.BaguaStrategy(
+            "low_precision_decentralized", communication_interval=2, bucket_bytes=8, first_bucket_bytes=8
+        ),
+        bagua.low_precision(interval=2, one_bucket=False),
+        ranks=(3,),
+        replicated=False,
+    ),
+    "bagua bytegrad, hierarchical": Row(
+        ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2),
+        bagua.eight_bit_gradients(node=2),
+        ranks=(4,),
+    ),
+    "bagua gradient_allreduce, hierarchical": Row(
+        ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2, bucket_bytes=8, first_bucket_bytes=8),
+        ddp.mean_gradients,
+        ranks=(4,),
+    ),
+    "bagua decentralized, hierarchical": Row(
+        ltx.BaguaStrategy("decentralized", hierarchical=True, node_size=2),
+        bagua.decentralized(node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua decentralized, hierarchical, shift_one": Row(
+        ltx.BaguaStrategy(
+            "decentralized",
+            peer_selection_mode="shift_one",
+            hierarchical=True,
+            node_size=2,
+            bucket_bytes=8,
+            first_bucket_bytes=8,
+        ),
+        bagua.decentralized(shift_one=True, node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "bagua low_precision_decentralized, hierarchical": Row(
+        ltx.BaguaStrategy("low_precision_decentralized", hierarchical=True, node_size=2),
+        bagua.low_precision(node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "local SGD": Row(
+        ltx.LocalSGDStrategy(3, warmup_steps=2), partial(local_sgd.post_local, period=3, warmup=2), replicated=False
+    ),
+    "local SGD in nodes, hierarchical": Row(
+        ltx.LocalSGDStrategy({2: 2, 4: 4}, warmup_steps=1, subgroup=2),
+        partial(local_sgd.hierarchical, levels={2: 2, 4: 4}, warmup=1, node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
+    "DDP that averages models": Row(
+        ltx.DDPStrategy(model_averaging_period=2, start_local_sgd_step=1),
+        partial(local_sgd.post_local, period=2, warmup=1),
+        ranks=(2,),
+        replicated=False,
+    ),
+    "DiLoCo": Row(
+        ltx.DiLoCoStrategy(3), partial(diloco.diloco, period=3, lr=0.7, momentum=0.9), ranks=(2,), replicated=False
+    ),
+    "DiLoCo, 8 bits, fragments": Row(
+        ltx.DiLoCoStrategy(3, outer_lr=0.5, outer_momentum=0.8, outer_hook=hooks.ByteGrad(), fragments=2),
+        partial(
+            diloco.diloco, period=3, lr=0.5, momentum=0.8, average=diloco.EightBits, fragments=(("b", "s"), ("w",))
+        ),
+        replicated=False,
+    ),
+    "DiLoCo, 8 bits with error feedback": Row(
+        ltx.DiLoCoStrategy(3, outer_hook=hooks.ByteGrad(error_feedback=True)),
+        partial(diloco.diloco, period=3, lr=0.7, momentum=0.9, average=partial(diloco.EightBits, feedback=True)),
+        replicated=False,
+    ),
+    "qadam": Row(
+        QAdam(warmup_steps=4, betas=(0.8, 0.9)), qadam.trained_by(**QADAM), optimizer=ltx.optim.qadam(**QADAM)
+    ),
+    "qadam, as Bagua's": Row(
+        QAdam(warmup_steps=4, betas=(0.8, 0.9)),
+        qadam.trained_by(**QADAM, bagua_exact=True),
+        optimizer=ltx.optim.qadam(**QADAM, bagua_exact=True),
+        ranks=(3,),
+    ),
+    # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
+    "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False),
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ltx import hooks
 from ltx.sync.buckets import Bucket, Leaf, leaves_of, plan_buckets
 from ltx.sync.reduction import pack, pack_pure, unpack
 
@@ -84,10 +85,21 @@ def _random_bucket(batch: tuple[int, ...]) -> tuple[Bucket, list[Tensor]]:
 @pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
 def test_in_and_out(batch: tuple[int, ...], wire_dtype: torch.dtype, seed: int) -> None:
     bucket, grads = _random_bucket(batch)
-    flat = pack(grads, bucket, wire_dtype, 0.5, batch)
+    hook, states = hooks.BF16() if wire_dtype is torch.bfloat16 else hooks.AllReduce(), [{}] * len(grads)
+    flat = pack(grads, bucket, hook, 2, states, batch)
     assert (flat.shape, flat.dtype) == (torch.Size([*batch, bucket.numel]), wire_dtype)
     for grad, back in zip(grads, unpack(flat, bucket), strict=True):
         assert (back.shape, back.dtype) == (grad.shape, torch.float32)
         assert torch.equal(back, (0.5 * grad).to(wire_dtype).float())
     if not batch:
-        assert torch.equal(flat, pack_pure(grads, bucket, wire_dtype, 0.5)), "the readable form does the same"
+        assert torch.equal(flat, pack_pure(grads, bucket, hook, 2, states)), "the readable form does the same"
+
+
+def test_what_a_hook_carries_over_is_added(seed: int) -> None:
+    bucket, grads = _random_bucket(())
+    states = [{"residual": torch.randn(g.shape)} if g.ndim else {} for g in grads]
+    hook = hooks.TopK(0.5)
+    flat = pack(grads, bucket, hook, 2, states)
+    for grad, state, part in zip(grads, states, unpack(flat, bucket), strict=True):
+        torch.testing.assert_close(part, grad / 2 + state.get("residual", 0))
+    assert torch.equal(flat, pack_pure(grads, bucket, hook, 2, states))

@@ -159,6 +159,25 @@ def test_a_step_on_one_rank_and_a_new_collective_on_the_other(torn: OnFreshAxis)
     torn(run, timeout_s=2.0)
 
 
+def test_what_has_not_landed_never_counts_as_landed(torn: OnFreshAxis) -> None:
+    """A second wait for a collective that failed fails too: its buffer holds this rank's share alone."""
+
+    def run() -> list[str]:
+        line = wire.resolve(None).backing.line
+        if line.rank == 1:
+            return []
+        ticket, said = line.background.issue("sum", torch.ones(2), "a sum of one"), []
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                ticket.wait()
+            said.append(str(caught.value))
+        return said
+
+    said = torn(run, timeout_s=1.0).rank(0)
+    assert len(said) == 2
+    assert all("a sum of one (issue 0) on axis 'data'" in text for text in said)
+
+
 def test_a_pool_survives(ranks: Ranks) -> None:
     """Both signatures are new, so nothing was issued, and the same workers may go on."""
     pool = ranks(2)

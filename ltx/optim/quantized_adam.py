@@ -1,0 +1,155 @@
+"""qadam: Adam at first, then Adam's step along a momentum that ranks have averaged, its second moment frozen.
+
+    steps s = 1 .. w:   m = b1 m + (1 - b1) g,      v = b2 v + (1 - b2) g^2,      g with L2 decay
+    steps s > w:        m = what the strategy has made of every rank's momentum,  v as it was after step w
+    at each:            x = x - lr / (1 - b1^s) * m / (sqrt(v) / sqrt(1 - b2^s) + eps)
+
+Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
+algorithm 1, in the form of Bagua's QAdamOptimizer, whose bias corrections keep moving while v is frozen. What happens
+between the ranks is :class:`ltx.strategies.qadam.QAdam`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx.errors import OptimError
+from ltx.optim.arguments import scheduled_lr
+from ltx.optim.base import leaf_name
+from ltx.optim.from_torch import TorchOptimizer
+from ltx.optim.state import TorchState
+from ltx.tree import describe, flatten
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QAdamOptimizer(TorchOptimizer):
+    """Adam with a second phase; made by :func:`qadam`. Its state is Adam's, with the mean momentum as ``exp_avg``."""
+
+    warmup_steps: int
+    bagua_exact: bool = False
+
+    def __post_init__(self) -> None:
+        least = 2 if self.bagua_exact else 1
+        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < least:
+            why = " with bagua_exact, whose second moment is 0 until the first of them is over" * self.bagua_exact
+            raise OptimError(
+                f"qadam: warmup_steps must be a whole number of at least {least}{why}, got {self.warmup_steps!r}."
+            )
+        super().__post_init__()
+
+    @property
+    def strategy(self) -> str | None:
+        return "QAdam"
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """The decay rates of the moments."""
+        betas: tuple[float, float] = self.kwargs["betas"]
+        return betas
+
+    def init(self, params: Tree) -> TorchState:
+        state = super().init(params)
+        for index, leaf in enumerate(flatten(params)[0]):
+            if leaf.is_complex():
+                raise OptimError(
+                    f"qadam: {leaf_name(params, index)} is {describe(leaf)}: momenta travel in 8 bits, for which "
+                    "parameters must be real. Keep real and imaginary parts apart (torch.view_as_real)."
+                )
+        return state
+
+    def _run(
+        self,
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        params: list[Tensor],
+        differentiable: bool = False,
+        *,
+        count: int,
+    ) -> None:
+        if count < self.warmup_steps - self.bagua_exact:
+            super()._run(grads, states, params, differentiable, count=count)
+            return
+        step, (beta1, beta2) = count + 1, self.betas
+        lr = scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+            for momentum, state, param in zip(grads, states, params, strict=True):
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                state["step"].add_(1)
+                if count >= self.warmup_steps:  # else Bagua's step s = w: what ranks have averaged isn't looked at
+                    m.copy_(momentum)
+                scale = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(self.kwargs["eps"])
+                param.sub_((m / scale).mul_(lr / (1 - beta1**step)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QAdamOptimizer) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.cls, self.lr, dict(self.kwargs), self.warmup_steps, self.bagua_exact)
+
+    def __repr__(self) -> str:
+        named = {"lr": self.lr, "warmup_steps": self.warmup_steps, **self.kwargs}
+        named |= {"bagua_exact": True} if self.bagua_exact else {}
+        written = (f"{name}={getattr(value, '__qualname__', repr(value))}" for name, value in named.items())
+        return f"qadam({', '.join(written)})"
+
+    @property
+    def _value(self) -> tuple[Any, ...]:
+        return self.lr, frozenset(self.kwargs.items()), self.warmup_steps, self.bagua_exact
+
+
+def qadam(
+    lr: float | Callable[[int], float] = 1e-3,
+    *,
+    warmup_steps: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bagua_exact: bool = False,
+) -> QAdamOptimizer:
+    """The optimizer of Bagua's QAdam: Adam for `warmup_steps` steps, then a step along the ranks' mean momentum.
+
+    Up to the end of the warm-up it is ``from_torch(torch.optim.Adam)``, to the bit. From then on the "gradients" that
+    it is given are the next momentum itself, as the QAdam strategy averages it over ranks in 8 bits; the second moment
+    stays as it is, and there is no weight decay. So it is for that strategy alone: others refuse it.
+
+    It relies on a second moment that has settled; the authors warm up for a fifth of training.
+
+    Args:
+        lr: a number, or a function from the number of updates done so far (0 first).
+        warmup_steps: the number of steps before the second moment is frozen, at least 1.
+        betas, eps, weight_decay: Adam's; the decay is L2, added to the gradients.
+        bagua_exact: repeat what Bagua does at the last step of the warm-up: it ignores the gradients there, and steps
+            along the momentum of the step before. `warmup_steps` is then at least 2.
+
+    Returns:
+        An :class:`ltx.optim.Optimizer` with Adam's state (:class:`ltx.optim.TorchState`).
+
+    Raises:
+        ltx.errors.OptimError: `warmup_steps` isn't a positive number, or torch's Adam refuses the others; from its
+            methods, for parameters that aren't real and dense.
+
+    Source: Tang et al., "1-bit Adam", ICML 2021; see the head of this file.
+
+    Example:
+        >>> import torch, ltx
+        >>> optimizer = ltx.optim.qadam(0.1, warmup_steps=1)
+        >>> params = {"w": torch.ones(2)}
+        >>> state = optimizer.init(params)
+        >>> params, state = optimizer.apply({"w": torch.tensor([1.0, -2.0])}, state, params)
+        >>> params
+        {'w': tensor([0.9000, 1.1000])}
+        >>> params, state = optimizer.apply({"w": torch.zeros(2)}, state, params)  # a momentum of 0: no step
+        >>> params
+        {'w': tensor([0.9000, 1.1000])}
+    """
+    kwargs = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return QAdamOptimizer(torch.optim.Adam, lr, kwargs, warmup_steps, bagua_exact)

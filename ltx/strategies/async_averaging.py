@@ -1,0 +1,246 @@
+"""AsyncAveraging: local steps, with the mean of all ranks' parameters on its way in the background.
+
+    every step:   x_r = update(x_r, grad f_r(x_r))
+    a round:      s_r = x_r;     S = sum_r s_r while steps go on;     then x_r = x_r + S / n - s_r
+
+Bagua's async (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022, section 3;
+Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018). Rounds add a difference, so
+that what a rank has learned during a round stays, and the sum of all ranks' parameters is what local steps make it.
+
+There is no thread: the process group's own ones move a round, and a step begins and lands rounds where it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ltx import hooks, tree
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.errors import StrategyError, UnsupportedError
+from ltx.hooks.base import check_whole
+from ltx.optim import Optimizer
+from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.sync.exchange import Exchange
+from ltx.typing import Tree
+
+_MEAN = hooks.AllReduce()
+_DELTA = "delta"
+_SETTLING = "the number of ranks that settle"
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """The last round that this rank has begun.
+
+    Attributes:
+        began_s: when, on the clock of :func:`time.monotonic`.
+        snapshot: the parameters that it sent.
+        mean: the mean under way; None once it has landed.
+    """
+
+    began_s: float
+    snapshot: Sequence[torch.Tensor] = ()
+    mean: Exchange | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncAveraging(Strategy):
+    """Local steps; in the background, rounds that draw every rank towards the mean of all ranks' parameters.
+
+    For :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank goes at its own pace. At the
+    end of a step it adds what a round has come to, if it has landed, and begins the next one `sync_interval_ms` after
+    it began the last. A round is through when every rank has begun it, so the slowest one decides how often they mix;
+    none waits for another in a step, and ranks may do different numbers of steps. (The exception: ranks that go on
+    from states that weren't made by ``train.init`` in this process wait for each other at their first round.)
+
+    ``train.settle(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
+    takes part in the others' rounds until they have come too; then all hold the same parameters, the mean. Training may
+    go on with the next step, which is Bagua's ``resume``. Parameters of ranks differ at other times, and so do losses:
+    the metrics' is the rank's own. A round under way isn't part of a saved state: settle before saving. Settle before
+    the world is shut down too: else a process may wait for a round that its peers don't join, say so, and be aborted.
+
+    How stale: a rank adds its peers' parameters as they were one round ago. One that doesn't reach the end of a step
+    holds up rounds and no steps, whose ranks then train alone, for the axis' timeout; then, or if its process ends,
+    their next step raises.
+
+    With a `schedule` in place of the clock all is determined: two runs give the same bits. It is the only form for
+    simulated ranks, where a round's difference waits in the communication state ("delta"). All ranks must then do the
+    same number of steps.
+
+    Args:
+        warmup_steps: the number of steps with mean gradients before the first local one.
+        sync_interval_ms: the least time between the beginnings of two rounds, in milliseconds.
+        schedule: ``(period, delay)`` instead: after every `period`-th local step, from the first on, a round begins,
+            and `delay` steps later it is waited for and added. 1 <= delay <= period.
+        peer_selection_mode: "all": a round is the mean of all ranks.
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed.
+        UnsupportedError: simulated ranks without a schedule.
+        PeerLostError, CollectiveTimeoutError: from a step or :meth:`settle`: a rank is gone, or has begun no round for
+            the axis' timeout. The state is as it was before the step.
+
+    Example:
+        >>> import torch, ltx
+        >>> from ltx.strategies.async_averaging import AsyncAveraging
+        >>> step = ltx.data_parallel(lambda w, x: w * x, AsyncAveraging(schedule=(2, 1)))
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        >>> state, xs = train.init(torch.tensor(0.0)), torch.tensor([1.0, 3.0])
+        >>> state, _ = ltx.vmap(train, in_dims=(None, 0))(state, xs)
+        >>> state.params  # a round begins
+        tensor([-1., -3.])
+        >>> state, _ = ltx.vmap(train)(state, xs)
+        >>> state.params  # -2 and -6, and the round's -1 and +1
+        tensor([-3., -5.])
+        >>> ltx.vmap(train.settle)(state).params
+        tensor([-4., -4.])
+    """
+
+    warmup_steps: int = 0
+    sync_interval_ms: float = 500
+    schedule: tuple[int, int] | None = None
+    peer_selection_mode: Literal["all"] = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, 0, "warmup_steps")
+        interval = self.sync_interval_ms
+        if not isinstance(interval, int | float) or isinstance(interval, bool) or not 0 <= interval < float("inf"):
+            raise StrategyError(f"AsyncAveraging.sync_interval_ms must be a number >= 0, got {interval!r}.")
+        if self.schedule is not None and not _is_schedule(self.schedule):
+            raise StrategyError(
+                "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
+                f"period, got {self.schedule!r}."
+            )
+        if self.peer_selection_mode != "all":
+            raise StrategyError(
+                f'AsyncAveraging.peer_selection_mode must be "all", got {self.peer_selection_mode!r}: ranks of which '
+                "nobody knows which round they are in can't be paired."
+            )
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        return _MEAN if step < self.warmup_steps else None
+
+    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
+        if step < self.warmup_steps:
+            raise UnsupportedError(
+                f"{self!r} averages gradients at steps before {self.warmup_steps} alone, and a graph that is compiled "
+                f"at step {step} would go on. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+            )
+        return None
+
+    @property
+    def stateful(self) -> bool:
+        return self.warmup_steps > 0  # for the count of steps
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return self.warmup_steps, 1 if self.schedule is None else self.schedule[0]
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(params="per_rank", opt_state="per_rank")
+
+    def check_axis(self, axis: Axis) -> None:
+        if self.schedule is None and axis.size > 1 and isinstance(axis.backing, VmapBacking):
+            raise UnsupportedError(
+                "AsyncAveraging: simulated ranks have no clock, as all of them step together. Give the rounds a "
+                "schedule: AsyncAveraging(schedule=(period, delay))."
+            )
+
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        # Ranks are together here. Later the first of them to begin a round would wait for the others to compare it.
+        self.meet(_MEAN, *self._message(params, 0), Moment(0, axis), background=True)
+        return super().init_optimizer(optimizer, params, axis)
+
+    def update(self, update: Update, states: States, at: Moment, pending: Round | None) -> Updated:
+        if at.step < self.warmup_steps or at.axis.size == 1:
+            return super().update(update, states, at, pending)
+        due = self._lands(at, pending)  # before the optimizer: if a peer is lost, the state is as it was
+        deltas, states, pending = self._land(update.params, states, pending) if due else (None, states, pending)
+        params, opt_state = update.apply()
+        params = _moved(params, deltas)
+        if self._begins(at, pending):
+            pending, states = self._begin(params, states, at)
+        return Updated(params, opt_state, states, pending)
+
+    def settle(self, params: Tree, states: States, at: Moment, pending: Round | None) -> tuple[Tree, States]:
+        if at.axis.size == 1:
+            return params, states
+        deltas, states, _ = self._land(params, states, pending)
+        params = _moved(params, deltas)
+        settled = False
+        while not settled:
+            # This rank stands still meanwhile, so x + S / n - s is the mean itself: to the bit the same on all ranks.
+            landed, _ = self._exchange(params, at, settling=1).land()
+            leaves, spec = tree.flatten(params)
+            settled = self.schedule is not None or round(at.axis.size * landed[-1].item()) == at.axis.size
+            params = tree.unflatten(spec, landed[: len(leaves)])
+        return params, states
+
+    def _lands(self, at: Moment, pending: Round | None) -> bool:
+        if self.schedule is not None:
+            period, delay = self.schedule
+            since = at.step - self.warmup_steps - delay
+            return since >= 0 and since % period == 0
+        return pending is not None and pending.mean is not None and pending.mean.done
+
+    def _begins(self, at: Moment, pending: Round | None) -> bool:
+        if self.schedule is not None:
+            return (at.step - self.warmup_steps) % self.schedule[0] == 0
+        if pending is None:
+            return True
+        return pending.mean is None and time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
+
+    def _begin(self, params: Tree, states: States, at: Moment) -> tuple[Round | None, States]:
+        """Begin a round; where that does it all, what it comes to waits in the states."""
+        leaves = tree.flatten(params)[0]
+        mean = self._exchange(params, at, settling=0)
+        if isinstance(at.axis.backing, GroupBacking):
+            return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
+        landed, _ = mean.land()
+        paths = tree.leaf_paths(params)
+        return None, {path: {_DELTA: y - x} for path, y, x in zip(paths, landed, leaves, strict=True)}
+
+    def _land(
+        self, params: Tree, states: States, pending: Round | None
+    ) -> tuple[list[torch.Tensor] | None, States, Round | None]:
+        """(S / n - s of the round under way, the states and the round without it)"""
+        if pending is not None and pending.mean is not None:
+            landed, _ = pending.mean.land()
+            deltas = [y - s for y, s in zip(landed, pending.snapshot, strict=False)]
+            return deltas, states, Round(pending.began_s)
+        if states:
+            return [states[path][_DELTA] for path in tree.leaf_paths(params)], {}, pending
+        return None, states, pending
+
+    def _exchange(self, params: Tree, at: Moment, settling: int) -> Exchange:
+        return self.exchange(_MEAN, *self._message(params, settling), at, background=True)
+
+    def _message(self, params: Tree, settling: int) -> tuple[list[torch.Tensor], list[str]]:
+        """What a round sends, and its names: the parameters; on the clock, whether this rank is settling too."""
+        leaves, paths = tree.flatten(params)[0], tree.leaf_paths(params)
+        if self.schedule is not None:
+            return leaves, paths
+        device = leaves[0].device if leaves else None
+        return [*leaves, torch.tensor(float(settling), dtype=torch.float64, device=device)], [*paths, _SETTLING]
+
+
+def _moved(params: Tree, deltas: Sequence[torch.Tensor] | None) -> Tree:
+    if deltas is None:
+        return params
+    leaves, spec = tree.flatten(params)
+    return tree.unflatten(spec, [x + delta for x, delta in zip(leaves, deltas, strict=True)])
+
+
+def _is_schedule(value: object) -> bool:
+    if not (isinstance(value, tuple) and len(value) == 2 and all(type(x) is int for x in value)):
+        return False
+    period, delay = value
+    return bool(1 <= delay <= period)

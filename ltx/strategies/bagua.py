@@ -1,0 +1,230 @@
+"""BaguaStrategy: Bagua's algorithms by their names.
+
+Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB 2022. The two that are communication
+hooks are here, the others have files of their own; :data:`ALGORITHMS` says where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+from ltx import hooks
+from ltx.axis import Axis
+from ltx.errors import StrategyError
+from ltx.optim.base import Optimizer
+from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.strategies.nodes import ByNode, NodeStrategy
+from ltx.sync.reduction import LeafState
+from ltx.typing import Tree
+
+#: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.
+ALGORITHMS: dict[str, tuple[str, str]] = {
+    "gradient_allreduce": ("ltx.strategies.bagua", "GradientAllReduce"),
+    "bytegrad": ("ltx.strategies.bagua", "EightBitGradients"),
+    "decentralized": ("ltx.strategies.decentralized", "Decentralized"),
+    "low_precision_decentralized": ("ltx.strategies.low_precision", "LowPrecisionDecentralized"),
+    "qadam": ("ltx.strategies.qadam", "QAdam"),
+    "async": ("ltx.strategies.async_averaging", "AsyncAveraging"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaguaStrategy(Strategy):
+    """One of Bagua's algorithms, by the name and with the options that it has there.
+
+    Fields that are None are the algorithm's own defaults. One that it doesn't have is refused.
+
+    Args:
+        algorithm: "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async".
+        average: the mean of the ranks' gradients (default), or their sum; gradient_allreduce and bytegrad.
+        peer_selection_mode: "all" or "shift_one"; decentralized.
+        communication_interval: steps between communications; the decentralized ones.
+        warmup_steps: of qadam and async.
+        betas: of qadam.
+        sync_interval_ms, schedule: of async.
+        hierarchical: reduce within each node, let the nodes follow the algorithm, and share the result within them.
+            Off unless asked for, where Bagua has it on for most.
+        node_size: ranks of a node, for `hierarchical`; each has this many, next to one another.
+        flatten: accepted for all algorithms, without effect: buckets are always one piece of memory here.
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
+
+    Raises:
+        StrategyError: (a ValueError) the algorithm isn't known or doesn't have a field, or a value isn't allowed.
+
+    Example:
+        >>> import ltx
+        >>> ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one")
+        BaguaStrategy('decentralized', peer_selection_mode='shift_one')
+
+    Source: Lightning 1.7's ``BaguaStrategy``, Bagua's ``bagua.torch_api.algorithms``.
+    """
+
+    algorithm: str = field(kw_only=False)
+    average: bool | None = None
+    peer_selection_mode: str | None = None
+    communication_interval: int | None = None
+    warmup_steps: int | None = None
+    betas: tuple[float, float] | None = None
+    sync_interval_ms: float | None = None
+    schedule: tuple[int, int] | None = None
+    hierarchical: bool | None = None
+    node_size: int | None = None
+    flatten: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
+            raise StrategyError(f"BaguaStrategy.algorithm must be one of {list(ALGORITHMS)}, got {self.algorithm!r}.")
+        if self.flatten is not None and not isinstance(self.flatten, bool):
+            raise StrategyError(f"BaguaStrategy.flatten must be True or False, got {self.flatten!r}.")
+        _ = self.inner  # which checks the rest
+
+    def __repr__(self) -> str:
+        """Fields that have their default values are left out."""
+        said = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "algorithm")
+        changed = [f"{name}={value!r}" for name, value in said if value != getattr(type(self), name)]
+        return f"BaguaStrategy({', '.join([repr(self.algorithm), *changed])})"
+
+    @cached_property
+    def inner(self) -> Strategy:
+        """The algorithm as a strategy of its own."""
+        module, name = ALGORITHMS[self.algorithm]
+        made = getattr(import_module(module), name)
+        common = {f.name for f in fields(Strategy)}
+        has = [f.name for f in fields(made) if f.name not in common]
+        mine = [f.name for f in fields(self) if f.name not in (*common, "algorithm", "flatten")]
+        given = {name: getattr(self, name) for name in mine if getattr(self, name) is not None}
+        for field_name in given:
+            if field_name not in has:
+                raise StrategyError(
+                    f"BaguaStrategy({self.algorithm!r}) has no field {field_name!r}. It has: {', '.join(has)}."
+                )
+        for f in fields(made):
+            if f.default is MISSING and f.name not in given:
+                raise StrategyError(f"BaguaStrategy({self.algorithm!r}) needs {f.name}=.")
+        inner: Strategy = made(**{name: getattr(self, name) for name in common}, **given)
+        return inner
+
+    # --- what it does is what the algorithm does
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        return self.inner.hook(step)
+
+    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
+        return self.inner.hook_in_graph(step)
+
+    def init(self, param: Any, path: str = "") -> LeafState:
+        return self.inner.init(param, path)
+
+    @property
+    def stateful(self) -> bool:
+        return self.inner.stateful
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return self.inner.cycle
+
+    @property
+    def kinds(self) -> Kinds:
+        return self.inner.kinds
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        self.inner.check_optimizer(optimizer)
+
+    def check_axis(self, axis: Axis) -> None:
+        self.inner.check_axis(axis)
+
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        return self.inner.init_optimizer(optimizer, params, axis)
+
+    def begin(self, params: Tree, states: States, at: Moment, pending: Any) -> Any:
+        return self.inner.begin(params, states, at, pending)
+
+    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
+        return self.inner.update(update, states, at, pending)
+
+    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
+        return self.inner.after_update(params, states, at)
+
+    def settle(self, params: Tree, states: States, at: Moment, pending: Any) -> tuple[Tree, States]:
+        return self.inner.settle(params, states, at, pending)
+
+    def talks_late(self, step: int) -> bool:
+        return self.inner.talks_late(step)
+
+    @property
+    def updates_in_buckets(self) -> bool:
+        return self.inner.updates_in_buckets
+
+    @property
+    def talks_besides(self) -> bool:
+        return self.inner.talks_besides
+
+
+# --- the algorithms that are hooks ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SumReduce(hooks.AllReduce):
+    """The sum of all ranks' gradients."""
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def counts_as(self, axis_size: int) -> float:
+        """What the sum over ranks is multiplied by in derivatives of the result."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class ByteGradSum(hooks.ByteGrad):
+    """The sum of all ranks' gradients in eight bits."""
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def counts_as(self, axis_size: int) -> float:
+        """What the sum over ranks is multiplied by in derivatives of the result."""
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientAllReduce(NodeStrategy):
+    """Every gradient's mean, or sum, at every step: Bagua's gradient_allreduce.
+
+    Args:
+        average: the mean over ranks, or their sum.
+        hierarchical, node_size: sums within nodes of that many ranks, each of which talks about a part to other nodes.
+    """
+
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.average, bool):
+            raise StrategyError(f"{type(self).__name__}.average must be True or False, got {self.average!r}.")
+
+    def hook(self, step: int) -> hooks.CommHook:
+        hook = self._among_ranks
+        return hook if self.node_size is None else ByNode(self.node_size, hook)
+
+    @property
+    def _among_ranks(self) -> hooks.CommHook:
+        return hooks.AllReduce() if self.average else SumReduce()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EightBitGradients(GradientAllReduce):
+    """The same in eight bits, without error feedback: Bagua's bytegrad.
+
+    Args:
+        average: the mean over ranks, or their sum.
+        hierarchical, node_size: sums within nodes of that many ranks, each of which talks about a part to other nodes.
+    """
+
+    @property
+    def _among_ranks(self) -> hooks.CommHook:
+        return hooks.ByteGrad() if self.average else ByteGradSum()

@@ -1,0 +1,185 @@
+"""DiLoCoStrategy: an inner optimizer on each rank, an outer one for all, which talks once in H steps.
+
+    w_r    <- update(w_r, grad f_r(w_r))                        H times, each rank for itself
+    d      =  mean_r (a - w_r)                                  the outer gradient; a is where all ranks began
+    v      <- mu v + d,    a <- a - lr (d + mu v)               Nesterov's momentum, as torch.optim.SGD has it
+    w_r    <- a
+
+Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1. Fragments that
+take turns: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025. With lr = 1 and mu = 0 it is
+local SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ltx import hooks, tree
+from ltx.axis import Axis
+from ltx.errors import StrategyError
+from ltx.hooks.base import check_whole
+from ltx.optim.base import Optimizer
+from ltx.strategies.base import Kinds, Moment, States, Strategy
+from ltx.strategies.fields import check_number, resolve_hook
+from ltx.sync.reduction import LeafState
+from ltx.typing import Tree
+
+#: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.
+ANCHOR, VELOCITY = "anchor", "velocity"
+
+
+@dataclass(frozen=True)
+class DiLoCoStrategy(Strategy):
+    """DiLoCo: `period` steps with local gradients, then one of an outer optimizer with what all ranks have moved.
+
+    What each rank sees: its own parameters, equal to the others' after every `period` steps (those of a fragment, where
+    there are several: never all at once). In between nothing is sent, and nobody waits. ``metrics.loss`` is always the
+    rank's own; :func:`ltx.pmean` gives the mean. Optimizer states stay local.
+
+    The communication state has two tensors a parameter, "anchor" and "velocity", the same on every rank, of the
+    parameter's shape; they are float32 where the parameter is narrower.
+
+    Args:
+        period: inner steps between two outer ones; the papers use 30 to 500.
+        outer_lr, outer_momentum: of the outer optimizer.
+        outer_hook: how outer gradients are averaged: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`, as
+            ``ByteGrad(error_feedback=True)``. What counts steps there counts outer ones.
+        fragments: parameters are cut into so many groups, in the order of their paths and balanced by their bytes.
+            Group j takes its outer step where ``(steps so far + j * period // fragments) % period == 0``, so that at
+            any time only one is sent, of about 1/fragments of the bytes.
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed; more fragments than parameters, complex parameters
+            (when training is initialised).
+
+    Source: see the head of this file. Of the second paper, the overlap of an outer step with the inner ones after it
+    isn't here.
+
+    Example:
+        >>> import torch, ltx
+        >>> strategy = ltx.DiLoCoStrategy(period=1, outer_lr=1.0, outer_momentum=0.0)
+        >>> step = ltx.data_parallel(lambda w, x: (w - x).square() / 2, strategy)
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+        >>> state, x = train.init(torch.tensor(0.0)), torch.tensor([0.0, 4.0])  # two ranks want 0 and 4
+        >>> state, _ = ltx.vmap(train, in_dims=(None, 0))(state, x)
+        >>> state.params
+        tensor([1., 1.])
+    """
+
+    period: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    outer_hook: str | hooks.CommHook = "allreduce"
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, 1, "period", "fragments")
+        check_number(self, "outer_lr", 0)
+        check_number(self, "outer_momentum", 0, below=1)
+        resolve_hook(self, "outer_hook")
+        if self.fragments > self.period:
+            raise StrategyError(
+                f"DiLoCoStrategy.fragments must be at most the period, {self.period}, as one is sent at a time, got "
+                f"{self.fragments!r}."
+            )
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        wide = torch.float32 if param.dtype.itemsize < 4 else param.dtype
+        anchor = param.detach().to(wide, copy=True)
+        return {**self._outer_hook.init(anchor, path), ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
+
+    @property
+    def stateful(self) -> bool:
+        return True
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.period
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(
+            "per_rank", opt_state="per_rank", sync_state="per_rank" if self._outer_hook.stateful else "replicated"
+        )
+
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        leaves, paths = tree.flatten(params)[0], tree.leaf_paths(params)
+        for leaf, path in zip(leaves, paths, strict=True):
+            if leaf.is_complex():
+                raise StrategyError(
+                    f"DiLoCoStrategy keeps real anchors, and parameter {path!r} is {tree.describe(leaf)}. Keep its "
+                    "real and imaginary parts apart (torch.view_as_real)."
+                )
+        if self.fragments > max(1, len(leaves)):
+            raise StrategyError(
+                f"DiLoCoStrategy.fragments must be at most the number of parameters, {len(leaves)}, got "
+                f"{self.fragments!r}."
+            )
+        return super().init_optimizer(optimizer, params, axis)
+
+    def due(self, step: int) -> int | None:
+        """The fragment that takes an outer step after the update of `step`; at most one does."""
+        return next((j for j in range(self.fragments) if self._since(step, j) % self.period == 0), None)
+
+    def _since(self, step: int, fragment: int) -> int:
+        """`step + 1`, counted from where the first outer step of a fragment would have had a whole period before it."""
+        return step + 1 + fragment * self.period // self.fragments
+
+    def talks_late(self, step: int) -> bool:
+        return self.due(step) is not None
+
+    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
+        fragment = self.due(at.step)
+        if fragment is None:
+            return params, states
+        leaves, spec = tree.flatten(params)
+        members = cut([x.numel() * x.dtype.itemsize for x in leaves], self.fragments)[fragment]
+        every = tree.leaf_paths(params)
+        paths = [every[i] for i in members]
+        before = [states[path] for path in paths]
+        # In the anchor's dtype, but without what a narrower parameter rounds off of it: nobody has moved by that.
+        moved = [
+            state[ANCHOR].to(leaves[i].dtype).to(state[ANCHOR].dtype) - leaves[i]
+            for i, state in zip(members, before, strict=True)
+        ]
+        outer_step = self._since(at.step, fragment) // self.period - 1
+        hook = self._outer_hook.at(outer_step)
+        held = [hook.states_of(state) for state in before]
+        grads, advanced = self.exchange(hook, moved, paths, Moment(outer_step, at.axis), held).land()
+        leaves, states = list(leaves), dict(states)
+        for i, path, d, after in zip(members, paths, grads, advanced, strict=True):
+            v = self.outer_momentum * states[path][VELOCITY] + d
+            anchor = states[path][ANCHOR] - self.outer_lr * (d + self.outer_momentum * v)
+            leaves[i] = anchor.to(leaves[i].dtype)
+            states[path] = {**states[path], **after, ANCHOR: anchor, VELOCITY: v}
+        return tree.unflatten(spec, leaves), states
+
+    @property
+    def _outer_hook(self) -> hooks.CommHook:
+        assert isinstance(self.outer_hook, hooks.CommHook)
+        return self.outer_hook
+
+
+def cut(sizes: Sequence[int], parts: int) -> list[range]:
+    """`sizes` in so many runs of about the same sum, none of them empty while there are enough.
+
+    >>> cut([1, 1, 1, 9, 2, 2], 3)
+    [range(0, 3), range(3, 4), range(4, 6)]
+    """
+    runs, start = [], 0
+    for left in range(parts, 0, -1):
+        fair, end, held = sum(sizes[start:]) / left, start, 0
+        while end < len(sizes) - left + 1 and (end == start or left == 1 or held + sizes[end] / 2 <= fair):
+            held += sizes[end]
+            end += 1
+        runs.append(range(start, end))
+        start = end
+    return runs

@@ -1,0 +1,31 @@
+"""Fields that several strategies have: what they may hold, and what they stand for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ltx import hooks
+from ltx.errors import StrategyError
+
+
+def resolve_hook(strategy: Any, name: str) -> hooks.CommHook:
+    """The hook in field `name`. Where that holds the name of a hook, it comes to hold the hook: they are equal."""
+    value = getattr(strategy, name)
+    if isinstance(value, str) and value in hooks.NAMED:
+        value = getattr(hooks, hooks.NAMED[value])()
+        object.__setattr__(strategy, name, value)
+    if not isinstance(value, hooks.CommHook):
+        raise StrategyError(
+            f"{type(strategy).__name__}.{name} must be one of {sorted(hooks.NAMED)} or an ltx.hooks.CommHook, "
+            f"got {value!r}."
+        )
+    return value
+
+
+def check_number(strategy: Any, name: str, least: float, below: float = math.inf) -> None:
+    """Raise unless field `name` is a number from `least` on and less than `below`."""
+    value = getattr(strategy, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < below:
+        allowed = f"of at least {least:g}" if below == math.inf else f"from {least:g} on, and less than {below:g}"
+        raise StrategyError(f"{type(strategy).__name__}.{name} must be a number {allowed}, got {value!r}.")

@@ -1,0 +1,226 @@
+"""LocalSGDStrategy: each rank trains alone, and parameters are averaged now and then (local SGD); before that, all may
+train together for a while (post-local SGD).
+
+    t <  T:   w_r <- update(w_r, mean_s grad f_s(w_s))          over all ranks s
+    t >= T:   w_r <- update(w_r, mean_s grad f_s(w_s))          over the ranks s of r's node, or r alone
+              w_r <- mean_s w_s                                 where (t - T) mod H = 0
+
+    with several periods H_1 < H_2 < ...:
+              w_r <- mean_s w_s over r's group of n_i ranks     with the greatest H_i that divides t
+
+Stich, "Local SGD converges fast and communicates little", ICLR 2019; Lin, Stich, Patel and Jaggi, "Don't use large
+mini-batches, use local SGD", ICLR 2020 (post-local and hierarchical). T is `warmup_steps`, H is `period`; the schedules
+are those of torch.distributed's PeriodicModelAverager and HierarchicalModelAverager, which count the steps as here:
+from 0, and act after the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+
+from ltx import hooks, tree
+from ltx.axis import Axis, inner
+from ltx.errors import StrategyError, UnsupportedError
+from ltx.hooks.base import check_whole
+from ltx.strategies.base import Kinds, Moment, States, Strategy
+from ltx.strategies.fields import resolve_hook
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, sum_of_shares
+from ltx.typing import Tree
+
+#: (period, number of ranks), both ascending.
+Levels = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class LocalSGDStrategy(Strategy):
+    """Post-local SGD: mean gradients for `warmup_steps`, then each rank its own, and parameters averaged periodically.
+
+    What each rank sees: from step `warmup_steps` on (steps are counted from 0) its own parameters, equal to the
+    others' after the updates of steps `warmup_steps`, `warmup_steps + period` and so on. In between nothing is sent,
+    and nobody waits: ``metrics.loss`` is then the rank's own. The optimizer's state isn't averaged.
+
+    With a `subgroup` the ranks of a node share their gradients at every step, and so have the same parameters. Only the
+    header goes further then, the hundred bytes with the loss: ``metrics.loss`` is the mean over all ranks. A node's
+    gradient of a :class:`ltx.Weighted` step is the sum over its samples, divided by the mean weight of all nodes.
+
+    Averaging is a training step's (:func:`ltx.train_step`). :func:`ltx.grad_and_value` and the like give the gradients
+    of a step, local ones after the warm-up, and leave parameters alone.
+
+    Args:
+        period: parameters are averaged after every so many steps. Or several periods, ``{period: number of ranks}``
+            with both ascending: groups of so many contiguous ranks, the last of which is all. Steps are then counted
+            from the first of all, and where several periods divide a step the longest holds.
+        warmup_steps: as long, the mean gradients of all ranks are used.
+        subgroup: the number of ranks of a node, contiguous on the axis.
+        comm_hook: how gradients travel during the warm-up: "allreduce", "fp16", "bf16", or a hook from
+            :mod:`ltx.hooks`. Within nodes, and for parameters, it is the exact mean in their own dtype.
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed; the ranks don't divide into such groups (when
+            training begins; a world of one takes any).
+
+    Source: see the head of this file; torch's ``PostLocalSGDOptimizer`` with ``post_localSGD_hook``.
+
+    Example:
+        >>> import torch, ltx
+        >>> strategy = ltx.LocalSGDStrategy(period=2)
+        >>> step = ltx.data_parallel(lambda w, x: (w - x).square() / 2, strategy)
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+        >>> state, x = train.init(torch.tensor(0.0)), torch.tensor([0.0, 4.0])  # two ranks want 0 and 4
+        >>> state, _ = ltx.vmap(train, in_dims=(None, 0))(state, x)
+        >>> state.params  # averaged
+        tensor([1., 1.])
+        >>> state, _ = ltx.vmap(train)(state, x)
+        >>> state.params
+        tensor([0.5000, 2.5000])
+    """
+
+    period: int | Mapping[int, int] | Levels
+    warmup_steps: int = 0
+    subgroup: int | None = None
+    comm_hook: str | hooks.CommHook = "allreduce"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.period, Mapping):
+            object.__setattr__(self, "period", tuple(self.period.items()))
+        if not (_is_whole(self.period, 1) or _are_levels(self.period)):
+            raise StrategyError(
+                "LocalSGDStrategy.period must be a whole number of at least 1, or {period: number of ranks} with "
+                "periods ascending from 1 and numbers from 2, each of which divides the next one, got "
+                f"{self.period!r}."
+            )
+        check_whole(self, 0, "warmup_steps")
+        if self.subgroup is not None:
+            check_whole(self, 2, "subgroup")
+        resolve_hook(self, "comm_hook")
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        if step < self.warmup_steps:
+            return self._comm_hook.at(step)
+        return None if self.subgroup is None else WithinNode(self.subgroup)
+
+    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
+        refuse_in_warm_up(self, step, self.warmup_steps)
+        return self.hook(step)
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        return self._comm_hook.init(param, path) if self.warmup_steps else {}
+
+    @property
+    def stateful(self) -> bool:
+        return self.warmup_steps > 0  # the count of steps
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return self.warmup_steps, self.period if isinstance(self.period, int) else _levels(self.period)[-1][0]
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(params="per_rank", opt_state="per_rank")
+
+    def check_axis(self, axis: Axis) -> None:
+        if axis.size == 1:
+            return
+        if self.subgroup is not None and axis.size % self.subgroup:
+            raise StrategyError(
+                f"LocalSGDStrategy.subgroup={self.subgroup}: axis {axis.name!r} has {axis.size} ranks, which don't "
+                "divide into nodes of that size. Give a divisor."
+            )
+        if not isinstance(self.period, int) and _levels(self.period)[-1][1] != axis.size:
+            raise StrategyError(
+                f"LocalSGDStrategy.period={self.period}: the last number of ranks must be all of axis {axis.name!r}, "
+                f"{axis.size}."
+            )
+
+    def group(self, step: int, ranks: int) -> int:
+        """Among how many of so many ranks parameters are averaged after the update of `step`; 1: they aren't."""
+        if isinstance(self.period, int):
+            return ranks if averages_at(step, self.warmup_steps, self.period) else 1
+        if step < self.warmup_steps or ranks == 1:
+            return 1
+        return next((size for period, size in reversed(_levels(self.period)) if step % period == 0), 1)
+
+    def talks_late(self, step: int) -> bool:
+        return self.group(step, 2) > 1
+
+    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
+        size = self.group(at.step, at.axis.size)
+        return (params if size == 1 else mean_over(self, params, Moment(at.step, inner(at.axis, size)))), states
+
+    @property
+    def _comm_hook(self) -> hooks.CommHook:
+        assert isinstance(self.comm_hook, hooks.CommHook)
+        return self.comm_hook
+
+
+@dataclass(frozen=True)
+class WithinNode(hooks.CommHook):
+    """The mean over the `ranks` of a node, which are contiguous on the axis."""
+
+    exact: ClassVar[bool] = False  # it isn't that of all ranks
+
+    ranks: int
+
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        return () if axis.size == 1 else (inner(axis, self.ranks),)
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0 if axis_size == 1 else 1.0 / self.ranks
+
+    def reduce(self, share: Share) -> Reduction:
+        assert share.axis is not None
+        if share.axis_size == 1:
+            return (yield from sum_of_shares(share))
+        total = yield Ask("sum", share.flat, axis=inner(share.axis, self.ranks))
+        return total, share.states
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_levels(value: object) -> bool:
+    """Whether `value` is pairs of ascending periods and numbers of ranks, each of which divides the next."""
+    if not (isinstance(value, tuple) and value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)):
+        return False
+    if not all(_is_whole(period, 1) and _is_whole(size, 2) for period, size in value):
+        return False
+    return all(
+        before < period and held < size and size % held == 0 for (before, held), (period, size) in pairwise(value)
+    )
+
+
+def _levels(period: int | Mapping[int, int] | Levels) -> Levels:
+    assert isinstance(period, tuple)
+    return period
+
+
+def averages_at(step: int, start: int, period: int) -> bool:
+    """Whether parameters are averaged after the update of `step`: at `start`, and every `period` after."""
+    return step >= start and (step - start) % period == 0
+
+
+def mean_over(strategy: Strategy, params: Tree, at: Moment) -> Tree:
+    """The mean of the parameters over the ranks of ``at.axis``."""
+    if at.axis.size == 1:
+        return params
+    leaves, spec = tree.flatten(params)
+    means, _ = strategy.exchange(hooks.AllReduce(), leaves, tree.leaf_paths(params), at).land()
+    return tree.unflatten(spec, means)
+
+
+def refuse_in_warm_up(strategy: Strategy, step: int, start: int) -> None:
+    """Raise where a graph that is compiled now would go on with mean gradients for good."""
+    if step < start:
+        raise UnsupportedError(
+            f"{strategy!r} leaves gradients local from step {start} on, and a graph that is compiled now, at step "
+            f"{step}, would reduce them for good. Compile the step inside: ltx.data_parallel(torch.compile(f), "
+            "strategy)."
+        )

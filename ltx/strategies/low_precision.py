@@ -1,0 +1,152 @@
+"""LowPrecisionDecentralized: eight-bit differences of weights around a ring, without error feedback (DCD-PSGD).
+
+    z = x + L/3 + R/3 - 5/3 W          (= the mean of W, L, R, plus what the optimizer has done, less W)
+    d = Q(z), sent to both neighbours
+    L += d_left,  R += d_right,  x = W = W + d
+
+Tang et al., "Communication compression for decentralized training", NeurIPS 2018, algorithm 1, in the form of Bagua's
+"low_precision_decentralized". x are the weights after the optimizer, W this rank's, L and R its neighbours' as they
+know them of each other: all copies of a W are equal bit for bit, as all add the same decoded numbers to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ltx import tree
+from ltx.axis import Axis
+from ltx.errors import StrategyError
+from ltx.hooks import ByteGrad
+from ltx.hooks.base import check_whole
+from ltx.optim.base import Optimizer
+from ltx.strategies.base import Kinds, Moment, States
+from ltx.strategies.nodes import NodeHook, NodeStrategy, across, gathered, part_of, scattered
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, parts_of
+from ltx.typing import Tree
+
+_CODEC = ByteGrad()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecisionDecentralized(NodeStrategy):
+    """Decentralized training on a ring in eight bits a number: two messages of a quarter of float32's bytes a step.
+
+    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Its communication
+    state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half precision. Ranks
+    talk after the optimizer, in :func:`ltx.train_step`; a data-parallel step by itself gives local gradients. Between
+    two ranks there is one message, as left and right are the same rank.
+
+    Args:
+        communication_interval: ranks communicate after every such step, the first included; others are local.
+        hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean of a node's. Each of
+            m ranks sends an m-th of the messages to other nodes, of a grid of its own, and has the same weights
+            afterwards as its node.
+        bucket_bytes: a bucket of parameters has one eight-bit grid, from its least difference to its greatest. So
+            another size of buckets gives slightly different numbers.
+
+    Raises:
+        StrategyError: a field's value isn't allowed; in ``init`` of a train step, that a parameter is complex.
+
+    Example:
+        >>> from ltx.strategies.low_precision import LowPrecisionDecentralized
+        >>> LowPrecisionDecentralized(communication_interval=2).kinds.params
+        'per_rank'
+    """
+
+    communication_interval: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, 1, "communication_interval")
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.communication_interval
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(params="per_rank", opt_state="per_rank")
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        known = param.detach().to(self._ring.wire_dtype(param.dtype))
+        return {name: known.clone(memory_format=torch.contiguous_format) for name in self._ring.state_names}
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.together)
+
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
+            if leaf.is_complex():
+                raise StrategyError(
+                    f"LowPrecisionDecentralized quantizes real parameters, and leaf {path!r} is {leaf.dtype}. Keep its "
+                    "real and imaginary parts apart (torch.view_as_real)."
+                )
+        return super().init_optimizer(optimizer, params, axis)
+
+    def talks_late(self, step: int) -> bool:
+        return step % self.communication_interval == 0
+
+    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
+        if not self.talks_late(at.step):
+            return params, states
+        leaves, spec = tree.flatten(params)
+        paths = tree.leaf_paths(params)
+        landed, known = self.exchange(self._ring, leaves, paths, at, [states[path] for path in paths]).land()
+        # In memory of their own: the state holds the same numbers in a bucket's.
+        return tree.unflatten(spec, [x.clone() for x in landed]), dict(zip(paths, known, strict=True))
+
+
+@dataclass(frozen=True)
+class Ring(NodeHook):
+    """One round: what is given are the weights after the optimizer, what comes out the next ones."""
+
+    exact: ClassVar[bool] = False
+
+    @property
+    def phases(self) -> int:  # type: ignore[override]
+        return 2 if self.node_size == 1 else 4
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("own", "left", "right")
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0 / min(self.node_size, axis_size)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype.itemsize < 4 else dtype
+
+    def reduce(self, share: Share) -> Reduction:
+        m, numel = self.node_size, share.flat.numel()
+        if not numel:
+            return share.flat, share.states
+        known = [torch.cat([state[name].reshape(-1) for state in share.states]) for name in self.state_names]
+        x = yield from scattered(share, m)
+        own, left, right = (part_of(flat, share, m) for flat in known)
+        z = x + left / 3 + right / 3 - own * (5 / 3)
+        message = _CODEC.encode(z[None], None)[0]
+        assert share.axis is not None
+        nodes = across(share.axis, m)
+        from_left = from_right = message
+        if nodes.size > 1:
+            from_left = from_right = yield Ask("permute", message.clone(), None, _shifted(nodes.size, 1), nodes)
+        if nodes.size > 2:
+            from_right = yield Ask("permute", message.clone(), None, _shifted(nodes.size, -1), nodes)
+        # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
+        messages = yield from gathered(torch.stack([message, from_left, from_right]), share, m)
+        changes = [_CODEC.decode(messages[:, i], z.numel(), z.dtype).reshape(-1)[:numel] for i in range(3)]
+        known = [flat + change for flat, change in zip(known, changes, strict=True)]
+        by_leaf = zip(*(parts_of(flat, share.bucket) for flat in known), strict=True)
+        return known[0], [dict(zip(self.state_names, parts, strict=True)) for parts in by_leaf]
+
+
+def _shifted(n: int, by: int) -> tuple[int, ...]:
+    """Every rank sends to the one that is `by` places further."""
+    return tuple(rank for source in range(n) for rank in (source, (source + by) % n))

@@ -1,0 +1,237 @@
+"""Nodes: strategies and hooks that work within the nodes of an axis and among them (Bagua's "hierarchical").
+
+    1. Each rank of a node gets its part of the sum, or mean, over the node.        (reduce-scatter within the node)
+    2. Ranks with the same part do with it what they would do without nodes.        (among nodes)
+    3. Every rank of a node gets all parts.                                         (all-gather within the node)
+
+Bagua reduces to a leader, which alone talks to the other nodes' and broadcasts. Cut in parts, a node sends as much over
+the network (one buffer's worth, each of its m ranks an m-th), and all of its ranks do a part of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ltx.axis import Axis, inner, outer
+from ltx.errors import StrategyError
+from ltx.hooks import CommHook
+from ltx.hooks.base import check_whole
+from ltx.strategies.base import Strategy
+from ltx.sync.buckets import Bucket, leaves_of
+from ltx.sync.reduction import Ask, Reduction, Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeStrategy(Strategy):
+    """A strategy that may be hierarchical.
+
+    Args:
+        hierarchical: whether ranks of a node act as one towards the other nodes.
+        node_size: the number of ranks of each node; they are next to one another.
+    """
+
+    hierarchical: bool = False
+    node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if not isinstance(self.hierarchical, bool):
+            raise StrategyError(f"{name}.hierarchical must be True or False, got {self.hierarchical!r}.")
+        if self.node_size is not None:
+            check_whole(self, 1, "node_size")
+        if self.hierarchical != (self.node_size is not None):
+            raise StrategyError(
+                f"{name}: hierarchical=True and node_size=(the number of ranks of a node) belong together, got "
+                f"hierarchical={self.hierarchical!r}, node_size={self.node_size!r}."
+            )
+
+    @property
+    def together(self) -> int:
+        """How many ranks act as one."""
+        return self.node_size or 1
+
+    def check_axis(self, axis: Axis) -> None:
+        if axis.size > 1 and axis.size % self.together:
+            raise StrategyError(
+                f"{type(self).__name__}.node_size must divide the number of ranks: axis {axis.name!r} has {axis.size}, "
+                f"which aren't nodes of {self.together}."
+            )
+
+
+def node(axis: Axis, size: int) -> Axis:
+    """The ranks of this rank's node; a world of one is a node."""
+    return inner(axis, min(size, axis.size))
+
+
+def across(axis: Axis, size: int) -> Axis:
+    """The ranks that have this rank's place in their nodes."""
+    return outer(axis, min(size, axis.size))
+
+
+@dataclass(frozen=True)
+class NodeHook(CommHook):
+    """A hook that asks for collectives within nodes of `node_size` ranks, and among them."""
+
+    elementwise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+
+    node_size: int
+
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        return node(axis, self.node_size), across(axis, self.node_size)
+
+
+@dataclass(frozen=True)
+class ByNode(NodeHook):
+    """What `hook`, which has no state, makes of the nodes' sums."""
+
+    hook: CommHook
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.hook.exact
+
+    @property
+    def phases(self) -> int:  # type: ignore[override]
+        return self.hook.phases + 2
+
+    def scale(self, axis_size: int) -> float:
+        return self.hook.scale(axis_size)
+
+    def counts_as(self, axis_size: int) -> float:
+        """What the sum over ranks is multiplied by in derivatives of the result."""
+        return self.hook.scale(axis_size)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.hook.wire_dtype(dtype)
+
+    def reduce(self, share: Share) -> Reduction:
+        part = yield from scattered(share, self.node_size)
+        part = yield from among_nodes(self.hook, part, share, self.node_size)
+        parts = yield from gathered(part, share, self.node_size)
+        return parts.reshape(-1)[: share.flat.numel()], share.states
+
+
+@dataclass(frozen=True)
+class ToParts(NodeHook):
+    """The first of the three steps by itself: this rank's part of the node's mean, and zeros."""
+
+    exact: ClassVar[bool] = False
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0 / min(self.node_size, axis_size)
+
+    def reduce(self, share: Share) -> Reduction:
+        part = yield from scattered(share, self.node_size)
+        return _in_place(part, share, self.node_size), share.states
+
+
+@dataclass(frozen=True)
+class AmongNodes(NodeHook):
+    """The second: what `hook` makes of the nodes' parts."""
+
+    exact: ClassVar[bool] = False
+
+    hook: CommHook
+
+    @property
+    def reads_step(self) -> bool:  # type: ignore[override]
+        return self.hook.reads_step
+
+    @property
+    def phases(self) -> int:  # type: ignore[override]
+        return self.hook.phases
+
+    def scale(self, axis_size: int) -> float:
+        return self.hook.scale(axis_size // min(self.node_size, axis_size))
+
+    def reduce(self, share: Share) -> Reduction:
+        part = yield from among_nodes(self.hook, part_of(share.flat, share, self.node_size), share, self.node_size)
+        return _in_place(part, share, self.node_size), share.states
+
+
+@dataclass(frozen=True)
+class FromParts(NodeHook):
+    """The third: all parts of the node's ranks."""
+
+    exact: ClassVar[bool] = False
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def reduce(self, share: Share) -> Reduction:
+        parts = yield from gathered(part_of(share.flat, share, self.node_size), share, self.node_size)
+        return parts.reshape(-1)[: share.flat.numel()], share.states
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+Steps = Generator[Ask, torch.Tensor, torch.Tensor]
+
+
+def scattered(share: Share, node_size: int) -> Steps:
+    """This rank's part of the sum over its node."""
+    assert share.axis is not None
+    mates = node(share.axis, node_size)
+    if mates.size == 1:
+        return share.flat
+    return (yield Ask("reduce_scatter", _parts(share.flat, mates.size), axis=mates))
+
+
+def gathered(mine: torch.Tensor, share: Share, node_size: int) -> Steps:
+    """What each rank of the node has, on a new first dimension."""
+    assert share.axis is not None
+    mates = node(share.axis, node_size)
+    if mates.size == 1:
+        return mine[None]
+    return (yield Ask("all_gather", mine, axis=mates))
+
+
+def among_nodes(hook: CommHook, part: torch.Tensor, share: Share, node_size: int) -> Steps:
+    """What `hook` makes of a part, among the ranks that have the same one in their nodes."""
+    assert share.axis is not None
+    nodes = across(share.axis, node_size)
+    there = replace(
+        share,
+        flat=part,
+        bucket=Bucket(share.bucket.index, (0,), leaves_of([part])),
+        axis_size=nodes.size,
+        rank=share.rank // min(node_size, share.axis_size),
+        states=({},),
+        axis=nodes,
+    )
+    reduction = hook.reduce(there)
+    try:
+        ask = next(reduction)
+        while True:
+            ask.axis = nodes
+            ask = reduction.send((yield ask))
+    except StopIteration as end:
+        result: torch.Tensor = end.value[0]
+        return result
+
+
+def part_of(flat: torch.Tensor, share: Share, node_size: int) -> torch.Tensor:
+    """This rank's part of what all ranks of the node have."""
+    parts = _parts(flat, min(node_size, share.axis_size))
+    place = share.rank % len(parts)
+    if isinstance(place, int):
+        return parts[place]
+    return parts.gather(0, place.reshape(1, 1).expand(1, parts.shape[1]))[0]
+
+
+def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
+    """m equal rows, filled up with zeros."""
+    numel = flat.numel()
+    return (torch.nn.functional.pad(flat, (0, -numel % m)) if numel % m else flat).view(m, -(-numel // m))
+
+
+def _in_place(part: torch.Tensor, share: Share, node_size: int) -> torch.Tensor:
+    """The part where it belongs, and zeros."""
+    rows = torch.arange(min(node_size, share.axis_size), device=part.device)[:, None]
+    return torch.where(rows == share.rank % len(rows), part, 0.0).reshape(-1)[: share.flat.numel()]

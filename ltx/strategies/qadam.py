@@ -1,0 +1,165 @@
+"""QAdam: Adam whose ranks, once its second moment has settled, average momenta in 8 bits instead of gradients.
+
+    steps s <= w:   g = mean_r g_r;     Adam's m, v and step
+    steps s > w:    m_r = b1 m + (1 - b1) g_r;     m = 8-bit mean_r m_r;     v frozen;     Adam's step along m
+
+Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
+algorithm 1, with the 8-bit messages of Bagua's qadam (Gan et al., "BAGUA: scaling up distributed learning with system
+relaxations", VLDB 2022) in place of one bit with error feedback. Adam's step is linear in m, not in g: so m may be
+compressed as gradients may in SGD. The optimizer's part is :func:`ltx.optim.qadam`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ltx import hooks, tree
+from ltx.errors import StrategyError
+from ltx.hooks.base import check_whole
+from ltx.optim import Optimizer
+from ltx.optim.quantized_adam import QAdamOptimizer
+from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated, unchanging
+from ltx.sync.reduction import LeafState, Reduction, Share, parts_of
+
+MOMENTUM = "momentum"
+
+
+@dataclass(frozen=True)
+class MeanMomentum(hooks.CommHook):
+    """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter."""
+
+    exact: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    gives_gradients: ClassVar[bool] = False
+    phases: ClassVar[int] = 2
+
+    beta1: float
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (MOMENTUM,)
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        return {MOMENTUM: torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()}
+
+    def scale(self, axis_size: int) -> float:
+        return (1 - self.beta1) / axis_size
+
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
+        return state[MOMENTUM] * (self.beta1 / axis_size)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return _EIGHT_BITS.wire_dtype(dtype)
+
+    def reduce(self, share: Share) -> Reduction:
+        mean, _ = yield from _EIGHT_BITS.reduce(replace(share, states=[{} for _ in share.states]))
+        return mean, [{MOMENTUM: part} for part in parts_of(mean, share.bucket)]
+
+
+_EIGHT_BITS = hooks.ByteGrad()
+
+
+@dataclass(frozen=True, kw_only=True)
+class QAdam(Strategy):
+    """Adam with mean gradients for `warmup_steps` steps, and 8-bit mean momenta from then on.
+
+    It trains with :func:`ltx.optim.qadam` alone, of the same `warmup_steps` and `betas`, and by
+    :func:`ltx.train_step`: what a data-parallel step of it gives for gradients after the warm-up is the next momentum.
+    Parameters and states are the same on every rank. The loss mustn't be an :class:`ltx.Weighted`.
+
+    The phases don't overlap: the last step of the warm-up is all Adam's, the next one averages momenta. Bagua's loses
+    the gradients of a step in between; ``ltx.optim.qadam(bagua_exact=True)`` does too.
+
+    Args:
+        warmup_steps, betas: the optimizer's.
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed, or the optimizer is another, or its state has
+            counted other steps.
+
+    Example:
+        >>> import torch, ltx
+        >>> from ltx.strategies.qadam import QAdam
+        >>> step = ltx.data_parallel(lambda w, x: (w * x - 1).square().mean(), QAdam(warmup_steps=2))
+        >>> train = ltx.train_step(step, ltx.optim.qadam(0.1, warmup_steps=2))
+        >>> state = train.init(torch.tensor(0.0))
+        >>> for x in torch.ones(4, 3):
+        ...     state, _ = train(state, x)
+        >>> state.params
+        tensor(0.4383)
+    """
+
+    warmup_steps: int
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, 1, "warmup_steps")
+        if not (isinstance(self.betas, tuple) and len(self.betas) == 2 and all(_is_rate(beta) for beta in self.betas)):
+            raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {self.betas!r}.")
+
+    def hook(self, step: int) -> hooks.CommHook:
+        return self._hooks.at(step)
+
+    def hook_in_graph(self, step: int) -> hooks.CommHook:
+        return unchanging(self._hooks, step)
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        return self._hooks.init(param, path)
+
+    @property
+    def _hooks(self) -> hooks.CommHook:
+        return hooks.after(self.warmup_steps, MeanMomentum(self.betas[0]))
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return self.warmup_steps, 1
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(sync_state="replicated")
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, QAdamOptimizer):
+            raise StrategyError(
+                f"QAdam averages the momenta of its own optimizer, got {optimizer!r}. Use "
+                f"ltx.optim.qadam(lr, warmup_steps={self.warmup_steps}), by itself: what comes before it in a chain "
+                "would take momenta for gradients."
+            )
+        for name in ("warmup_steps", "betas"):
+            mine, its = getattr(self, name), getattr(optimizer, name)
+            if mine != its:
+                raise StrategyError(
+                    f"QAdam.{name} must be the optimizer's: got {mine!r}, and {its!r} in {optimizer!r}."
+                )
+
+    def update(self, update: Update, states: States, at: Moment, pending: None) -> Updated:
+        count = update.opt_state.count
+        if count != at.step:
+            raise StrategyError(
+                f"QAdam: the optimizer's state has counted {count} steps and the communication state {at.step}, so "
+                "they may be in different phases. Use the two that one step returned."
+            )
+        params, opt_state = update.apply()
+        if at.step + 1 == self.warmup_steps:
+            moments = update.optimizer.leaf_states(opt_state, params)
+            states = _with_momenta(states, dict(zip(tree.leaf_paths(params), moments, strict=True)))
+        return Updated(params, opt_state, states)
+
+
+def _with_momenta(states: States, moments: Mapping[str, LeafState]) -> States:
+    """The states that the second phase begins with: copies of Adam's momenta."""
+    return {
+        path: {**state, MOMENTUM: moments[path]["exp_avg"].to(state[MOMENTUM].dtype, copy=True)}
+        for path, state in states.items()
+    }
+
+
+def _is_rate(beta: object) -> bool:
+    return isinstance(beta, int | float) and not isinstance(beta, bool) and 0 <= beta < 1

@@ -1,0 +1,197 @@
+"""BaguaStrategy as a value, its bad fields, and what its gradient algorithms send."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import AxisError, LtxError, StrategyError
+from ltx.strategies.bagua import ALGORITHMS
+
+Ranks = Callable[[int], ltx.Pool]
+
+VALUES = [
+    ltx.BaguaStrategy("gradient_allreduce"),
+    ltx.BaguaStrategy("gradient_allreduce", average=False),
+    ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=4),
+    ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
+    ltx.BaguaStrategy("low_precision_decentralized", communication_interval=2, bucket_bytes=1 << 20),
+]
+
+
+@pytest.mark.parametrize("strategy", VALUES, ids=repr)
+def test_is_a_value(strategy: ltx.BaguaStrategy) -> None:
+    copy = dataclasses.replace(strategy)
+    assert copy == strategy
+    assert hash(copy) == hash(strategy)
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert pickle.loads(pickle.dumps(strategy)).inner == strategy.inner
+    assert sum(strategy == other for other in VALUES) == 1
+    assert eval(repr(strategy), {"BaguaStrategy": ltx.BaguaStrategy}) == strategy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        strategy.algorithm = "bytegrad"
+
+
+def test_repr_says_what_differs_from_the_defaults() -> None:
+    strategy = ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one")
+    assert repr(strategy) == "BaguaStrategy('decentralized', peer_selection_mode='shift_one')"
+    assert repr(ltx.BaguaStrategy("bytegrad", bucket_bytes=9)) == "BaguaStrategy('bytegrad', bucket_bytes=9)"
+
+
+def test_replace_changes_the_algorithm_too() -> None:
+    strategy = dataclasses.replace(ltx.BaguaStrategy("decentralized"), communication_interval=3)
+    assert strategy.talks_besides
+    assert strategy.inner.communication_interval == 3
+    assert dataclasses.replace(strategy, algorithm="low_precision_decentralized").talks_late(3)
+    with pytest.raises(StrategyError, match="has no field 'communication_interval'"):
+        dataclasses.replace(strategy, algorithm="bytegrad")
+
+
+NAMES = "['gradient_allreduce', 'bytegrad', 'decentralized', 'low_precision_decentralized', 'qadam', 'async']"
+TOGETHER = "hierarchical=True and node_size=(the number of ranks of a node) belong together, got hierarchical="
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fields", "text"),
+    [
+        ("byte_grad", {}, f"BaguaStrategy.algorithm must be one of {NAMES}, got 'byte_grad'."),
+        (None, {}, f"BaguaStrategy.algorithm must be one of {NAMES}, got None."),
+        (
+            "bytegrad",
+            {"peer_selection_mode": "all"},
+            "BaguaStrategy('bytegrad') has no field 'peer_selection_mode'. It has: hierarchical, node_size, average.",
+        ),
+        (
+            "decentralized",
+            {"average": True},
+            "BaguaStrategy('decentralized') has no field 'average'. It has: hierarchical, node_size, "
+            "peer_selection_mode, communication_interval.",
+        ),
+        ("bytegrad", {"average": 1}, "EightBitGradients.average must be True or False, got 1."),
+        ("bytegrad", {"flatten": 1}, "BaguaStrategy.flatten must be True or False, got 1."),
+        ("bytegrad", {"bucket_bytes": 0}, "BaguaStrategy.bucket_bytes must be a positive number of bytes, got 0."),
+        ("bytegrad", {"hierarchical": True}, f"EightBitGradients: {TOGETHER}True, node_size=None."),
+        ("bytegrad", {"node_size": 2}, f"EightBitGradients: {TOGETHER}False, node_size=2."),
+        (
+            "bytegrad",
+            {"hierarchical": 1, "node_size": 2},
+            "EightBitGradients.hierarchical must be True or False, got 1.",
+        ),
+        (
+            "bytegrad",
+            {"hierarchical": True, "node_size": 0},
+            "EightBitGradients.node_size must be a whole number of at least 1, got 0.",
+        ),
+        (
+            "decentralized",
+            {"peer_selection_mode": "shift_two"},
+            'Decentralized.peer_selection_mode must be "all" or "shift_one", got \'shift_two\'.',
+        ),
+        (
+            "decentralized",
+            {"communication_interval": 0},
+            "Decentralized.communication_interval must be a whole number of at least 1, got 0.",
+        ),
+        (
+            "low_precision_decentralized",
+            {"communication_interval": 1.5},
+            "LowPrecisionDecentralized.communication_interval must be a whole number of at least 1, got 1.5.",
+        ),
+    ],
+)
+def test_bad_fields(algorithm: Any, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        ltx.BaguaStrategy(algorithm, **fields)
+    assert str(raised.value) == text
+    assert isinstance(raised.value, LtxError)
+    assert isinstance(raised.value, ValueError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demanding(ltx.Strategy):
+    """An algorithm with a field that has no default."""
+
+    warmup_steps: int
+
+
+def test_an_algorithm_may_need_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "qadam", (__name__, "Demanding"))
+    assert ltx.BaguaStrategy("qadam", warmup_steps=3).inner == Demanding(warmup_steps=3)
+    with pytest.raises(StrategyError) as raised:
+        ltx.BaguaStrategy("qadam")
+    assert str(raised.value) == "BaguaStrategy('qadam') needs warmup_steps=."
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
+)
+def test_nodes_must_divide_the_ranks(algorithm: str) -> None:
+    strategy = ltx.BaguaStrategy(algorithm, hierarchical=True, node_size=2)
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    text = r"node_size must divide the number of ranks: axis 'data' has 3, which aren't nodes of 2\."
+    with pytest.raises(StrategyError, match=text):
+        ltx.vmap(lambda x: train(train.init({"w": torch.ones(3)}), x))(torch.ones(3, 3))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (params["w"] * x).sum()
+
+
+@pytest.mark.parametrize("fields", [{}, {"hierarchical": True, "node_size": 2}], ids=str)
+def test_sums_and_means_without_a_train_step(fields: dict[str, Any], seed: int) -> None:
+    """Also of a bucket that doesn't divide into parts, of empty ones and of half precision."""
+    params = {"w": torch.randn(7), "none": torch.randn(0), "half": torch.randn((), dtype=torch.float16)}
+    x = torch.randn(4, 7)
+
+    def step(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (params["w"] * x).sum() + params["none"].sum() + params["half"].float() * x[0]
+
+    for average, whole in ((True, x.mean(0)), (False, x.sum(0))):
+        for algorithm, off in (("gradient_allreduce", 1e-6), ("bytegrad", 0.2)):
+            strategy = ltx.BaguaStrategy(algorithm, average=average, **fields)
+            grads = ltx.vmap(torch.func.grad(ltx.data_parallel(step, strategy)), in_dims=(None, 0))(params, x)
+            torch.testing.assert_close(grads["w"], whole.expand(4, 7), rtol=off, atol=off)
+            half = whole[0].to(torch.float16).expand(4)
+            torch.testing.assert_close(grads["half"], half, rtol=max(off, 2e-3), atol=max(off, 2e-3))
+
+
+def recorded(strategy: ltx.BaguaStrategy) -> tuple[bool, int, list[tuple[str, int]]]:
+    """(whether explain had said so, what it said, what was issued for gradients)"""
+    step, params = ltx.data_parallel(loss, strategy), {"w": torch.ones(1000)}
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    state = train.init(params)
+    state, _ = train(state, torch.ones(1000))
+    said = ltx.explain(train, state)
+    with ltx.record() as trace:
+        train(state, torch.ones(1000))
+    return said.matches(trace), said.bytes, [(e.operation, e.nbytes) for e in trace.buckets]
+
+
+def test_a_node_sends_as_much_to_others_as_one_rank_would(ranks: Ranks) -> None:
+    """Of float32: a rank gets half of its node's sum, shares it with the other node, gives its node the result."""
+    nodes = {"hierarchical": True, "node_size": 2}
+    for algorithm, among in (
+        ("gradient_allreduce", [("sum", 2000)]),
+        # A grid of two numbers and a byte for each of 250, to the other node; and the same back.
+        ("bytegrad", [("exchange", 258), ("all_gather", 258)]),
+    ):
+        for matches, said, issued in ranks(4).run(recorded, ltx.BaguaStrategy(algorithm, **nodes)):
+            assert issued == [("reduce_scatter", 2000), *among, ("all_gather", 2000)]
+            assert said == sum(nbytes for _, nbytes in issued)
+            assert matches
+
+
+def test_nodes_must_divide_the_ranks_of_any_step() -> None:
+    strategy = ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=3)
+    with pytest.raises(AxisError, match="which don't divide into nodes of 3"):
+        ltx.vmap(lambda g: ltx.sync_gradients(g, strategy)[0])(torch.ones(4, 2))
