@@ -35,6 +35,8 @@ STRATEGIES: dict[str, ltx.Strategy] = {
     "bytegrad": ltx.DDPStrategy(comm_hook=HOOKS["bytegrad"]),
     "powersgd": ltx.DDPStrategy(comm_hook=HOOKS["powersgd"]),
     "topk": ltx.DDPStrategy(comm_hook=HOOKS["topk"]),
+    "local": ltx.LocalSGDStrategy(period=4),
+    "gossip": ltx.BaguaStrategy("decentralized"),
 }
 
 BITS_S = {"1gbit": 1e9, "100mbit": 1e8}
