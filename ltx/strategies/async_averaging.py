@@ -140,6 +140,10 @@ class AsyncAveraging(Strategy):
         return self.warmup_steps > 0  # for the count of steps
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return self.warmup_steps, 1 if self.schedule is None else self.schedule[0]
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds(params="per_rank", opt_state="per_rank")
 
