@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from ltx import hooks, tree
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
@@ -202,7 +202,7 @@ class AsyncAveraging(Strategy):
         """Begin a round; where that does it all, what it comes to waits in the states."""
         leaves = tree.flatten(params)[0]
         mean = self._exchange(params, at, settling=0)
-        if isinstance(at.axis.backing, GroupBacking):
+        if isinstance(at.axis.backing, GroupBacking | ShapesBacking):
             return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
         landed, _ = mean.land()
         paths = tree.leaf_paths(params)

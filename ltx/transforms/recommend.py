@@ -12,18 +12,21 @@ from typing import Any, Literal, get_args
 from ltx import hooks
 from ltx.axis import DEFAULT_NAME, Axis
 from ltx.errors import AxisError, StrategyError
-from ltx.optim import Optimizer
+from ltx.optim import Optimizer, qadam
 from ltx.strategies import DDPStrategy, Strategy
 from ltx.strategies.bagua import BaguaStrategy
 from ltx.strategies.diloco import DiLoCoStrategy
+from ltx.strategies.horovod import HorovodStrategy
 from ltx.strategies.local_sgd import LocalSGDStrategy
+from ltx.strategies.zero import ZeroStrategy
 from ltx.transforms.explain import aligned, format_bytes
 from ltx.transforms.plan import Cost, format_seconds, plan, short
 from ltx.typing import Tree
 
 #: What a strategy does to the training, from nothing to most: the mean gradient itself; the same rounded; with a part
-#: held back for later steps; gradients of older parameters; parameters that differ between ranks.
-Effect = Literal["exact", "rounded", "compressed", "stale", "local"]
+#: held back for later steps; something else than the mean; parameters of others that are some steps old; parameters
+#: that differ between ranks.
+Effect = Literal["exact", "rounded", "compressed", "combined", "stale", "local"]
 
 #: Times that differ by less count as equal.
 TIE = 0.02
@@ -64,6 +67,16 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate(BaguaStrategy("decentralized", peer_selection_mode="shift_one"), "local", "means of pairs that change"),
     Candidate(LocalSGDStrategy(period=8), "local", "alone for 8 steps, then the mean of parameters"),
     Candidate(DiLoCoStrategy(period=30), "local", "alone for 30 steps, then a step of an outer optimizer for all"),
+    Candidate(ZeroStrategy(), "exact", "the mean gradient; each rank keeps its part of the optimizer's state"),
+    Candidate(HorovodStrategy(op="adasum"), "combined", "sums of updates that differ, means of those that agree"),
+    Candidate(
+        BaguaStrategy("qadam", warmup_steps=1000),
+        "compressed",
+        "momenta in 8 bits; exact for the first 1,000 steps",
+        qadam(warmup_steps=1000),
+    ),
+    Candidate(BaguaStrategy("low_precision_decentralized"), "local", "8 bits of each step to two neighbours"),
+    Candidate(BaguaStrategy("async", schedule=(8, 4)), "stale", "means of parameters every 8 steps, landing 4 later"),
 )
 
 
