@@ -127,26 +127,31 @@ class Ring(NodeHook):
         m, numel = self.node_size, share.flat.numel()
         if not numel:
             return share.flat, share.states
-        known = [torch.cat([state[name].reshape(-1) for state in share.states]) for name in self.state_names]
-        x = yield from scattered(share, m)
-        own, left, right = (part_of(flat, share, m) for flat in known)
-        z = torch.add(x, left, alpha=1 / 3).add_(right, alpha=1 / 3).add_(own, alpha=-5 / 3)
-        message = _CODEC.encode(z[None], None)[0]
         assert share.axis is not None
         nodes = across(share.axis, m)
-        from_left = from_right = message
-        if nodes.size > 1:
-            from_left = from_right = yield Ask("permute", message.clone(), None, _shifted(nodes.size, 1), nodes)
-        if nodes.size > 2:
-            from_right = yield Ask("permute", message.clone(), None, _shifted(nodes.size, -1), nodes)
+        # Of two places left and right are the same one, which is known once.
+        names = self.state_names[: 2 if nodes.size == 2 else 3]
+        known = [torch.cat([state[name].reshape(-1) for state in share.states]) for name in names]
+        x = yield from scattered(share, m)
+        own, *others = (part_of(flat, share, m) for flat in known)
+        z = torch.add(x, own, alpha=-5 / 3)
+        for other in others:
+            z.add_(other, alpha=2 / 3 / len(others))
+        messages = [_CODEC.encode(z[None], None)[0]]
+        for by in (1, -1)[: len(others)]:
+            message = messages[0]
+            if nodes.size > 1:
+                message = yield Ask("permute", message.clone(), None, _shifted(nodes.size, by), nodes)
+            messages.append(message)
         # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
-        messages = yield from gathered(torch.stack([message, from_left, from_right]), share, m)
+        arrived = yield from gathered(torch.stack(messages), share, m)
         for i, flat in enumerate(known):
-            change = _CODEC.decode(messages[:, i], z.numel(), z.dtype).reshape(-1)[:numel]
+            change = _CODEC.decode(arrived[:, i], z.numel(), z.dtype).reshape(-1)[:numel]
             # Under vmap what ranks don't share yet can't be written into.
             known[i] = flat.add_(change) if is_plain(flat) else flat + change
-        by_leaf = zip(*(parts_of(flat, share.bucket) for flat in known), strict=True)
-        return known[0], [dict(zip(self.state_names, parts, strict=True)) for parts in by_leaf]
+        parts = [parts_of(flat, share.bucket) for flat in known]
+        by_leaf = zip(parts[0], parts[1], parts[-1], strict=True)
+        return known[0], [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
 
 
 def _shifted(n: int, by: int) -> tuple[int, ...]:
