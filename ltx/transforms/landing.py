@@ -1,0 +1,170 @@
+"""The second half of an eager training step: the backward pass, and what lands of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ltx import collectives, tree, wire
+from ltx.axis import Axis
+from ltx.errors import WeightError
+from ltx.optim import Optimizer
+from ltx.strategies.base import Update
+from ltx.sync.schedule import WireSchedule
+from ltx.transforms.train_state import TrainState
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the backward pass has come to: the reduced gradients; or, by bucket, None and what the optimizer made."""
+
+    grads: list[torch.Tensor] | None
+    sync_flat: list[torch.Tensor]
+    params: Tree = None
+    opt_state: Tree = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The second half of an eager step: backward pass, landing, optimizer."""
+
+    optimizer: Optimizer
+    by_bucket: bool  # the optimizer runs as buckets land
+    state: TrainState
+    leaves: list[torch.Tensor]  # differentiable leaves of this step's graph
+    trained: list[int]  # their positions among the parameters' leaves
+    sync_leaves: list[torch.Tensor]
+    donate: bool
+    loss_scale: float = 1.0
+
+    def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
+        """Gradients of `total`, times the loss scale, with respect to parameters; and the next communication state."""
+        if self.loss_scale != 1:
+            with torch.enable_grad():
+                total = total * self.loss_scale
+        inputs = [*self.leaves, *self.sync_leaves]
+        if not inputs or not total.requires_grad:
+            return [None] * len(inputs)
+        # Not autograd.grad: accumulating lays each gradient out as its parameter, which the optimizers' kernels want,
+        # while it is still in the cache.
+        torch.autograd.backward(total, inputs=inputs)
+        return [x.grad for x in inputs]
+
+    def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> Done:
+        """Without a wire: all gradients are there after the backward pass. `divisor`: that of a Weighted's."""
+        found = self.backward(total)
+        count = len(self.leaves)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
+        if divisor is not None:
+            grads = [g / divisor.to(g.dtype) for g in grads]
+        if self.loss_scale != 1:
+            grads = [g * (1 / self.loss_scale) for g in grads]
+        states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
+        return Done(grads, [x.detach() for x in states])
+
+    def land(self, schedule: WireSchedule, weighted: bool) -> tuple[Done, wire.Header]:
+        """Land every bucket and the header, then update; or bucket by bucket, with overlap="update"."""
+        scale = (self._weighted_scale(schedule) if weighted else 1.0) / self.loss_scale
+        grads: dict[int, torch.Tensor] = {}
+        states: dict[int, list[torch.Tensor]] = {}
+        params, opt_state, targets = self._in_place() if self.by_bucket else (None, None, None)
+        for bucket, landed, next_states in schedule.land_each():
+            if scale != 1:
+                torch._foreach_mul_(landed, scale)
+            given = iter(next_states)
+            states.update((m, [next(given) for _ in schedule.plan.state_names[m]]) for m in bucket.members)
+            if targets is None:
+                grads.update(zip(bucket.members, landed, strict=True))
+            else:
+                self._apply_bucket(bucket.members, landed, targets)
+        header = schedule.finish()
+        assert header is not None
+        flat = self._flat_states(schedule, states)
+        if targets is None:
+            return Done([grads[m] for m in range(len(self.leaves))], flat), header
+        return Done(None, flat, params, self.optimizer.advance(opt_state)), header
+
+    def _weighted_scale(self, schedule: WireSchedule) -> float:
+        assert schedule.header is not None
+        weight = float(schedule.header.wait().weight)
+        if weight == 0:
+            schedule.drain()  # every rank raises: leave the channels in step
+            raise WeightError(
+                "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. "
+                "Give at least one rank a sample, or skip the step on all of them."
+            )
+        return schedule.plan.axis.size / weight
+
+    def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
+        """The optimizer's part, with the reduced gradients, which nobody else holds: `grads` is emptied."""
+        leaves, spec = tree.flatten(self.state.params)
+        by_place = dict(zip(self.trained, grads, strict=True))
+        grads.clear()
+        filled = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
+        return Update(
+            self.optimizer,
+            self.state.params,
+            tree.unflatten(spec, filled),
+            self.state.opt_state,
+            self.donate,
+            finite,
+        )
+
+    def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
+        """Parameters and optimizer state to be updated in place: the state's own, or copies."""
+        params, opt_state = self.state.params, self.state.opt_state
+        if not self.donate:
+            params, opt_state = tree.map(torch.clone, params), tree.map(torch.clone, opt_state)
+        leaves = tree.flatten(params)[0]
+        return params, opt_state, (leaves, self.optimizer.leaf_states(opt_state, params), self.state.step)
+
+    def _apply_bucket(
+        self, members: Sequence[int], grads: list[torch.Tensor], targets: tuple[list[torch.Tensor], list[Any], int]
+    ) -> None:
+        params, states, count = targets
+        at = [self.trained[m] for m in members]
+        with torch.no_grad():
+            self.optimizer.apply_leaves(grads, [states[i] for i in at], [params[i] for i in at], count)
+
+    def _flat_states(self, schedule: WireSchedule, states: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The next communication state in the order of its leaves."""
+        paths = tree.leaf_paths(self.state.params)
+        entries = {path: dict(entry) for path, entry in self.state.sync_state.leaves.items()}
+        for member, tensors in states.items():
+            names = schedule.plan.state_names[member]
+            if names:
+                entries[paths[self.trained[member]]].update(zip(names, tensors, strict=True))
+        return [x.detach() for x in tree.flatten(entries)[0]]
+
+
+def mean_at_once(
+    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(mean loss, sum of the weights), without a header; None for the weights of an unweighted step.
+
+    `local`: where ranks don't share gradients, they needn't wait for one another to share losses.
+    """
+    total, alone = total.detach(), local or axis.size == 1
+    if weight is None:
+        mean: torch.Tensor = total if alone else collectives.pmean(total, axis)
+        return mean, None
+    if not alone:
+        total, weight = collectives.psum((total, weight), axis)
+    if bool(weight == 0):
+        if local and axis.size > 1:  # no data on this rank, whose peers go on: no gradient either
+            return torch.full_like(total, float("nan")), torch.ones_like(weight)
+        raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
+    return total / weight, weight
+
+
+def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether any element isn't finite: a 0-dim bool tensor."""
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.tensor(False)
+    found = [g.isfinite().all().logical_not().to(grads[0].device) for g in grads]
+    return torch.stack(found).any()
