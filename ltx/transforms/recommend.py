@@ -55,6 +55,7 @@ def _hook(hook: hooks.CommHook, effect: Effect, reason: str) -> Candidate:
 
 CANDIDATES: tuple[Candidate, ...] = (
     _hook(hooks.AllReduce(), "exact", "the mean gradient at every step, as one large batch"),
+    Candidate(ZeroStrategy(), "exact", "the mean gradient; each rank keeps its part of the optimizer's state"),
     _hook(hooks.BF16(), "rounded", "gradients in bfloat16: 8 bits of precision, float32's range"),
     _hook(hooks.FP16(), "rounded", "gradients in float16: 11 bits of precision, overflows beyond 65504"),
     _hook(hooks.error_feedback(hooks.ByteGrad()), "compressed", "8 bits a gradient, and what is lost is sent later"),
@@ -63,20 +64,19 @@ CANDIDATES: tuple[Candidate, ...] = (
     _hook(
         hooks.after(1000, hooks.TopK(0.01)), "compressed", "1% of the numbers, the rest later; 1,000 exact steps first"
     ),
-    Candidate(BaguaStrategy("decentralized"), "local", "the ranks' mean parameters, and each its own step from there"),
-    Candidate(BaguaStrategy("decentralized", peer_selection_mode="shift_one"), "local", "means of pairs that change"),
-    Candidate(LocalSGDStrategy(period=8), "local", "alone for 8 steps, then the mean of parameters"),
-    Candidate(DiLoCoStrategy(period=30), "local", "alone for 30 steps, then a step of an outer optimizer for all"),
-    Candidate(ZeroStrategy(), "exact", "the mean gradient; each rank keeps its part of the optimizer's state"),
-    Candidate(HorovodStrategy(op="adasum"), "combined", "sums of updates that differ, means of those that agree"),
     Candidate(
         BaguaStrategy("qadam", warmup_steps=1000),
         "compressed",
         "momenta in 8 bits; exact for the first 1,000 steps",
         qadam(warmup_steps=1000),
     ),
-    Candidate(BaguaStrategy("low_precision_decentralized"), "local", "8 bits of each step to two neighbours"),
+    Candidate(HorovodStrategy(op="adasum"), "combined", "sums of updates that differ, means of those that agree"),
     Candidate(BaguaStrategy("async", schedule=(8, 4)), "stale", "means of parameters every 8 steps, landing 4 later"),
+    Candidate(BaguaStrategy("decentralized"), "local", "the ranks' mean parameters, and each its own step from there"),
+    Candidate(BaguaStrategy("decentralized", peer_selection_mode="shift_one"), "local", "means of pairs that change"),
+    Candidate(LocalSGDStrategy(period=8), "local", "alone for 8 steps, then the mean of parameters"),
+    Candidate(DiLoCoStrategy(period=30), "local", "alone for 30 steps, then a step of an outer optimizer for all"),
+    Candidate(BaguaStrategy("low_precision_decentralized"), "local", "8 bits of each step to two neighbours"),
 )
 
 
@@ -147,7 +147,7 @@ def recommend(
     Example:
         >>> import torch, ltx
         >>> params = {"w": torch.empty(5000, 5000, device="meta")}
-        >>> best, *others = ltx.recommend(params, world=8, bandwidth=100e9, latency=1e-5, compute_s=0.5)
+        >>> best, *others = ltx.recommend(params, world=8, bandwidth=400e9, latency=1e-5, compute_s=2.0)
         >>> best.strategy == ltx.DDPStrategy(), best.effect
         (True, 'exact')
     """
