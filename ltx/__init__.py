@@ -90,8 +90,11 @@ if TYPE_CHECKING:
 
     # --- transformations
     from ltx.transforms.mixed_precision import mixed_precision as mixed_precision
+    from ltx.transforms.plan import Cost as Cost
+    from ltx.transforms.plan import plan as plan
     from ltx.transforms.precision import DynamicLossScale as DynamicLossScale
     from ltx.transforms.precision import Precision as Precision
+    from ltx.transforms.recommend import recommend as recommend
 
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
@@ -104,6 +107,9 @@ _LATER = {
     "mixed_precision": "ltx.transforms.mixed_precision",
     "DynamicLossScale": "ltx.transforms.precision",
     "Precision": "ltx.transforms.precision",
+    "Cost": "ltx.transforms.plan",
+    "plan": "ltx.transforms.plan",
+    "recommend": "ltx.transforms.recommend",
 }
 
 __version__ = "0.1.0"

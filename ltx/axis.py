@@ -8,7 +8,7 @@ set by ``ltx.init``, and inside them those that :func:`vmap` opens while its fun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -74,10 +74,13 @@ class ShapesBacking:
     Attributes:
         rank: the one that is looked at.
         answer: ``(operation, buffer, arguments, number of ranks)`` -> what that collective would give.
+        exchange: makes a strategy's exchanges in place of :class:`ltx.sync.exchange.Exchange`, if given: ``(plan,
+            tensors, states, background, paths)``.
     """
 
     rank: int
     answer: Callable[[str, torch.Tensor, tuple[int, ...], int], torch.Tensor] = field(repr=False)
+    exchange: Callable[..., Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,8 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
             return opened
         case VmapBacking(part=None, level=level):
             return Axis(name, part.count, VmapBacking(level, part))
-        case ShapesBacking(rank=rank, answer=answer):
-            return Axis(name, part.count, ShapesBacking(part.place(rank), answer))
+        case ShapesBacking(rank=rank) as backing:
+            return Axis(name, part.count, replace(backing, rank=part.place(rank)))
     raise AxisError(f"axis {axis.name!r} is a part of a simulated axis, which can't be divided further.")
 
 

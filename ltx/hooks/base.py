@@ -71,12 +71,20 @@ class CommHook:
         """
         return {}
 
+    @property
+    def settled_from(self) -> int:
+        """The number of steps after which :meth:`at` gives the same hook at every step."""
+        return 0
+
     def states_of(self, entries: LeafState) -> LeafState:
         """The part of a leaf's state that this hook reads."""
         return {name: entries[name] for name in self.state_names if name in entries}
 
     def at(self, step: int) -> CommHook:
-        """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged."""
+        """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged.
+
+        What the hook in force asks for has the same shapes at every step.
+        """
         return self
 
     def in_graph(self, step: int) -> CommHook | None:

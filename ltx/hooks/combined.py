@@ -43,6 +43,10 @@ class After(CommHook):
     def at(self, step: int) -> CommHook:
         return self.first.at(step) if step < self.step else self.hook.at(step)
 
+    @property
+    def settled_from(self) -> int:
+        return max(self.step, self.hook.settled_from)
+
     def in_graph(self, step: int) -> CommHook | None:
         return None if step < self.step else self.hook.in_graph(step)
 
@@ -129,6 +133,10 @@ class Chain(LossyHook):
     def at(self, step: int) -> CommHook:
         hook, inner = self.hook.at(step), self.inner.at(step)
         return self if (hook, inner) == (self.hook, self.inner) else replace(self, hook=hook, inner=inner)
+
+    @property
+    def settled_from(self) -> int:
+        return max(self.hook.settled_from, self.inner.settled_from)
 
     def in_graph(self, step: int) -> CommHook | None:
         hook, inner = self.hook.in_graph(step), self.inner.in_graph(step)

@@ -60,6 +60,10 @@ class PowerHook(LossyHook):
     def at(self, step: int) -> CommHook:
         return AllReduce() if step < self.start_step else self
 
+    @property
+    def settled_from(self) -> int:
+        return self.start_step
+
     def in_graph(self, step: int) -> CommHook | None:
         return self if step >= self.start_step else None
 

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from ltx import hooks, tree
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
@@ -140,6 +140,10 @@ class AsyncAveraging(Strategy):
         return self.warmup_steps > 0  # for the count of steps
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return self.warmup_steps, 1 if self.schedule is None else self.schedule[0]
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds(params="per_rank", opt_state="per_rank")
 
@@ -198,7 +202,7 @@ class AsyncAveraging(Strategy):
         """Begin a round; where that does it all, what it comes to waits in the states."""
         leaves = tree.flatten(params)[0]
         mean = self._exchange(params, at, settling=0)
-        if isinstance(at.axis.backing, GroupBacking):
+        if isinstance(at.axis.backing, GroupBacking | ShapesBacking):
             return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
         landed, _ = mean.land()
         paths = tree.leaf_paths(params)

@@ -124,6 +124,10 @@ class BaguaStrategy(Strategy):
         return self.inner.stateful
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return self.inner.cycle
+
+    @property
     def kinds(self) -> Kinds:
         return self.inner.kinds
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import tree
-from ltx.axis import Axis
+from ltx.axis import Axis, ShapesBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer
@@ -280,6 +280,15 @@ class Strategy:
             or mine.after_update is not Strategy.after_update
         )
 
+    @property
+    def cycle(self) -> tuple[int, int]:
+        """(first, length): from step `first` on, what a step sends repeats itself every `length` steps.
+
+        :func:`ltx.plan` takes its mean over that many steps.
+        """
+        hook = self.hook(0)
+        return (0 if hook is None else hook.settled_from), 1
+
     def exchange(
         self,
         hook: CommHook,
@@ -304,6 +313,10 @@ class Strategy:
                 peers can do the step again with it.
         """
         plan = self._plan(hook, tensors, paths, at, states, background)
+        backing = at.axis.backing
+        if isinstance(backing, ShapesBacking) and backing.exchange is not None:
+            watched: Exchange = backing.exchange(plan, tensors, states, background, paths)
+            return watched
         return Exchange(plan, tensors, states, background, midway)
 
     def meet(

@@ -117,6 +117,11 @@ class DDPStrategy(Strategy):
         return self._hook.stateful or self.start_local_sgd_step is not None  # which needs the count of steps
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        start, period = self.start_local_sgd_step, self.model_averaging_period
+        return (self._hook.settled_from, 1) if start is None else (start, period or 1)
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds() if self.start_local_sgd_step is None else Kinds(params="per_rank", opt_state="per_rank")
 

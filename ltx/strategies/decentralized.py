@@ -70,6 +70,10 @@ class Decentralized(NodeStrategy):
         check_whole(self, 1, "communication_interval")
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.communication_interval
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds(params="per_rank", opt_state="per_rank")
 

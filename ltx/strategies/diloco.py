@@ -101,6 +101,10 @@ class DiLoCoStrategy(Strategy):
         return True
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.period
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds(
             "per_rank", opt_state="per_rank", sync_state="per_rank" if self._outer_hook.stateful else "replicated"

@@ -121,6 +121,10 @@ class LocalSGDStrategy(Strategy):
         return step < self.warmup_steps
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return self.warmup_steps, self.period if isinstance(self.period, int) else _levels(self.period)[-1][0]
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds(params="per_rank", opt_state="per_rank")
 

@@ -63,6 +63,10 @@ class LowPrecisionDecentralized(NodeStrategy):
         check_whole(self, 1, "communication_interval")
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.communication_interval
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds(params="per_rank", opt_state="per_rank")
 

@@ -118,6 +118,10 @@ class QAdam(Strategy):
         return hooks.after(self.warmup_steps, MeanMomentum(self.betas[0]))
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return self.warmup_steps, 1
+
+    @property
     def kinds(self) -> Kinds:
         return Kinds(sync_state="replicated")
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ltx import wire
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis, GroupBacking, ShapesBacking
 from ltx.sync.buckets import Leaf, plan_buckets
 from ltx.sync.reduction import Reducer
 from ltx.sync.schedule import Plan
@@ -92,7 +92,9 @@ def make_plan(
         for opened in () if background else (line, *parts):
             opened.open_phases(hook.phases_on(axis.size))
     groups = owner.grouping(paths, order)
-    plan = _plan(axis, hook, owner.sizes, leaves, order, groups, names, agreement)
+    # An axis of shapes is made for one look, and needn't be kept.
+    make = _plan.__wrapped__ if isinstance(axis.backing, ShapesBacking) else _plan
+    plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement)
     return replace(plan, step=step) if hook.stateful else plan
 
 

@@ -1,68 +1,28 @@
 """explain: what a data-parallel step will put on the wire, before anything runs.
 
 The step's own plan is made, and each bucket's reduction is driven on the meta device, where tensors have shapes and no
-values. So what is counted is what the hook will ask for, and not a formula beside it.
+values; so is the strategy's part of a training step. So what is counted is what they will ask for, and not a formula
+beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ltx import hooks, tree, wire
-from ltx.axis import DEFAULT_NAME, Axis
-from ltx.errors import InputError, LtxError, StepError, StrategyError, UnsupportedError
+from ltx.errors import InputError, StepError
 from ltx.strategies import Strategy
-from ltx.sync.buckets import Bucket
-from ltx.sync.planning import make_plan
-from ltx.sync.reduction import Ask, LeafState, collective_alone, reduce_at_once
-from ltx.sync.schedule import Plan
-from ltx.transforms import synchronise
 from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.on_shapes import BucketExplanation as BucketExplanation
+from ltx.transforms.on_shapes import Collective as Collective
+from ltx.transforms.on_shapes import ExchangeExplanation as ExchangeExplanation
+from ltx.transforms.on_shapes import Gradients, Issues, Steps, collective, meta, stand_in
 from ltx.transforms.train_state import TrainState
 from ltx.transforms.train_step import TrainStep
 from ltx.typing import Tree
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective that a bucket will issue.
-
-    Attributes:
-        operation: as in :class:`ltx.hooks.Ask`.
-        buffer: dtype and shape of what goes in, as "float16[99]".
-        nbytes: bytes that this rank sends for it, as :func:`ltx.record` will count them.
-    """
-
-    operation: str
-    buffer: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class BucketExplanation:
-    """What one bucket of gradients will put on the wire.
-
-    Attributes:
-        index: its place in the order of launches.
-        paths: of its parameters, in the order in which they lie in it.
-        elements, dtype, nbytes: of its gradients.
-        hook: the hook in force.
-        collectives: in the order in which they are issued.
-    """
-
-    index: int
-    paths: tuple[str, ...]
-    elements: int
-    dtype: torch.dtype
-    nbytes: int
-    hook: hooks.CommHook
-    collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +34,10 @@ class Explanation:
         hook: the hook in force; None where gradients stay local.
         world, rank: the number of ranks, and the one that is explained.
         sync_step: the number of synchronised steps before this one.
-        buckets: in the order of launches; none where nothing is sent.
+        buckets: of gradients, in the order of launches; none where nothing is sent.
+        exchanges: what the strategy sends besides gradients, in the order in which it starts it; None for a step that
+            isn't a training step, where strategies do nothing besides.
+        headers: the small sums ahead of the gradients and of each exchange in the foreground.
         plain_bytes: what this rank would send to all-reduce the same gradients as they are, in the same buckets.
         notes: what a reader should know besides.
     """
@@ -85,23 +48,30 @@ class Explanation:
     rank: int
     sync_step: int
     buckets: tuple[BucketExplanation, ...]
+    exchanges: tuple[ExchangeExplanation, ...] | None
+    headers: tuple[Collective, ...]
     plain_bytes: int
     notes: tuple[str, ...]
 
     @property
+    def rows(self) -> tuple[BucketExplanation, ...]:
+        """All that is sent but the headers: buckets of gradients, then of exchanges."""
+        return (*self.buckets, *(self.exchanges or ()))
+
+    @property
     def bytes(self) -> int:
-        """Bytes that this rank sends for the gradients of a step, without the header's."""
-        return sum(collective.nbytes for bucket in self.buckets for collective in bucket.collectives)
+        """Bytes that this rank sends in a step, without the headers'."""
+        return sum(c.nbytes for row in self.rows for c in row.collectives)
 
     @property
     def collectives(self) -> int:
-        """The number of collectives a step, without the header."""
-        return sum(len(bucket.collectives) for bucket in self.buckets)
+        """The number of collectives a step, without the headers."""
+        return sum(len(row.collectives) for row in self.rows)
 
     @property
     def header_bytes(self) -> int:
-        """Bytes that this rank sends for the header, the small sum ahead of the buckets: loss, weights and digest."""
-        return wire.bytes_sent("sum", _meta((wire.HEADER_BYTES,), torch.uint8), self.world) if self.buckets else 0
+        """Bytes that this rank sends for headers: loss, weights and digest ahead of gradients, digests of exchanges."""
+        return sum(c.nbytes for c in self.headers)
 
     @property
     def compression(self) -> float:
@@ -111,16 +81,20 @@ class Explanation:
         return self.plain_bytes / self.bytes
 
     def matches(self, trace: wire.Trace, steps: int = 1) -> bool:
-        """Whether `steps` recorded steps issued exactly this for their gradients: operations, bytes and order.
+        """Whether `steps` recorded steps issued exactly this: operations, bytes and order.
 
         `trace` is what :func:`ltx.record` saw of whole steps on this rank, of no other step, and not of a compiled
-        one, which records nothing. Whatever else it saw doesn't count.
+        one, which records nothing. Whatever else it saw doesn't count; exchanges count for training steps alone.
         """
-        recorded: dict[int | None, list[tuple[str, int]]] = {}
-        for event in trace.buckets:
-            recorded.setdefault(event.bucket, []).append((event.operation, event.nbytes))
-        explained = {b.index: [(c.operation, c.nbytes) for c in b.collectives] * steps for b in self.buckets}
-        return recorded == {index: issues for index, issues in explained.items() if issues}
+        kinds = ("bucket",) if self.exchanges is None else ("bucket", "exchange", "background")
+        recorded: dict[str, list[tuple[str, int]]] = {}
+        for event in trace.events:
+            if event.kind in kinds:
+                recorded.setdefault(event.label, []).append((event.operation, event.nbytes))
+        explained: dict[str, list[tuple[str, int]]] = {}
+        for row in self.rows:
+            explained.setdefault(row.label, []).extend((c.operation, c.nbytes) for c in row.collectives)
+        return recorded == {label: issues * steps for label, issues in explained.items() if issues}
 
     def __str__(self) -> str:
         return "\n".join([self._title(), *self._table(), *self._totals(), *(f"note: {text}" for text in self.notes)])
@@ -134,35 +108,53 @@ class Explanation:
         where = f"on {_many(self.world, 'rank')}, synchronised step {self.sync_step}"
         if self.buckets:
             return f"{self.hook!r} {where}: what rank {self.rank} sends"
-        return f"{type(self.strategy).__name__} {where}: no gradients on the wire"
+        title = f"{type(self.strategy).__name__} {where}: no gradients on the wire"
+        return f"{title}; what rank {self.rank} sends besides" if self.exchanges else title
 
     def _table(self) -> list[str]:
-        if not self.buckets:
-            return []
-        header = ("bucket", "parameters", "elements", "gradients", "collective", "of", "sent")
-        rows: list[tuple[str, ...]] = []
-        for bucket in self.buckets:
-            gradients = f"{format_bytes(bucket.nbytes)} {str(bucket.dtype).removeprefix('torch.')}"
-            first = (str(bucket.index), _short(bucket.paths), f"{bucket.elements:,}", gradients)
-            issued = [(c.operation, c.buffer, format_bytes(c.nbytes)) for c in bucket.collectives]
-            for place, cells in enumerate(issued or [("nothing", "", format_bytes(0))]):
-                rows.append((*(first if place == 0 else ("",) * len(first)), *cells))
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        to_the_right = (True, False, True, True, False, False, True)
-        lines = [header, tuple("-" * width for width in widths), *rows]
-        return ["", *(_line(cells, widths, to_the_right) for cells in lines), ""]
+        lines: list[str] = []
+        for rows, names in (
+            ([(str(b.index), b) for b in self.buckets], ("bucket", "gradients")),
+            ([(x.label, x) for x in self.exchanges or ()], ("besides", "tensors")),
+        ):
+            if rows:
+                lines += ["", *_aligned(rows, *names)]
+        return [*lines, ""] if lines else []
 
     def _totals(self) -> list[str]:
         plain = f"plain all-reduce  {format_bytes(self.plain_bytes)}"
-        if not self.buckets:
+        if not self.rows:
             return [plain] if self.plain_bytes else []
         if math.isfinite(self.compression) and self.bytes != self.plain_bytes:
             plain += f", {self.compression:.2f} times as much"
+        headers = f"header            {format_bytes(self.header_bytes)} besides, for loss, weights and digest"
+        if not self.buckets or len(self.headers) > 1:
+            headers = f"headers           {format_bytes(self.header_bytes)} besides, {len(self.headers)} in all"
         return [
             f"sent a step       {format_bytes(self.bytes)} in {_many(self.collectives, 'collective')}",
             plain,
-            f"header            {format_bytes(self.header_bytes)} besides, for loss, weights and digest",
+            *([headers] if self.headers else []),
         ]
+
+
+def _aligned(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: str) -> list[str]:
+    """A table of buckets, each with its label."""
+    header = (kind, "parameters", "elements", what, "collective", "of", "sent")
+    rows: list[tuple[str, ...]] = []
+    for label, bucket in buckets:
+        tensors = f"{format_bytes(bucket.nbytes)} {str(bucket.dtype).removeprefix('torch.')}"
+        first = (label, _short(bucket.paths), f"{bucket.elements:,}", tensors)
+        issued = [(c.operation, c.buffer, format_bytes(c.nbytes)) for c in bucket.collectives]
+        for place, cells in enumerate(issued or [("nothing", "", format_bytes(0))]):
+            rows.append((*(first if place == 0 else ("",) * len(first)), *cells))
+    return aligned(header, rows, (kind == "bucket", False, True, True, False, False, True))
+
+
+def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], to_the_right: Sequence[bool]) -> list[str]:
+    """The lines of a table."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, tuple("-" * width for width in widths), *rows]
+    return [_line(cells, widths, to_the_right) for cells in lines]
 
 
 def format_bytes(nbytes: int) -> str:
@@ -220,17 +212,19 @@ def explain(
         what :func:`ltx.record` saw (:meth:`Explanation.matches`). Bytes are those of the ring, as in the ledger.
 
         Every floating or complex leaf of the parameters is counted, as if all were differentiated. Frozen ones aren't
-        sent: leave them out. What isn't counted: collectives of the step itself, a strategy's work on parameters, the
-        mean of the loss at steps that send no gradients, and the comparisons between ranks when they meet a step for
-        the first time. Ranks whose dicts list parameters in different orders take rank 0's for their buckets.
+        sent: leave them out. For a train step, what its strategy exchanges besides gradients is counted too, in the
+        state that the step before has left it in. What isn't counted: collectives of the step itself, and the
+        comparisons between ranks when they meet a step for the first time. Ranks whose dicts list parameters in
+        different orders take rank 0's for their buckets.
 
     Raises:
         StepError: `step` isn't data parallel.
         InputError: `world` or `sync_step` isn't a number that can be.
         TreeError: the parameters aren't a tree of tensors.
-        StrategyError: the hook asks for what no schedule would issue.
-        UnsupportedError: the hook reads values, so that it can't be run on shapes alone; or it isn't pure, and refuses
-            tensors on the meta device itself.
+        StrategyError: the hook asks for what no schedule would issue; or a train step's strategy can't work on so many
+            ranks.
+        UnsupportedError: the hook or the strategy reads values, so that it can't be run on shapes alone; it isn't pure,
+            and refuses tensors on the meta device itself; or the strategy talks other than by exchanges.
 
     Example:
         >>> import torch, ltx
@@ -264,100 +258,28 @@ def explain(
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else _number("sync_step", sync_step, 0)
     hook = inner.hook(number, training=isinstance(step, TrainStep))
-    leaves = [_meta(leaf.shape, leaf.dtype) for leaf in tree.flatten(params)[0]]
-    wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
-    paths = tree.leaf_paths(params)
-    given = [tree.flatten(params)[0][i] for i in wanted]
-    order = synchronise.arrival_order(params, wanted)
-
-    def planned(hook: hooks.CommHook, states: Sequence[LeafState]) -> Plan:
-        names = tuple(tuple(state) for state in states)
-        axis = Axis(DEFAULT_NAME, size)
-        mine = [paths[i] for i in wanted]
-        return make_plan(inner.strategy, hook, axis, given, order, names, number, lambda: mine, "", None)
-
-    plain = planned(hooks.AllReduce(), [{} for _ in wanted])
-    plain_bytes = sum(wire.bytes_sent("sum", _meta((b.numel,), b.dtype), size) for b in plain.buckets)
-    notes = _notes(inner, hook, size, isinstance(step, TrainStep))
-    if hook is None or size == 1:
-        return Explanation(inner.strategy, hook, size, rank, number, (), plain_bytes, notes)
-    with _on_shapes_alone(hook, "the first state"):
-        entries = inner.init(tree.unflatten(tree.flatten(params)[1], leaves)).leaves
-    states = [hook.states_of(entries.get(paths[i], {})) for i in wanted]
-    plan = planned(hook, states)
-    buckets = tuple(
-        BucketExplanation(
-            bucket.index,
-            tuple(paths[wanted[member]] for member in bucket.members),
-            bucket.numel,
-            bucket.dtype,
-            bucket.numel * bucket.dtype.itemsize,
-            hook,
-            tuple(_collectives(plan, hook, bucket, rank, [states[member] for member in bucket.members])),
-        )
-        for bucket in plan.buckets
+    trains, strategy = isinstance(step, TrainStep), inner.strategy
+    gradients = Gradients(strategy, params, size, rank)
+    plain_bytes = sum(
+        collective("sum", meta((b.numel,), b.dtype), size).nbytes for b in gradients.plan(hooks.AllReduce()).buckets
     )
-    return Explanation(inner.strategy, hook, size, rank, number, buckets, plain_bytes, notes)
+    issues = Issues()
+    if size > 1 and isinstance(step, TrainStep):
+        # From the step before, for what it leaves under way.
+        steps = Steps(strategy, params, size, rank, max(0, number - 1), stand_in(strategy, step.optimizer))
+        for _ in range(min(1, number)):
+            steps.next()
+        issues = steps.next()
+    elif size > 1 and hook is not None:
+        issues = gradients.only(hook, number)
+    exchanges = issues.exchanges if trains else None
+    notes = _notes(inner, hook, size)
+    return Explanation(
+        strategy, hook, size, rank, number, issues.buckets, exchanges, issues.headers, plain_bytes, notes
+    )
 
 
-def _collectives(
-    plan: Plan, hook: hooks.CommHook, bucket: Bucket, rank: int, states: Sequence[LeafState]
-) -> list[Collective]:
-    """Drive the reduction of one bucket on shapes, and write down what it asks for."""
-    there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
-    flat = _meta((bucket.numel,), hook.wire_dtype(bucket.dtype))
-    tensors = [_meta(x.shape, x.dtype) for state in states for x in state.values()]
-    found: list[Collective] = []
-
-    def answer(ask: Ask) -> torch.Tensor:
-        buffer, size = ask.buffer, (ask.axis or plan.axis).size
-        if not buffer.numel():  # the schedules send nothing then
-            return buffer
-        if size == 1:
-            return collective_alone(ask)
-        if len(found) == hook.phases_on(plan.axis.size):
-            raise StrategyError(
-                f"{hook!r} asks for more than {len(found)} collectives in bucket {bucket.index}. Say how many it may "
-                "ask for: phases: ClassVar[int] = ..."
-            )
-        match ask.operation:
-            case "sum" | "exchange" | "permute":
-                answered = buffer
-            case "all_gather":
-                answered = buffer.new_empty((size, *buffer.shape))
-            case "reduce_scatter":
-                answered = buffer.new_empty(buffer.shape[1:])
-            case other:
-                raise StrategyError(
-                    f"{hook!r} asks for {other!r} in bucket {bucket.index}. A reduction may ask for sum, all_gather, "
-                    "reduce_scatter, exchange and permute."
-                )
-        sent = wire.bytes_sent(ask.operation, buffer, size)
-        found.append(Collective(ask.operation, tree.describe(buffer), sent))
-        return answered
-
-    share = replace(plan.share(there, flat, plan.states_of(there, tensors)), rank=rank)
-    with _on_shapes_alone(hook, f"bucket {bucket.index}"):
-        reduce_at_once(hook, plan.axis, share, answer)
-    return found
-
-
-@contextmanager
-def _on_shapes_alone(hook: hooks.CommHook, what: str) -> Iterator[None]:
-    """Say what is wrong with a hook that can't do without values."""
-    try:
-        yield
-    except LtxError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"explain: {hook!r} can't be run on shapes alone: {what} took {type(error).__name__}: {error}. It may not "
-            "read values, and the tensors that it makes belong on the device of those that it is given. What a step "
-            "sends can still be counted while it runs: with ltx.record() as trace."
-        ) from error
-
-
-def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int, trains: bool) -> tuple[str, ...]:
+def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[str, ...]:
     strategy, notes = step.strategy, []
     if step.blocked:
         notes.append("the step's gradients are blocked (block_backward_sync)")
@@ -369,13 +291,7 @@ def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int, trains: b
         notes.append(f"{hook!r} isn't a mean, and has no derivative: second derivatives raise")
     elif not hook.exact:
         notes.append(f"under second derivatives {hook!r} counts as the exact mean, and sends that")
-    if trains and strategy.talks_besides:
-        notes.append(f"{type(strategy).__name__} also works on parameters, which isn't counted")
     return tuple(notes)
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _number(name: str, value: Any, least: int) -> int:

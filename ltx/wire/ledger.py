@@ -34,10 +34,14 @@ class Event:
     waited_s: float = 0.0
 
     @property
+    def kind(self) -> str:
+        """The label without a number behind it: "bucket", "exchange" and "background" have one."""
+        return self.label.rpartition(" ")[0] or self.label
+
+    @property
     def bucket(self) -> int | None:
         """The bucket of gradients that this was issued for; None for anything else."""
-        kind, _, index = self.label.rpartition(" ")
-        return int(index) if kind == "bucket" else None
+        return int(self.label.rpartition(" ")[2]) if self.kind == "bucket" else None
 
 
 @dataclass

@@ -15,9 +15,11 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks, wire
+from ltx.axis import inner, outer
 from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.hooks import Ask, CommHook, Reduction, Share
 from ltx.strategies.base import Moment
+from tests.strategies.test_protocol import TWINS, Gossip, LocalSGD, problem, trainer
 
 from .feedback import ErrorFeedback
 
@@ -339,7 +341,8 @@ def test_no_gradients_on_the_wire() -> None:
             return hooks.AllReduce() if step < 2 else None
 
         def after_update(self, params: Any, states: Any, at: Moment) -> Any:
-            return ltx.pmean(params, at.axis), states
+            mean, _ = self.exchange(hooks.FP16(), list(params.values()), list(params), at).land()
+            return dict(zip(params, mean, strict=True)), states
 
     params = {"w": torch.ones(100)}
     step = ltx.data_parallel(_loss, Local())
@@ -350,9 +353,10 @@ def test_no_gradients_on_the_wire() -> None:
     assert found.matches(wire.Trace())
     assert "Local on 2 ranks, synchronised step 2: no gradients on the wire" in str(found)
     assert f"note: {Local()!r} leaves the gradients of this step local" in str(found)
-    assert "works on parameters" not in str(found)
+    assert found.exchanges is None
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-    assert "note: Local also works on parameters, which isn't counted" in str(ltx.explain(train, params, world=2))
+    trained = ltx.explain(train, params, world=2, sync_step=2)
+    assert (trained.bytes, trained.collectives, trained.header_bytes) == (200, 1, 64)
     blocked = ltx.explain(ltx.block_backward_sync(step), params, world=2)
     assert (blocked.bytes, blocked.notes) == (0, ("the step's gradients are blocked (block_backward_sync)",))
     alone = ltx.explain(step, params)
@@ -360,6 +364,108 @@ def test_no_gradients_on_the_wire() -> None:
     assert str(alone).splitlines()[0] == "Local on 1 rank, synchronised step 0: no gradients on the wire"
     nobody = ltx.explain(step, {"count": torch.ones(3, dtype=torch.int64)}, world=2)
     assert (nobody.buckets, nobody.plain_bytes) == ((), 0)
+
+
+# --- what strategies send besides ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class InNodes(ltx.Strategy):
+    """Local gradients; parameters are averaged in nodes of two in two phases, then across nodes in half precision."""
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def check_axis(self, axis: ltx.Axis) -> None:
+        if axis.size % 2:
+            raise StrategyError(f"InNodes needs an even number of ranks, got {axis.size}.")
+
+    def after_update(self, params: Params, states: Any, at: Moment) -> Any:
+        for hook, part in ((InTwoPhases(), inner(at.axis, 2)), (hooks.FP16(), outer(at.axis, 2))):
+            mean, _ = self.exchange(hook, list(params.values()), list(params), replace(at, axis=part)).land()
+            params = dict(zip(params, mean, strict=True))
+        return params, states
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", TWINS)
+def test_training_steps_send_what_is_explained(ranks: Ranks, name: str, n: int) -> None:
+    def run() -> list[tuple[int, int, int]]:
+        params, inputs = problem(n)
+        train = trainer(TWINS[name].strategy)
+        state, seen = train.init(params), []
+        for x in inputs:
+            explained = ltx.explain(train, state)
+            with ltx.record() as trace:
+                state, _ = train(state, x[ltx.world().rank])
+                ltx.psum(x)
+            assert explained.matches(trace), (str(explained), trace)
+            headers = [event.nbytes for event in trace.events if event.label == "header"]
+            assert headers == [c.nbytes for c in explained.headers]
+            assert explained.matches(replace(trace, events=[])) == (explained.bytes == 0)
+            seen.append((explained.bytes, explained.collectives, explained.header_bytes))
+        return seen
+
+    share, header = 2 * (n - 1) * 16 // n, 128 * (n - 1) // n  # four numbers; eight in double precision
+    talks, quiet = (share, 1, header), (0, 0, 0)
+    local = [quiet, quiet, talks] * 2 + [quiet]
+    expected = {"post-local SGD": [talks] * 3 + local[3:], "gossip": [(share, 1, 0)] * 7}
+    for found in ranks(n).run(run):
+        assert found == expected.get(name, local)
+
+
+def test_exchanges_in_rows() -> None:
+    params, _ = problem(2)
+    step = ltx.data_parallel(_loss, Gossip(bucket_bytes=4, first_bucket_bytes=4))
+    found = ltx.explain(ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1)), params, world=4)
+    assert found.exchanges is not None
+    assert [(x.label, x.paths, x.elements, x.background, x.exchange) for x in found.exchanges] == [
+        ("background 0", ("w",), 3, True, 0),
+        ("background 1", ("b",), 1, True, 0),
+    ]
+    assert [(c.operation, c.buffer, c.nbytes, c.ranks) for x in found.exchanges for c in x.collectives] == [
+        ("sum", "float32[3]", 18, 4),
+        ("sum", "float32[1]", 6, 4),
+    ]
+    assert (found.buckets, found.bytes, found.header_bytes, found.plain_bytes) == ((), 24, 0, 24)
+    assert ltx.explain(step, params, world=4).bytes == 0  # a strategy does nothing besides in a bare step
+    assert found.matches(wire.Trace()) is False
+    assert ltx.explain(step, params, world=4).matches(wire.Trace())
+
+
+def test_parts_of_the_axis(ranks: Ranks) -> None:
+    def run() -> int:
+        params, inputs = problem(4)
+        train = trainer(InNodes())
+        state, rank = train.init(params), ltx.world().rank
+        explained = ltx.explain(train, state)
+        with ltx.record() as trace:
+            train(state, inputs[0][rank])
+        assert explained.matches(trace), (str(explained), trace)
+        assert replace(explained, rank=0) == ltx.explain(train, params, world=4)
+        return explained.bytes
+
+    # Of four numbers, half of two parts of two each way; and of four halves, all.
+    assert ranks(4).run(run).replicated() == 8 + 8 + 8
+    with pytest.raises(StrategyError, match=re.escape("InNodes needs an even number of ranks, got 3.")):
+        ltx.explain(trainer(InNodes()), problem(2)[0], world=3)
+
+
+BESIDES = """\
+LocalSGD on 2 ranks, synchronised step 2: no gradients on the wire; what rank 0 sends besides
+
+besides     parameters  elements       tensors  collective  of          sent
+----------  ----------  --------  ------------  ----------  ----------  ----
+exchange 0  w, b               4  16 B float32  sum         float32[4]  16 B
+
+sent a step       16 B in 1 collective
+plain all-reduce  16 B
+headers           64 B besides, 1 in all
+note: LocalSGD"""
+
+
+def test_table_of_what_is_sent_besides() -> None:
+    assert str(ltx.explain(trainer(LocalSGD()), problem(2)[0], world=2, sync_step=2)).startswith(BESIDES)
 
 
 def test_lossy_hooks_say_what_second_derivatives_do() -> None:
@@ -407,10 +513,34 @@ class AsksForTheLargest(CommHook):
         return (yield Ask("max", share.flat)), share.states
 
 
+@dataclass(frozen=True, kw_only=True)
+class Besides(ltx.Strategy):
+    """One whose work on parameters can't be done on shapes alone."""
+
+    reads: bool = False
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def after_update(self, params: Params, states: Any, at: Moment) -> Any:
+        if self.reads and params["w"].sum() < 0:
+            return params, states
+        return ltx.pmean(params, at.axis), states
+
+
+def test_what_isnt_an_exchange_cant_be_explained() -> None:
+    for strategy, text in (
+        (Besides(), "talks by a collective (sum of float32[3]) that belongs to no exchange"),
+        (Besides(reads=True), "can't be run on shapes alone: step 0 took"),
+    ):
+        with pytest.raises(UnsupportedError, match=re.escape(text)):
+            ltx.explain(trainer(strategy), {"w": torch.ones(3)}, world=2)
+
+
 def test_errors() -> None:
     params = {"w": torch.ones(4)}
     cases: list[tuple[type[Exception], str, Any]] = [
-        (UnsupportedError, "explain: ReadsValues() can't be run on shapes alone: bucket 0 took", _step(ReadsValues())),
+        (UnsupportedError, "ReadsValues() can't be run on shapes alone: bucket 0 took", _step(ReadsValues())),
         (UnsupportedError, "Foreign() can't be explained", _step(Foreign())),
         (UnsupportedError, "ReadsParameters() can't be run on shapes alone: the first", _step(ReadsParameters())),
         (StrategyError, "AsksForMore() asks for more than 1 collectives in bucket 0", _step(AsksForMore())),

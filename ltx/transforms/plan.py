@@ -1,0 +1,388 @@
+"""plan: the time of a training step on a network, before there is one.
+
+    T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
+
+and likewise for the other collectives: alpha is the latency of a message, beta the bandwidth of a rank's link (Hockney,
+"The communication challenge for MPP", 1994; Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", 2005, section 4). What is sent is what the strategy asks for when its own methods are driven on
+shapes (:mod:`ltx.transforms.on_shapes`). When it is sent is found by going through a step: a rank computes, its link
+carries one message after the other, and a rank waits where the strategy lands what it has started.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from ltx import hooks, tree
+from ltx.errors import InputError
+from ltx.optim import Optimizer
+from ltx.strategies import Strategy
+from ltx.sync.exchange import Exchange
+from ltx.transforms.explain import aligned, format_bytes
+from ltx.transforms.on_shapes import BucketExplanation, Collective, Issues, Lands, Starts, Steps
+from ltx.typing import Tree
+
+#: Parts of a step's own time: forward pass, backward pass, optimizer.
+FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1
+
+#: Messages that follow one another in a collective of n ranks, by operation.
+MESSAGES: dict[str, Callable[[int], int]] = {
+    "sum": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "exchange": lambda n: n - 1,
+    "permute": lambda n: 1,
+}
+
+#: Seconds that one core takes for a float32 number, by hook with its defaults: packing, encoding, adding up, decoding.
+#: From ``python -m benchmarks.plan --codecs`` on an AMD EPYC, torch 2.13.
+CODEC_S: dict[str, float] = {
+    "AllReduce": 0.4e-9,
+    "FP16": 0.7e-9,
+    "BF16": 0.7e-9,
+    "PowerSGD": 3.4e-9,
+    "BatchedPowerSGD": 4.4e-9,
+    "ByteGrad": 3.1e-9,
+    "Quantize": 3.5e-9,
+    "QSGD": 35e-9,
+    "OneBit": 6e-9,
+    "TopK": 15e-9,
+    "RandomK": 3.3e-9,
+    "Noop": 0.3e-9,
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects the ranks, as :func:`plan` is told of it."""
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, collective: Collective) -> float:
+        """How long a collective takes, alone on the link."""
+        messages = MESSAGES[collective.operation](collective.ranks)
+        return messages * self.latency + 8 * collective.nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of traffic is in a mean step.
+
+    Attributes:
+        kind: "gradients", "exchanges", "in the background", "headers".
+        nbytes: bytes that a rank sends.
+        collectives: how many.
+        link_s: how long they take on the link.
+    """
+
+    kind: str
+    nbytes: float = 0.0
+    collectives: float = 0.0
+    link_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a mean training step costs; ``print`` shows it as a table.
+
+    Attributes:
+        strategy: what was planned.
+        world: the number of ranks.
+        steps: over which the mean was taken.
+        time_s: seconds a step.
+        compute_s: seconds of the step's own work, as they were given.
+        codec_s: seconds that the rank spends besides on packing, encoding and decoding.
+        traffic: by kind.
+        notes: what a reader should know besides.
+    """
+
+    strategy: Strategy
+    world: int
+    steps: range
+    time_s: float
+    compute_s: float
+    codec_s: float
+    traffic: tuple[Traffic, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_rank(self) -> float:
+        """Bytes that a rank sends a step, without headers: the mean of :attr:`Explanation.bytes`."""
+        return sum(t.nbytes for t in self.traffic if t.kind != "headers")
+
+    @property
+    def collectives(self) -> float:
+        """Collectives a step, without headers."""
+        return sum(t.collectives for t in self.traffic if t.kind != "headers")
+
+    @property
+    def link_s(self) -> float:
+        """Seconds a step during which a rank's link is busy."""
+        return sum(t.link_s for t in self.traffic)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds a step that a rank stands still."""
+        return max(0.0, self.time_s - self.compute_s - self.codec_s)
+
+    def __str__(self) -> str:
+        many = f"{self.world:,} rank{'' if self.world == 1 else 's'}"
+        length = f"mean of {len(self.steps):,} steps" if len(self.steps) > 1 else "a step"
+        head = f"{short(self.strategy)} on {many}, {length}: {format_seconds(self.time_s)}"
+        rows = [
+            (t.kind, format_bytes(round(t.nbytes)), f"{t.collectives:,.4g}", format_seconds(t.link_s))
+            for t in self.traffic
+        ]
+        table = (
+            aligned(("traffic", "sent", "collectives", "on the link"), rows, (False, True, True, True)) if rows else []
+        )
+        parts = (
+            f"computing {format_seconds(self.compute_s)}, packing and encoding {format_seconds(self.codec_s)}, "
+            f"waiting {format_seconds(self.waiting_s)}"
+        )
+        gaps = [""] if rows else []
+        return "\n".join([head, *gaps, *table, *gaps, parts, *(f"note: {text}" for text in self.notes)])
+
+    def _repr_html_(self) -> str:
+        import html  # a dictionary of two thousand names, for notebooks alone
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits, with a unit.
+
+    >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5), format_seconds(3600)
+    ('12.3 ms', '42 s', '10 us', '3,600 s')
+    """
+    unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
+    value = seconds * size
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
+
+
+def short(strategy: Strategy) -> str:
+    """A strategy with those of its fields that aren't at their defaults."""
+    said = ((x.name, getattr(strategy, x.name), x.default) for x in fields(strategy))
+    shown = ", ".join(f"{name}={value!r}" for name, value, default in said if not _same(value, default))
+    return f"{type(strategy).__name__}({shown})"
+
+
+def _same(value: object, default: object) -> bool:
+    named = hooks.NAMED.get(default) if isinstance(default, str) else None
+    return value == (default if named is None else getattr(hooks, named)())
+
+
+@dataclass
+class _Sending:
+    """A bucket on its way: its collectives one after the other, with the rank's own work before, between and behind."""
+
+    collectives: tuple[Collective, ...]
+    work_s: float
+
+    @property
+    def first_s(self) -> float:
+        """The work ahead of the first collective, an equal part of all."""
+        return self.work_s / (len(self.collectives) + 1)
+
+
+@dataclass
+class _Clock:
+    """A rank going through steps: it does one thing after the other, and so does its link.
+
+    Attributes:
+        now: when the rank is done with what it does.
+        link_free: when the link is done with what it was given.
+        codec_s: what the rank has spent on packing, encoding, decoding.
+        landing: when exchanges under way will be there.
+        traffic: by kind: bytes, collectives, seconds on the link.
+    """
+
+    network: Network
+    compute_s: float
+    codec: Callable[[hooks.CommHook], float]
+    now: float = 0.0
+    link_free: float = 0.0
+    codec_s: float = 0.0
+    landing: dict[Exchange, float] = field(default_factory=dict)
+    traffic: dict[str, list[float]] = field(default_factory=dict)
+
+    def step(self, issues: Issues) -> None:
+        """Go through one step."""
+        for event in issues.begun:
+            self._event(event)
+        self.now += FORWARD * self.compute_s
+        if issues.header is not None:
+            self._carry(issues.header, "headers", self.now)
+        self._backward(issues.buckets)
+        updated = list(issues.updated)
+        while updated and isinstance(updated[0], Lands):
+            self._event(updated.pop(0))
+        self.now += OPTIMIZER * self.compute_s
+        for event in updated:
+            self._event(event)
+
+    def _backward(self, buckets: Sequence[BucketExplanation]) -> None:
+        """Gradients get ready evenly by their bytes. All of them are waited for."""
+        whole, ready = sum(bucket.nbytes for bucket in buckets), []
+        for bucket in buckets:
+            sending = self._sending(bucket)
+            self.now += BACKWARD * self.compute_s * (bucket.nbytes / whole if whole else 0.0) + sending.first_s
+            ready.append((self.now, sending))
+        self.now += 0.0 if whole else BACKWARD * self.compute_s
+        landed = self._send(ready, "gradients")
+        # What is left of the work is done as soon as its collective has landed, be it during the backward pass.
+        self.now = max(landed, self.now + sum(sending.work_s - sending.first_s for _, sending in ready))
+
+    def _event(self, event: Starts | Lands) -> None:
+        if isinstance(event, Lands):
+            self.now = max(self.now, self.landing.pop(event.exchange, self.now))
+            return
+        if event.header is not None:
+            self._carry(event.header, "headers", self.now)
+        ready = []
+        for row in event.rows:
+            sending = self._sending(row)
+            self.now += sending.first_s
+            ready.append((self.now, sending))
+        kind = "exchanges" if event.header is not None else "in the background"
+        self.landing[event.exchange] = self._send(ready, kind)
+
+    def _sending(self, bucket: BucketExplanation) -> _Sending:
+        work_s = self.codec(bucket.hook) * bucket.elements
+        self.codec_s += work_s
+        return _Sending(bucket.collectives, work_s)
+
+    def _send(self, ready: Sequence[tuple[float, _Sending]], kind: str) -> float:
+        """When all have landed: the link takes what is there first, each collective after the one before it."""
+        landed = self.now
+        queue = [(at, place, 0) for place, (at, _) in enumerate(ready)]
+        heapq.heapify(queue)
+        while queue:
+            at, place, phase = heapq.heappop(queue)
+            sending = ready[place][1]
+            if phase == len(sending.collectives):
+                landed = max(landed, at)
+                continue
+            done = self._carry(sending.collectives[phase], kind, at)
+            heapq.heappush(queue, (done + sending.first_s, place, phase + 1))
+        return landed
+
+    def _carry(self, collective: Collective, kind: str, at: float) -> float:
+        """When a collective that is there at `at` is done."""
+        taken = self.network.seconds(collective)
+        self.link_free = max(self.link_free, at) + taken
+        sums = self.traffic.setdefault(kind, [0.0, 0.0, 0.0])
+        for place, amount in enumerate((collective.nbytes, 1, taken)):
+            sums[place] += amount
+        return self.link_free
+
+
+def plan(
+    strategy: Strategy,
+    params: Tree,
+    *,
+    world: int,
+    bandwidth: float,
+    latency: float,
+    compute_s: float,
+    optimizer: Optimizer | None = None,
+    steps: range | None = None,
+    codec_s: float | None = None,
+) -> Cost:
+    """What a mean training step with `strategy` costs on a network, for any number of ranks, before anything runs.
+
+    The strategy's own methods are driven on shapes, as :func:`ltx.explain` does, over as many steps as its schedule
+    takes to repeat itself, and once before for what is then under way. Collectives cost what they do as rings.
+    Gradients get ready evenly by their bytes during the backward pass, 0.6 of `compute_s`, behind a forward pass of 0.3
+    and ahead of an optimizer's 0.1; the link takes them one after the other. So it does with what goes on in the
+    background. Exchanges in the foreground are waited for where the strategy lands them.
+
+    Left out: that ranks aren't equally fast, that messages share links or switches, and the processor's part in
+    sending.
+
+    Args:
+        strategy: how ranks talk.
+        params: the parameters, of which shapes and dtypes are read; they may be on the meta device.
+        world: the number of ranks.
+        bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
+        latency: of a message, in seconds.
+        compute_s: seconds that one rank alone takes for a step: forward pass, backward pass, optimizer.
+        optimizer: for strategies that insist on one; else one that does nothing stands for any.
+        steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
+        codec_s: seconds a number for packing, encoding and decoding, for all hooks; if None, what was measured of each
+            hook on one core; those that ltx doesn't know count as AllReduce, with a note.
+
+    Returns:
+        A :class:`Cost`: `time_s`, `bytes_per_rank`, `collectives`; ``print`` shows it as a table.
+
+    Raises:
+        InputError: a number that can't be.
+        StrategyError: the strategy doesn't work on so many ranks, or not without the `optimizer` that it names.
+        UnsupportedError: the strategy or its hook reads values, so that it can't be run on shapes alone.
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+
+    Example:
+        >>> import torch, ltx
+        >>> params = {"w": torch.empty(25_000_000, device="meta")}
+        >>> network = dict(bandwidth=10e9, latency=50e-6, compute_s=0.1)
+        >>> print(ltx.plan(ltx.DDPStrategy(), params, world=1000, **network))
+        DDPStrategy() on 1,000 ranks, a step: 405 ms
+        <BLANKLINE>
+        traffic      sent  collectives  on the link
+        ---------  ------  -----------  -----------
+        headers     127 B            1      99.9 ms
+        gradients  200 MB            1       260 ms
+        <BLANKLINE>
+        computing 100 ms, packing and encoding 10 ms, waiting 295 ms
+    """
+    numbers = {"bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
+    for name, value in (numbers if codec_s is None else {**numbers, "codec_s": codec_s}).items():
+        least = "more than 0" if name == "bandwidth" else "at least 0"
+        if (
+            not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < 0
+            or (name, value) == ("bandwidth", 0)
+        ):
+            raise InputError(f"plan: {name} must be a finite number, {least}, got {value!r}.")
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+        raise InputError(f"plan: world must be an int of at least 1, got {world!r}.")
+    if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
+        raise InputError(f"plan: steps must be a range of steps that follow one another, got {steps!r}.")
+    tree.check_tensors(params, "the parameters")
+    first, length = strategy.cycle
+    window = range(first + length, first + 2 * length) if steps is None else steps
+    # A world of one talks to nobody.
+    driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
+    unknown: dict[str, None] = {}
+    clock = _Clock(
+        Network(bandwidth, latency), compute_s, lambda hook: _codec(hook, unknown) if codec_s is None else codec_s
+    )
+    for _ in range(min(length, window.start)):
+        clock.step(driven.next() if world > 1 else Issues())
+    began, clock.codec_s = clock.now, 0.0
+    clock.traffic = {}
+    for _ in window:
+        clock.step(driven.next() if world > 1 else Issues())
+    count = len(window)
+    traffic = tuple(Traffic(kind, *(amount / count for amount in sums)) for kind, sums in clock.traffic.items())
+    notes = tuple(f"what {name} computes isn't known; it counts as AllReduce(); see codec_s" for name in unknown)
+    taken = (clock.now - began) / count
+    return Cost(strategy, world, window, taken, compute_s, clock.codec_s / count, traffic, notes)
+
+
+def _codec(hook: hooks.CommHook, unknown: dict[str, None]) -> float:
+    """Seconds a number; the names of hooks that aren't known are entered into `unknown`."""
+    known = next((CODEC_S[c.__name__] for c in type(hook).__mro__ if c.__name__ in CODEC_S), None)
+    if known is not None:
+        return known
+    parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
+    if not parts:
+        unknown.setdefault(repr(hook))
+        return CODEC_S["AllReduce"]
+    return sum(_codec(part, unknown) for part in parts)
