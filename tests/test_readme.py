@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import ltx
 
 README = Path(__file__).parent.parent / "README.md"
+STRATEGIES = ("DDPStrategy", "BaguaStrategy", "HorovodStrategy", "LocalSGDStrategy", "DiLoCoStrategy", "ZeroStrategy")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -64,3 +66,19 @@ def test_the_bytes_of_each_hook() -> None:
             hook = eval(name, {known: getattr(hooks, known) for known in dir(hooks)})
             step = ltx.data_parallel(lambda params: params, ltx.DDPStrategy(comm_hook=hook))
             assert f"{ltx.explain(step, params, world=4).compression:.1f}" == ratio, name
+
+
+def test_the_study_of_strategies() -> None:
+    from benchmarks import strategy_convergence as study
+    from benchmarks.tasks import SETTINGS
+
+    found, known = study.load(), {name: getattr(ltx, name) for name in ("hooks", *STRATEGIES)}
+    row = re.compile(r"^\| `(\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+    rows = row.findall(README.read_text(encoding="utf-8"))
+    assert len(rows) >= 8
+    for code, percent, *losses in rows:
+        strategy = eval(code, known)
+        name = next(name for name, row in study.ROWS.items() if row.make(SETTINGS["gpt"], 64) == strategy)
+        sent, plain = (max(study.bytes_sent(found, "gpt", 64, which).values()) for which in (name, "ddp"))
+        ratios = [statistics.mean(study.ratios(found["runs"], task, 64, name)) for task in study.STUDIED]
+        assert [percent, *losses] == [f"{sent / plain:.0%}"[:-1], *(f"{ratio:.2f}" for ratio in ratios)], code
