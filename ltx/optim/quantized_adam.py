@@ -77,14 +77,21 @@ class QAdamOptimizer(TorchOptimizer):
             return
         step, (beta1, beta2) = count + 1, self.betas
         lr = scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
+        settled = (1 - beta2**step) ** 0.5
+        rate = lr * settled / (1 - beta1**step)
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+            # Leaf by leaf, each while it is in the cache.
             for momentum, state, param in zip(grads, states, params, strict=True):
                 m, v = state["exp_avg"], state["exp_avg_sq"]
                 state["step"].add_(1)
                 if count >= self.warmup_steps:  # else Bagua's step s = w: what ranks have averaged isn't looked at
                     m.copy_(momentum)
-                scale = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(self.kwargs["eps"])
-                param.sub_((m / scale).mul_(lr / (1 - beta1**step)))
+                # m / (sqrt(v) / settled + eps), both multiplied by what is settled of v
+                scale = v.sqrt() + self.kwargs["eps"] * settled
+                if isinstance(rate, Tensor):  # that may be differentiated
+                    param.sub_((m / scale).mul_(rate))
+                else:
+                    param.addcdiv_(m, scale, value=-rate)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QAdamOptimizer) and self._value == other._value

@@ -24,7 +24,7 @@ from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Kinds, Moment, States
 from ltx.strategies.nodes import NodeHook, NodeStrategy, across, gathered, part_of, scattered
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, parts_of
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()
@@ -130,7 +130,7 @@ class Ring(NodeHook):
         known = [torch.cat([state[name].reshape(-1) for state in share.states]) for name in self.state_names]
         x = yield from scattered(share, m)
         own, left, right = (part_of(flat, share, m) for flat in known)
-        z = x + left / 3 + right / 3 - own * (5 / 3)
+        z = torch.add(x, left, alpha=1 / 3).add_(right, alpha=1 / 3).add_(own, alpha=-5 / 3)
         message = _CODEC.encode(z[None], None)[0]
         assert share.axis is not None
         nodes = across(share.axis, m)
@@ -141,8 +141,10 @@ class Ring(NodeHook):
             from_right = yield Ask("permute", message.clone(), None, _shifted(nodes.size, -1), nodes)
         # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
         messages = yield from gathered(torch.stack([message, from_left, from_right]), share, m)
-        changes = [_CODEC.decode(messages[:, i], z.numel(), z.dtype).reshape(-1)[:numel] for i in range(3)]
-        known = [flat + change for flat, change in zip(known, changes, strict=True)]
+        for i, flat in enumerate(known):
+            change = _CODEC.decode(messages[:, i], z.numel(), z.dtype).reshape(-1)[:numel]
+            # Under vmap what ranks don't share yet can't be written into.
+            known[i] = flat.add_(change) if is_plain(flat) else flat + change
         by_leaf = zip(*(parts_of(flat, share.bucket) for flat in known), strict=True)
         return known[0], [dict(zip(self.state_names, parts, strict=True)) for parts in by_leaf]
 

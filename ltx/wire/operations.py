@@ -23,7 +23,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 #: Static arguments of an operation.
 Arguments = tuple[int, ...]
 #: What is under way, what will have landed, and how that becomes the value.
-Started = tuple[dist.Work, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def as_it_is(landed: torch.Tensor) -> torch.Tensor:
@@ -44,14 +44,21 @@ def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments
 
 
 def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-    out = buffer.new_empty((group.size(), *buffer.shape))
-    return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+    shape, length = (group.size(), *buffer.shape), _piece(group, buffer.numel(), buffer.itemsize)
+    if length == buffer.numel():
+        out = buffer.new_empty(shape)
+        return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+    given = buffer.flatten().split(length)
+    taken = [part.new_empty((group.size(), part.numel())) for part in given]
+    both = zip(taken, given, strict=True)
+    works = [_all_gather(out.flatten(), part, group=group, async_op=True) for out, part in both]
+    return Works(works), buffer, lambda _: torch.cat(taken, 1).view(shape)
 
 
 def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     if group.name() == "gloo":  # whose own is an all-reduce of everything, of which it keeps a part
-        work, rows, _ = _exchange(group, buffer, arguments)
-        return work, rows, lambda rows: rows.sum(0, dtype=rows.dtype)
+        work, rows, finish = _exchange(group, buffer, arguments)
+        return work, rows, lambda rows: finish(rows).sum(0, dtype=rows.dtype)
     out = buffer.new_empty(buffer.shape[1:])
     return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
 
@@ -60,16 +67,60 @@ def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argume
     return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer, as_it_is
 
 
+# gloo sends a message whole, and may receive one meanwhile or not: on a link of 100 Mbit/s an exchange of 20 MB each
+# way took 1.8 times as long as an all-reduce that sends as much, 1.1 times in pieces of 4 MB, 0.98 in ones of 512 kB.
+_PIECE_BYTES = 1 << 19
+
+
+class Works:
+    """Several works of torch that are waited for as one."""
+
+    def __init__(self, works: list[Any]):
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Until all have completed; each within the timeout."""
+        for work in self._works:
+            work.wait(*timeout)
+
+    def get_future(self) -> Any:
+        """The last one's: they complete in order."""
+        return self._works[-1].get_future()
+
+
+def _piece(group: dist.ProcessGroup, length: int, itemsize: int) -> int:
+    """How many of `length` elements for a peer go out at once: pieces are as good as equal."""
+    count = -(-length * itemsize // _PIECE_BYTES) if group.name() == "gloo" else 1
+    return -(-length // max(1, count))
+
+
 def _exchange(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-    out = torch.empty_like(buffer)
-    return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+    rows = buffer.reshape(group.size(), -1)
+    length = _piece(group, rows.shape[1], buffer.itemsize)
+    if length == rows.shape[1]:
+        out = torch.empty_like(buffer)
+        return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+    given = [part.contiguous() for part in rows.split(length, 1)]
+    taken = [torch.empty_like(part) for part in given]
+    works = [
+        dist.all_to_all_single(out, part, group=group, async_op=True) for out, part in zip(taken, given, strict=True)
+    ]
+    return Works(works), buffer, lambda buffer: torch.cat(taken, 1).view(buffer.shape)
 
 
 def _permute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    sent, received = permuted_splits(arguments, group.rank(), group.size(), buffer.numel())
     out = torch.zeros_like(buffer)
-    flat = (out.flatten()[: sum(received)], buffer.flatten()[: sum(sent)])
-    return dist.all_to_all_single(*flat, received, sent, group=group, async_op=True), out, as_it_is
+    works = []
+    length = _piece(group, buffer.numel(), buffer.itemsize)
+    for taken, given in zip(out.flatten().split(length), buffer.flatten().split(length), strict=True):
+        sent, received = permuted_splits(arguments, group.rank(), group.size(), given.numel())
+        flat = (taken[: sum(received)], given[: sum(sent)])
+        works.append(dist.all_to_all_single(*flat, received, sent, group=group, async_op=True))
+    return Works(works), out, as_it_is
 
 
 def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:

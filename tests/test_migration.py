@@ -1,0 +1,510 @@
+"""docs/migration.md: every name that Lightning documents has a row, what the row names exists, and a test shows it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import socket
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import ltx
+from ltx import wire
+from ltx.errors import DeadlockDetectedError, WorldError
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "migration.md"
+
+Ranks = Callable[[int], ltx.Pool]
+
+# --- the names, and the tests that show what stands for them ----------------------------------------------------------
+
+HERE = "test_migration.py::"
+
+#: What several classes have in common.
+SHARED = {
+    "accelerator": "runtime/test_world.py::test_cuda_devices_are_numbered_like_local_ranks",
+    "parallel_devices": "runtime/test_world.py::test_environments",
+    "cluster_environment": "runtime/test_world.py::test_environments",
+    "checkpoint_io": "transforms/test_train_state.py::test_distributed_checkpoint",
+    "precision_plugin": "transforms/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
+    "barrier": "collectives/test_objects.py::test_barriers_of_different_names",
+    "broadcast": HERE + "test_barriers_and_objects",
+    "reduce": HERE + "test_reductions",
+    "teardown": "runtime/test_init.py::test_teardown_after_an_exception_and_again",
+    "root_device": HERE + "test_the_world_s_properties",
+}
+
+
+def shared(*names: str) -> dict[str, str]:
+    return {name: SHARED[name] for name in names}
+
+
+#: By section of the page: each documented name, and the tests (file::function) that show what stands for it.
+NAMES: dict[str, dict[str, str]] = {
+    "HorovodStrategy": {
+        "HorovodStrategy": "strategies/test_conformance.py::test_processes_do_what_the_reference_says",
+        **shared("accelerator", "parallel_devices", "checkpoint_io", "precision_plugin", "teardown", "root_device"),
+        "all_gather(result, group, sync_grads)": HERE + "test_gathering_as_horovod",
+        "barrier(*args)": HERE + "test_barriers_and_objects",
+        "broadcast(obj, src)": HERE + "test_barriers_and_objects",
+        "model_to_device": "runtime/test_init.py::test_to_device_moves_what_can_move",
+        "post_backward(closure_loss)": (
+            "transforms/test_train_step.py::test_clipping_is_by_the_norm_of_the_global_gradient"
+        ),
+        'reduce(tensor, group, reduce_op="mean")': HERE + "test_reductions",
+        "setup(trainer)": (
+            "strategies/test_horovod.py::test_scaled_learning_rates "
+            "transforms/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
+        ),
+        "handles_gradient_accumulation": (
+            "strategies/test_horovod.py::test_calls_in_between_send_nothing_and_leave_parameters_alone"
+        ),
+    },
+    "ParallelStrategy": {
+        "ParallelStrategy": "strategies/test_protocol.py::test_real_ranks",
+        **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+        "all_gather": "collectives/test_gather.py::test_without_sync_grads_the_result_is_a_constant",
+        "block_backward_sync": "transforms/test_block.py::test_blocked_then_synchronised_is_the_plain_step",
+        "reconciliate_processes(trace)": HERE + "test_peers_of_a_rank_that_fails_are_told",
+        "reduce_boolean_decision(decision)": "collectives/test_reduce.py::test_boolean_decisions",
+        "is_global_zero": HERE + "test_the_world_s_properties",
+        **shared("teardown", "root_device"),
+    },
+    "BaguaStrategy": {
+        "BaguaStrategy": "strategies/test_conformance.py::test_processes_do_what_the_reference_says",
+        "algorithm": HERE + "test_baguas_fields",
+        "flatten": HERE + "test_baguas_fields",
+        **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+        "**bagua_kwargs": HERE + "test_baguas_fields",
+        **shared("barrier", "broadcast", "reduce"),
+        "teardown": "strategies/test_async.py::test_ranks_go_at_their_own_pace_and_end_together",
+        "lightning_module": "transforms/test_data_parallel.py::test_ways_to_wrap",
+    },
+    "DDPStrategy": {
+        "DDPStrategy": "transforms/test_train_step.py::test_fifty_steps_are_those_of_ddp",
+        **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+        "ddp_comm_state": "hooks/test_from_torch.py::test_power_sgd_as_under_ddp",
+        "ddp_comm_hook": HERE + "test_hooks_and_wrappers",
+        "ddp_comm_wrapper": HERE + "test_hooks_and_wrappers",
+        "model_averaging_period": (
+            "strategies/test_ddp.py::test_models_are_averaged_only_where_asked_for "
+            "strategies/test_conformance.py::test_processes_do_what_the_reference_says"
+        ),
+        "process_group_backend": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
+        "timeout": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
+        "start_method": "strategies/test_ddp.py::test_bad_fields",
+        "**kwargs": HERE + "test_ddps_own_arguments_are_refused",
+        **shared("barrier", "broadcast", "reduce", "teardown", "root_device"),
+        "on_exception(exception)": HERE + "test_ranks_may_use_different_parameters",
+        "optimizer_step(optimizer, closure, model)": (
+            "transforms/test_train_step.py::test_a_step_that_raises_leaves_the_state_as_it_was"
+        ),
+        "setup": "transforms/test_train_step.py::test_init_takes_rank_0s_values_and_copies",
+        "setup_environment": "runtime/test_init.py::test_one_process_under_torchrun_has_a_group",
+        "is_distributed": HERE + "test_the_world_s_properties",
+    },
+    "utilities.distributed": {
+        "AllGatherGrad(tensor, group)": "collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
+        "AllGatherGrad.forward": HERE + "test_all_gather_grad",
+        "AllGatherGrad.backward": HERE + "test_all_gather_grad",
+        "all_gather_ddp_if_available(tensor, group, sync_grads)": HERE + "test_alone",
+        "gather_all_tensors(result, group)": HERE + "test_tensors_of_unequal_shapes",
+        "init_dist_connection(cluster_environment, backend, global_rank, world_size, **kwargs)": (
+            "runtime/test_init.py::test_second_call_with_other_arguments_says_which"
+        ),
+        "register_ddp_comm_hook(model, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)": (
+            HERE + "test_hooks_and_wrappers"
+        ),
+        "sync_ddp(result, group, reduce_op)": HERE + "test_reductions",
+        "sync_ddp_if_available": HERE + "test_alone",
+    },
+}
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+CODE = re.compile(r"`([^`]+)`")
+
+
+def rows() -> dict[str, dict[str, tuple[str, str]]]:
+    """By section and name: the cells beside it."""
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        lines = [line for line in body.splitlines() if line.startswith("| `")]
+        cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+        assert all(len(row) == 3 for row in cells), title
+        found[title] = {theirs.strip("`"): (ours, differs) for theirs, ours, differs in cells}
+        assert len(found[title]) == len(lines), f"{title}: a name has two rows"
+    return found
+
+
+def resolve(node: ast.expr) -> Any:
+    """What an expression such as ``ltx.train_step(step, optimizer).init(params)`` names; raises if there is none.
+
+    A call stands for the class of its result. Its arguments needn't exist, but there must be parameters for them;
+    positional ones bear their parameters' names.
+    """
+    match node:
+        case ast.Name("ltx"):
+            return ltx
+        case ast.Attribute(value, name):
+            owner = resolve(value)
+            fields = getattr(owner, "__dataclass_fields__", {})
+            return fields[name] if name in fields else getattr(owner, name)
+        case ast.Call(func, args, keywords):
+            called = resolve(func)
+            signature = inspect.signature(called)
+            if inspect.isfunction(called) and "." in called.__qualname__ and "self" in signature.parameters:
+                signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+            bound = signature.bind_partial(*args, **{keyword.arg: keyword.value for keyword in keywords})
+            for name, value in bound.arguments.items():
+                if isinstance(value, ast.Name) and value.id != name:
+                    raise TypeError(f"{ast.unparse(node)}: the parameter is called {name!r}")
+            return called if inspect.isclass(called) else typing.get_type_hints(called).get("return")
+    raise TypeError(f"{ast.unparse(node)} isn't a name")
+
+
+def named(text: str) -> Any:
+    return resolve(ast.parse(text, mode="eval").body)
+
+
+def test_every_name_has_a_row() -> None:
+    assert {section: sorted(names) for section, names in rows().items()} == {
+        section: sorted(names) for section, names in NAMES.items()
+    }
+
+
+@pytest.mark.parametrize("section", NAMES)
+def test_every_row_names_what_exists(section: str) -> None:
+    for theirs, (ours, differs) in rows()[section].items():
+        assert ours.startswith("`ltx."), theirs
+        assert differs.endswith("."), theirs
+        for text in CODE.findall(ours):
+            named(text)
+
+
+def test_everything_of_ltx_on_the_page_exists() -> None:
+    texts = [text for text in CODE.findall(PAGE.read_text(encoding="utf-8")) if text.startswith("ltx.")]
+    assert len(texts) > 100
+    for text in texts:
+        named(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ltx.no_such_name",
+        "ltx.World.no_such_property",
+        "ltx.DDPStrategy(no_such_field=...)",
+        "ltx.reduce(value, group=...)",
+        "ltx.reduce(tensor)",
+        "ltx.shutdown(now)",
+        "ltx.train_step(step, optimizer).no_such_method",
+        "ltx.train_step(step, optimizer).init(state)",
+    ],
+)
+def test_names_that_do_not_exist_are_found_out(text: str) -> None:
+    with pytest.raises((AttributeError, TypeError)):
+        named(text)
+
+
+def test_behind_every_row_stands_a_test() -> None:
+    nodes = {node for names in NAMES.values() for shown in names.values() for node in shown.split()}
+    for node in nodes:
+        file, name = node.split("::")
+        defined = ast.parse((TESTS / file).read_text(encoding="utf-8")).body
+        assert name in {item.name for item in defined if isinstance(item, ast.FunctionDef)}, node
+
+
+# --- what no other test shows: utilities.distributed ------------------------------------------------------------------
+
+
+def test_all_gather_grad(ranks: Ranks) -> None:
+    """Lightning's own example on three ranks: loss_r = (r + 1) * sum(gathered), and every gradient is 1 + 2 + 3."""
+
+    def run() -> tuple[Tensor, ...]:
+        rank = int(ltx.axis_index())
+
+        def loss(x: Tensor) -> Tensor:
+            return (rank + 1) * ltx.AllGatherGrad.apply(x).sum()
+
+        x = torch.full((2, 5), float(rank)).T.requires_grad_()  # not contiguous
+        (plain,) = torch.autograd.grad(loss(x), x)
+        transpose = ltx.psum_scatter(torch.full((3, 5, 2), rank + 1.0))
+        return ltx.AllGatherGrad.apply(x.detach()), plain, torch.func.grad(loss)(x.detach()), transpose
+
+    gathered, *gradients = ranks(3).run(run).replicated()
+    assert torch.equal(gathered, torch.arange(3.0).reshape(3, 1, 1).expand(3, 5, 2))
+    for gradient in gradients:
+        assert torch.equal(gradient, torch.full((5, 2), 6.0))
+
+
+def test_tensors_of_unequal_shapes(ranks: Ranks) -> None:
+    shapes = [(0, 3), (2, 1), (4,)]
+
+    def run() -> tuple[list[Tensor], Tensor]:
+        rank = int(ltx.axis_index())
+        x = torch.full(shapes[rank], float(rank), requires_grad=True)
+        found = ltx.gather_all_tensors(x)
+        torch.stack([y.sum() for y in found]).sum().backward()
+        return [y.detach() for y in found], x.grad
+
+    for rank, (found, gradient) in enumerate(ranks(3).run(run)):
+        assert [tuple(x.shape) for x in found] == shapes
+        assert all((x == r).all() for r, x in enumerate(found))
+        assert torch.equal(gradient, torch.full(shapes[rank], 3.0))  # theirs: none
+
+
+def test_alone() -> None:
+    """In a world of one results are what they are in any other, and never the argument itself."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    gathered = ltx.all_gather(x)
+    assert gathered.shape == (1, 2)
+    assert gathered.requires_grad
+    assert not ltx.all_gather(x, sync_grads=False).requires_grad
+    for reduced in (ltx.psum(x), ltx.reduce(x), ltx.reduce(x, None)):
+        assert torch.equal(reduced, x)
+        assert reduced is not x
+        assert reduced.data_ptr() != x.data_ptr()
+    assert ltx.reduce(torch.tensor(3)).dtype == torch.float32
+
+
+# --- the strategies' methods ------------------------------------------------------------------------------------------
+
+
+def test_reductions(ranks: Ranks) -> None:
+    def run() -> dict[str, Any]:
+        rank = int(ltx.axis_index())
+        x, count = torch.tensor([1.0 + rank, 4.0]), torch.tensor(2 * rank - 3)
+        group = dist.new_group([0, 2])
+        try:
+            return {
+                "mean by default": ltx.reduce(x),
+                "sum by default": ltx.psum(x),
+                "None is the sum": ltx.reduce(x, None),
+                "integers": ltx.reduce(torch.tensor(rank % 2)),
+                "truncated": ltx.reduce(count - 1, keep_dtype=True),
+                "no tensors": ltx.reduce(["epoch", 3, None]),
+                "a group": ltx.reduce(x, "PRODUCT", group) if rank != 1 else torch.tensor([3.0, 16.0]),
+                "the argument": x - torch.tensor([rank, 0.0]),
+            }
+        finally:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                wire.close_axis(wire.resolve(group))
+                dist.destroy_process_group(group)
+
+    found = ranks(3).run(run).replicated()
+    assert found["no tensors"] == ["epoch", 3, None]
+    assert {name: x.tolist() for name, x in found.items() if name != "no tensors"} == {
+        "mean by default": [2.0, 4.0],
+        "sum by default": [6.0, 12.0],
+        "None is the sum": [6.0, 12.0],
+        "integers": pytest.approx(1 / 3),
+        "truncated": -2,  # (-4 - 2 + 0) / 3
+        "a group": [3.0, 16.0],
+        "the argument": [1.0, 4.0],
+    }
+
+
+@dataclass
+class Config:
+    """Something that pickles."""
+
+    names: tuple[str, ...]
+    weight: Tensor
+
+
+def test_barriers_and_objects(ranks: Ranks) -> None:
+    def run() -> tuple[Any, ...]:
+        rank = int(ltx.axis_index())
+        ltx.barrier("before")
+        ltx.barrier()
+        config = ltx.broadcast_object(Config((f"rank {rank}",), torch.tensor(rank)) if rank == 2 else None, src=2)
+        scale = ltx.broadcast_object(lambda x: x * (1 + rank), src=1)
+        return config.names, config.weight.item(), scale(3), ltx.broadcast({"w": torch.tensor(rank)}, src=1)["w"]
+
+    assert ranks(3).run(run).replicated() == (("rank 2",), 2, 6, torch.tensor(1))
+
+
+def test_gathering_as_horovod(ranks: Ranks) -> None:
+    """Parts of unequal lengths one after another, scalars, and its gradient: the mean over ranks instead of the sum."""
+
+    def run() -> tuple[Tensor, ...]:
+        rank = int(ltx.axis_index())
+
+        def loss(x: Tensor, grad_scale: Any) -> Tensor:
+            return ltx.all_gather(x, tiled=True, splits=[1, 0, 2], grad_scale=grad_scale).sum() * (rank + 1)
+
+        x = torch.full(([1, 0, 2][rank], 2), float(rank))
+        gathered = ltx.all_gather(x, tiled=True, splits=[1, 0, 2])
+        gradients = [torch.func.grad(loss)(x, scale).reshape(-1).unique() for scale in ("sum", "mean")]
+        constant = ltx.all_gather(x.requires_grad_(), tiled=True, splits=[1, 0, 2], sync_grads=False)
+        assert not constant.requires_grad
+        return gathered, ltx.all_gather(torch.tensor(float(rank))), *gradients
+
+    for rank, (gathered, scalars, summed, averaged) in enumerate(ranks(3).run(run)):
+        assert gathered.tolist() == [[0.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
+        assert scalars.tolist() == [0.0, 1.0, 2.0]
+        assert (summed.tolist(), averaged.tolist()) == (([], []) if rank == 1 else ([6.0], [2.0]))
+
+
+def test_the_world_s_properties(ranks: Ranks) -> None:
+    def run() -> tuple[Any, ...]:
+        world = ltx.world()
+        return world.is_global_zero, world.is_distributed, world.root_device == world.device
+
+    assert list(ranks(3).run(run)) == [(True, True, True), (False, True, True), (False, True, True)]
+    assert (ltx.world().is_global_zero, ltx.world().is_distributed) == (True, False)  # theirs: always True
+
+
+class Breaks(torch.autograd.Function):
+    """Identity whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ZeroDivisionError("no derivative")
+
+
+def test_peers_of_a_rank_that_fails_are_told(ranks: Ranks) -> None:
+    """Nobody is killed, states are as they were, and all do the next step together."""
+
+    def run() -> tuple[str, str, list[float], list[float]]:
+        rank = ltx.world().rank
+        axis = wire.open_axis("fresh", dist.new_group([0, 1, 2]), timedelta(seconds=10))
+
+        def loss(params: Any, x: Tensor, fails: bool) -> Tensor:
+            return (x * (Breaks.apply(params["w"]) if fails else params["w"])).sum()
+
+        step = ltx.data_parallel(loss, axis=axis)
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        state = train.init({"w": torch.zeros(2)})
+        x = torch.tensor([rank, 1.0])
+        state, _ = train(state, x, False)
+        with pytest.raises((ZeroDivisionError, DeadlockDetectedError)) as caught:
+            train(state, x, rank == 1)
+        kept = state.params["w"].tolist()
+        state, _ = train(state, x, False)
+        return type(caught.value).__name__, str(caught.value), kept, state.params["w"].tolist()
+
+    results = list(ranks(3).run(run))
+    assert [kind for kind, *_ in results] == ["DeadlockDetectedError", "ZeroDivisionError", "DeadlockDetectedError"]
+    for _, text, kept, after in results:
+        assert "no derivative" in text
+        assert (kept, after) == ([-1.0, -1.0], [-2.0, -2.0])
+    for rank in (0, 2):  # which may have it from each other
+        assert results[rank][1].startswith(f"rank {rank}: rank ")
+        assert "rank 1 has left a backward pass on axis 'fresh' halfway (ZeroDivisionError" in results[rank][1]
+
+
+def test_ranks_may_use_different_parameters(ranks: Ranks) -> None:
+    """Where DDP, and Lightning's on_exception, ask for find_unused_parameters=True."""
+
+    def run() -> list[dict[str, Tensor]]:
+        rank = int(ltx.axis_index())
+        params = {name: torch.ones(2) for name in "abc"}
+        step = ltx.data_parallel(lambda params, x: (params["abc"[rank]] * x).sum() if rank < 2 else x.sum())
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        x = torch.tensor([3.0, 6.0])
+        found = torch.func.grad(step)(params, x)
+        return [found, ltx.tree.map(lambda w: 1 - w, train(train.init(params), x)[0].params)]
+
+    for found in ranks(3).run(run).replicated():
+        assert {name: x.tolist() for name, x in found.items()} == {"a": [1.0, 2.0], "b": [1.0, 2.0], "c": [0.0, 0.0]}
+
+
+# --- the strategies' arguments ----------------------------------------------------------------------------------------
+
+
+def test_hooks_and_wrappers(ranks: Ranks) -> None:
+    """On CPUs too, a wrapper alone too, and a hook of torch's with its state."""
+    seen: list[int] = []
+
+    def counting(state: list[int], bucket: Any) -> Any:
+        state.append(bucket.buffer().numel())
+        return allreduce_hook(None, bucket)
+
+    def run() -> tuple[list[float], list[int]]:
+        strategies = [
+            ltx.DDPStrategy(),
+            ltx.DDPStrategy(comm_hook="bf16"),
+            ltx.DDPStrategy(comm_wrapper="bf16"),
+            ltx.DDPStrategy(comm_hook=ltx.hooks.from_torch(counting, seen)),
+        ]
+        axis = wire.open_axis("of its own", dist.group.WORLD, timedelta(seconds=30))
+        try:
+            x = torch.tensor([1 + 2.0**-12])
+            steps = [ltx.data_parallel(lambda w, x: (w * x).sum(), strategy, axis=axis) for strategy in strategies]
+            return [torch.func.grad(step)(torch.ones(1), x).item() for step in steps], seen
+        finally:
+            wire.close_axis(axis)
+
+    gradients, counted = ranks(3).run(run).replicated()
+    exact, rounded, wrapped, torchs = gradients
+    assert exact == pytest.approx(1 + 2.0**-12, rel=1e-6)
+    assert torchs == pytest.approx(1 + 2.0**-12, rel=1e-6)
+    assert rounded == wrapped == pytest.approx(1.0, abs=2.0**-7)
+    assert rounded != pytest.approx(exact, abs=2.0**-14)
+    assert counted == [1]
+
+
+def test_ddps_own_arguments_are_refused() -> None:
+    for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            ltx.DDPStrategy(**{name: True})
+
+
+def test_baguas_fields() -> None:
+    names = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
+    for name in names:
+        assert ltx.BaguaStrategy(name, flatten=True).hook(0) == ltx.BaguaStrategy(name).hook(0)
+    assert ltx.BaguaStrategy("qadam", warmup_steps=3).algorithm == "qadam"
+    assert ltx.BaguaStrategy("async", sync_interval_ms=500).algorithm == "async"
+    assert ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2) != ltx.BaguaStrategy("bytegrad")
+    with pytest.raises(ValueError, match=r"BaguaStrategy\('bytegrad'\) has no field 'communication_interval'"):
+        ltx.BaguaStrategy("bytegrad", communication_interval=2)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """``launched(n)`` makes this process rank 0 of n under torchrun; the others don't come."""
+
+    def as_rank_0(size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+
+    yield as_rank_0
+    ltx.shutdown()
+
+
+def test_a_strategy_s_backend_and_timeout_reach_init(launched: Callable[[int], None]) -> None:
+    launched(2)
+    with pytest.raises(WorldError, match=r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 0.5 s"):
+        ltx.init(ltx.DDPStrategy(timeout=timedelta(seconds=0.5)))
+    launched(1)
+    with pytest.raises(WorldError, match=r"rank 0 of 1 couldn't set up torch.distributed \(smoke\)"):
+        ltx.init(ltx.DDPStrategy(process_group_backend="smoke"))
+    with ltx.init(ltx.DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=7))) as world:
+        assert (world.backend, dist.get_backend()) == ("gloo", "gloo")
+        with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=7\) and now with"):
+            ltx.init(timeout=timedelta(seconds=8))
