@@ -126,8 +126,14 @@ def train_of(task: Task, strategy: str, ranks: int) -> ltx.transforms.TrainStep:
 def sent(task: Task, strategy: str, ranks: int) -> list[int]:
     """Bytes that rank 0 has sent after 1, 2, ... steps, without headers."""
     train, params = train_of(task, strategy, ranks), task.params(0)
+    first, length = train.step.strategy.cycle
+
+    @cache
+    def of(step: int) -> int:
+        return ltx.explain(train, params, world=ranks, sync_step=step).bytes
+
     steps = range(task.settings.steps)
-    return list(accumulate(ltx.explain(train, params, world=ranks, sync_step=step).bytes for step in steps))
+    return list(accumulate(of(step if step < first else first + (step - first) % length) for step in steps))
 
 
 @dataclass(frozen=True)
