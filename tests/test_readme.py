@@ -13,7 +13,6 @@ import torch
 import ltx
 
 README = Path(__file__).parent.parent / "README.md"
-STRATEGIES = ("DDPStrategy", "BaguaStrategy", "HorovodStrategy", "LocalSGDStrategy", "DiLoCoStrategy", "ZeroStrategy")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -72,12 +71,12 @@ def test_the_study_of_strategies() -> None:
     from benchmarks import strategy_convergence as study
     from benchmarks.tasks import SETTINGS
 
-    found, known = study.load(), {name: getattr(ltx, name) for name in ("hooks", *STRATEGIES)}
-    row = re.compile(r"^\| `(\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
-    rows = row.findall(README.read_text(encoding="utf-8"))
+    found = study.load()
+    pattern = r"^\| `(ltx\.\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
+    rows = re.findall(pattern, README.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) >= 8
     for code, percent, *losses in rows:
-        strategy = eval(code, known)
+        strategy = eval(code, {"ltx": ltx})
         name = next(name for name, row in study.ROWS.items() if row.make(SETTINGS["gpt"], 64) == strategy)
         sent, plain = (max(study.bytes_sent(found, "gpt", 64, which).values()) for which in (name, "ddp"))
         ratios = [statistics.mean(study.ratios(found["runs"], task, 64, name)) for task in study.STUDIED]
