@@ -45,7 +45,7 @@ notebooks: $(VENV)/.test
 	done
 
 # Others beside it: python -m benchmarks.collectives, benchmarks.hooks, benchmarks.strategies, benchmarks.plan,
-# benchmarks.simulated, benchmarks.convergence, benchmarks.import_time.
+# benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence, benchmarks.import_time.
 bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.step_time $(BENCH)
 

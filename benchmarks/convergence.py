@@ -26,42 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import attention
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 import ltx
+from benchmarks.tasks import SETTINGS, TASKS, Params, Settings, Task, drift
 from ltx import hooks
-from ltx.demo.model import GPT
-from ltx.demo.text import Corpus, read_topics
-
-Params = dict[str, Tensor]
-Batch = tuple[Tensor, Tensor]
 
 SEEDS = (0, 1, 2)
 RANKS = (16, 64)
 PROCESSES = 2
 RESULTS = Path(__file__).parent / "results" / "convergence.json"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is fixed for all hooks of a task."""
-
-    steps: int
-    batch_size: int  # of all ranks together
-    peak_lr: float
-    warm_up: int  # exact steps before hooks that want some
-    block: int  # numbers that share a scale, where a hook has blocks
-    eps: float | None = None  # Adam's
-
-
-SETTINGS = {
-    "digits": Settings(steps=300, batch_size=128, peak_lr=0.5, warm_up=30, block=32),
-    "gpt": Settings(steps=200, batch_size=64, peak_lr=4e-3, warm_up=60, block=32, eps=1e-3),
-    "gpt, eps 1e-8": Settings(steps=200, batch_size=64, peak_lr=4e-3, warm_up=60, block=32, eps=1e-8),
-}
 
 
 def hooks_of(settings: Settings) -> dict[str, hooks.CommHook]:
@@ -104,106 +78,6 @@ CHOSEN = ("fp32", *GOALS)
 
 #: What shows why Adam's eps matters.
 WITH_SMALL_EPS = ("fp32", "powersgd 4", "bytegrad", "quantize", "onebit")
-
-
-class Task:
-    """A model, its data and how it is trained."""
-
-    skeleton: nn.Module  # whose parameters aren't used
-    held_out: Batch
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # in SETTINGS
-        self.settings = SETTINGS[name]
-
-    def model(self) -> nn.Module:
-        """A new model, from torch's generator."""
-        raise NotImplementedError
-
-    def batch(self, step: int, seed: int) -> Batch:
-        """The global batch of a step, a function of its arguments."""
-        raise NotImplementedError
-
-    def optimizer(self) -> ltx.optim.Optimizer:
-        raise NotImplementedError
-
-    def lr(self, step: int) -> float:
-        """Up for a twentieth of the steps, then down to a hundredth along a cosine."""
-        steps, peak = self.settings.steps, self.settings.peak_lr
-        rise = max(1, steps // 20)
-        if step < rise:
-            return peak * (step + 1) / rise
-        return peak * (0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))))
-
-    def params(self, seed: int) -> Params:
-        """The first parameters."""
-        torch.manual_seed(seed)
-        return {name: p.detach().clone() for name, p in self.model().named_parameters()}
-
-    def loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
-        """Mean cross-entropy in nats."""
-        # The batched forms of torch's other attention kernels are loops, with a warning.
-        with attention.sdpa_kernel(attention.SDPBackend.MATH):
-            logits = functional_call(self.skeleton, params, (x,))
-        return cross_entropy(logits.flatten(0, -2), y.flatten())
-
-    @torch.no_grad()
-    def validate(self, params: Params, every: int = 1) -> float:
-        """The loss on what is held out, or on each `every`-th of it."""
-        x, y = (part[::every] for part in self.held_out)
-        return self.loss(params, x, y).item()
-
-
-class CharacterGPT(Task):
-    """The demo's GPT with 2 layers of width 32, on the texts of Python's help()."""
-
-    context = 32
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.corpus = Corpus.of(read_topics())
-        self.held_out = self.corpus.validation_windows(self.context)
-        self.skeleton = self.model()
-
-    def model(self) -> nn.Module:
-        return GPT(len(self.corpus.vocabulary), self.context, width=32, layers=2, heads=2)
-
-    def batch(self, step: int, seed: int) -> Batch:
-        return self.corpus.batch(step, self.settings.batch_size, self.context, seed)
-
-    def optimizer(self) -> ltx.optim.Optimizer:
-        adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=self.lr, eps=self.settings.eps, weight_decay=0.1)
-        return ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adamw)
-
-
-class Digits(Task):
-    """scikit-learn's 1,797 digits of 8 x 8 pixels, a fifth of them held out, and a network with one hidden layer."""
-
-    def __init__(self, name: str) -> None:
-        from sklearn.datasets import load_digits
-
-        super().__init__(name)
-        data = load_digits()
-        x, y = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-        held, rest = order[: len(x) // 5], order[len(x) // 5 :]
-        self.held_out, self.train = (x[held], y[held]), (x[rest], y[rest])
-        self.skeleton = self.model()
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    def batch(self, step: int, seed: int) -> Batch:
-        x, y = self.train
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        chosen = torch.randint(len(x), (self.settings.batch_size,), generator=generator)
-        return x[chosen], y[chosen]
-
-    def optimizer(self) -> ltx.optim.Optimizer:
-        return ltx.optim.from_torch(torch.optim.SGD, lr=self.lr, weight_decay=1e-3)
-
-
-TASKS = {"digits": Digits, "gpt": CharacterGPT, "gpt, eps 1e-8": CharacterGPT}
 
 
 def strategy_of(task: Task, hook: str) -> ltx.DDPStrategy:
@@ -276,14 +150,7 @@ def simulated(task: Task, hook: str, seed: int, ranks: int) -> Outcome:
         params, opt_state = optimizer.apply(grads, opt_state, params)
         if _is_mark(index + 1, task.settings.steps):
             curve.append((index + 1, validate(every=8)))
-    return Outcome(first_loss, validate(), curve, _apart(list(params.values())) if drifting else 0.0)
-
-
-def _apart(leaves: list[Tensor]) -> float:
-    """The root mean square over ranks (dimension 0) of their distance from the mean, by the mean's norm."""
-    rows = torch.cat([leaf.flatten(1) for leaf in leaves], 1)
-    mean = rows.mean(0)
-    return ((rows - mean).norm(dim=1).square().mean().sqrt() / mean.norm()).item()
+    return Outcome(first_loss, validate(), curve, drift(list(params.values())) if drifting else 0.0)
 
 
 def _is_mark(done: int, steps: int, marks: int = 15) -> bool:
@@ -304,7 +171,7 @@ def one_process(task: Task, hook: str, seed: int) -> tuple[Outcome, bool]:
         if _is_mark(index + 1, task.settings.steps):
             curve.append((index + 1, task.validate(state.params, every=8)))
     everyone = [ltx.all_gather(leaf) for leaf in state.params.values()]
-    apart = 0.0 if all((leaf == leaf[:1]).all() for leaf in everyone) else _apart(everyone)
+    apart = 0.0 if all((leaf == leaf[:1]).all() for leaf in everyone) else drift(everyone)
     return Outcome(first_loss, task.validate(state.params), curve, apart), matched
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,19 @@ def test_the_bytes_of_each_hook() -> None:
             hook = eval(name, {known: getattr(hooks, known) for known in dir(hooks)})
             step = ltx.data_parallel(lambda params: params, ltx.DDPStrategy(comm_hook=hook))
             assert f"{ltx.explain(step, params, world=4).compression:.1f}" == ratio, name
+
+
+def test_the_study_of_strategies() -> None:
+    from benchmarks import strategy_convergence as study
+    from benchmarks.tasks import SETTINGS
+
+    found = study.load()
+    pattern = r"^\| `(ltx\.\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
+    rows = re.findall(pattern, README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 8
+    for code, percent, *losses in rows:
+        strategy = eval(code, {"ltx": ltx})
+        name = next(name for name, row in study.ROWS.items() if row.make(SETTINGS["gpt"], 64) == strategy)
+        sent, plain = (max(study.bytes_sent(found, "gpt", 64, which).values()) for which in (name, "ddp"))
+        ratios = [statistics.mean(study.ratios(found["runs"], task, 64, name)) for task in study.STUDIED]
+        assert [percent, *losses] == [f"{sent / plain:.0%}"[:-1], *(f"{ratio:.2f}" for ratio in ratios)], code
