@@ -3,8 +3,13 @@
 A step is a pure function. Distribution is a transformation of it. A strategy is a value.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Imports make many objects and no garbage; to look through torch's for some in the middle takes as long as the rest.
+_collects = gc.isenabled()
+gc.disable()
 
 # --- submodules
 from ltx import errors as errors
@@ -74,6 +79,9 @@ from ltx.transforms import uneven as uneven
 from ltx.wire import axis_from_group as axis_from_group
 from ltx.wire import debug_checks as debug_checks
 from ltx.wire import record as record
+
+if _collects:
+    gc.enable()
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
