@@ -48,6 +48,11 @@ class _Meetings:
 _meetings = _Meetings()
 
 
+def meet_as(count: int) -> None:
+    """Have the next world be the `count`-th: ranks whose counts differ wouldn't find one another."""
+    _meetings.count = count - 1
+
+
 def adopted_world(placement: Placement, backend: str | None) -> World:
     """The world of a process group that the user has initialised; the environment may know more than the group."""
     rank, size, used = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())

@@ -19,14 +19,17 @@ import optree
 import torch
 import torch.distributed as dist
 
-from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
+from ltx import wire
+from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
 from ltx.errors import WorldError
+from ltx.runtime.described import message_of
 from ltx.runtime.groups import (
     adopted_world,
     check_mesh,
     close_others,
     let_go,
     make_group,
+    meet_as,
     open_axes,
     settle,
 )
@@ -118,6 +121,34 @@ def shutdown() -> None:
         session.teardown.close()
 
 
+def abandon(error: BaseException) -> None:
+    """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
+    for axis in wire.open_axes():
+        if isinstance(axis.backing, GroupBacking):
+            axis.backing.line.passes.abandon(f"{type(error).__name__}: {message_of(error)}")
+
+
+def forget() -> None:
+    """In a fork: the world that is up is the parent's."""
+    _process.session = None
+
+
+def renew(count: int) -> None:
+    """Make a new world in place of one that an exception has left in pieces, with the same settings.
+
+    Args:
+        count: which world of this process it is, a number above all before, equal on all ranks. They may have counted
+            differently.
+    """
+    session = _process.session
+    settings = dict(session.settings) if session is not None else {}
+    shutdown()
+    if dist.is_initialized():  # the user's own, in pieces as well
+        dist.destroy_process_group()
+    meet_as(count)
+    _process.session = _start(settings)
+
+
 def world() -> World:
     """The world that :func:`init` set up; a world of one if it hasn't.
 
@@ -150,12 +181,14 @@ def check_current(entered: World) -> None:
         )
 
 
-def release(left: World) -> None:
-    """The end of a ``with`` block on `left`: take the world down if no other call of :func:`init` holds it."""
+def release(left: World, error: BaseException | None = None) -> None:
+    """The end of a ``with`` block on `left`, by `error` or not: take the world down if nobody else holds it."""
     session = _process.session
     if session is not None and session.world is left:
         session.holds -= 1
         if session.holds == 0:
+            if error is not None:
+                abandon(error)
             shutdown()
 
 

@@ -81,7 +81,7 @@ class World:
         from ltx.runtime import init
 
         try:
-            init.release(self)
+            init.release(self, error)
         except Exception:
             if error is None:  # else what ended the block is the news, and peers lost along the way are not
                 raise

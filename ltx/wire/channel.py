@@ -111,6 +111,8 @@ class Ticket:
         except RuntimeError as error:
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
                 raise self._timed_out() from error
+            with suppress(PeerLostError):  # the store being gone says less than what follows
+                channel.while_waiting()  # a peer that ended may have said why
             raise PeerLostError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers, "
                 f"one of which is gone: {error}"
@@ -120,12 +122,13 @@ class Ticket:
         channel = self._channel
         assert channel.lane is not None
         while not wait_for(passage, _TICK.total_seconds()):
-            if lost := channel.lane.lost_peers():
+            lost = channel.lane.lost_peers()
+            self._look_around(began)  # first: a peer that ended may have said why
+            if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
                     f"peers: the process of rank {', '.join(map(str, lost))} is gone."
                 )
-            self._look_around(began)
         if self._event is not None:
             self._event.landed_s = passage.landed_s
         if passage.refused:

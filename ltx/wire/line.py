@@ -201,6 +201,7 @@ class Line:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
             if pause == 0.05:
+                self.passes.look_for_abandonment()
                 self._refuse_elsewhere(place, post)
                 self._refuse_lost(everyone, post)
                 if self.passes.inside:
