@@ -96,7 +96,7 @@ class LtxMagics(Magics):
         if asked.out is not None:
             self.shell.user_ns[asked.out] = PerRank(values)
         else:
-            _show(dict(zip(ranks, values, strict=True)))
+            _show(dict(zip(ranks, values, strict=True)), len(pool))
 
     def _line(self, line: str) -> None:
         if line == "stop":
@@ -135,10 +135,11 @@ def _check(source: str, name: str) -> None:
         raise CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip()) from None
 
 
-def _show(values: dict[int, dict[str, Any] | None]) -> None:
+def _show(values: dict[int, dict[str, Any] | None], size: int) -> None:
+    """Show what each rank's value looks like; once, if it's the same on all."""
     shown = {rank: value for rank, value in values.items() if value is not None}
-    if len(shown) > 1 and len(shown) == len(values) and len({str(value) for value in shown.values()}) == 1:
+    if len(shown) == size and len({str(value) for value in shown.values()}) == 1:
         Shown(next(iter(shown.values()))).shown(None, 1, {})
         return
     for rank, value in shown.items():
-        Shown(value).shown(rank, len(values), {})
+        Shown(value).shown(rank, size, {})

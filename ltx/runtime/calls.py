@@ -72,12 +72,12 @@ class _Pickler(Pickler):
     """The parcel's, which sends by value what is registered with cloudpickle: here, for the time of one call.
 
     Attributes:
-        sources: the lines of source by name of what is in no file.
+        sources: what is in no file: by name, what to call it and its lines.
     """
 
     def __init__(self, own_module: str):
         super().__init__()
-        self.sources: dict[str, list[str]] = {}
+        self.sources: dict[str, tuple[str, list[str]]] = {}
         self._seen: set[str] = set()
         self._registered: list[str] = []
         self._look_at(own_module, importable=False)
@@ -91,7 +91,7 @@ class _Pickler(Pickler):
             name = obj.__code__.co_filename
             entry = linecache.cache.get(name)
             if entry is not None and len(entry) == 4 and entry[1] is None:  # no time of change: it isn't a file
-                self.sources[name] = entry[2]
+                self.sources[name] = (_cell_of(name), entry[2])
         return super().reducer_override(obj)
 
     def unregister(self) -> None:
@@ -116,6 +116,14 @@ class _Pickler(Pickler):
         if not importable and name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self._registered.append(name)
+
+
+def _cell_of(name: str) -> str:
+    """What a notebook calls the cell whose code is named `name`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    count = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
+    return name if count is None else f"<cell In[{count}]>"
 
 
 def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ there are no others.
 
 from __future__ import annotations
 
+import linecache
 import time
 import traceback
 from pathlib import Path
@@ -56,12 +57,31 @@ def place_of(trace: TracebackType | None) -> str:
     if not own:
         return ""
     last = own[-1]
-    file = last.filename if last.filename.startswith("<") else Path(last.filename).name
+    name = _label(last.filename)
+    file = name if name.startswith("<") else Path(name).name
     return f"{file}:{last.lineno} in {last.name}" + (f": {last.line}" if last.line else "")
 
 
 def _is_ours(filename: str) -> bool:
     return filename.startswith(_LTX_HOME)
+
+
+def _label(filename: str) -> str:
+    """What the driver calls the cell that `filename` stands for; `filename` itself for a file."""
+    entry = linecache.cache.get(filename)
+    return entry[3] if entry is not None and len(entry) == 4 and entry[1] is None else filename
+
+
+def _labelled(frame: traceback.FrameSummary) -> traceback.FrameSummary:
+    return traceback.FrameSummary(
+        _label(frame.filename),
+        frame.lineno,
+        frame.name,
+        line=frame.line,
+        end_lineno=frame.end_lineno,
+        colno=frame.colno,
+        end_colno=frame.end_colno,
+    )
 
 
 def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
@@ -70,8 +90,7 @@ def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
         return
     seen.add(id(told))
     kept = [frame for frame in told.stack if not _is_ours(frame.filename)]
-    if kept:
-        told.stack = traceback.StackSummary.from_list(kept)
+    told.stack = traceback.StackSummary.from_list([_labelled(frame) for frame in kept or told.stack])
     for other in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
         if other is not None:
             _filter(other, seen)

@@ -33,7 +33,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Call:
-    """Do a call. In the same parcel: the function, ``(args, kwargs)``, and lines of source by name.
+    """Do a call. In the same parcel: the function, ``(args, kwargs)``, and what :mod:`ltx.runtime.calls` calls sources.
 
     ``inherited``: they aren't, since the worker is a fork that has them from the driver.
     """

@@ -145,8 +145,8 @@ class _Desk:
             assert self._inherited is not None
             return *self._inherited, {}
         fn, (args, kwargs), sources = load(), load(), load()
-        for name, lines in sources.items():
-            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        for name, (label, lines) in sources.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, label)
         return fn, args, kwargs
 
     def _deliver(self, parcel: parcels.Parcel) -> None:

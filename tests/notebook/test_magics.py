@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,14 @@ def test_a_failing_cell_shows_its_own_lines_and_the_workers_stay(kernel: Kernel)
     assert "rank 0 raised DeadlockDetectedError: rank 0: rank 1 has left axis 'data'" in text
     assert kernel.run("%%ltx\nltx.psum(torch.ones(1) * (rank + 1))") == [("display", "tensor([3.])")]
     assert _pids(kernel) == before
+
+
+def test_functions_of_cells_show_their_lines_under_the_cells_number(kernel: Kernel) -> None:
+    [(_, text)] = kernel.run(
+        "def f(x):\n    return 1 / x\n\nwith ltx.Pool(1) as pool:\n    pool.run(lambda: f(0))  # zero\n"
+    )
+    assert re.search(r'File "<cell In\[\d+\]>", line 5, in <lambda>\n    pool\.run\(lambda: f\(0\)\)  # zero\n', text)
+    assert re.search(r'File "<cell In\[\d+\]>", line 2, in f\n    return 1 / x\n', text)
 
 
 def test_names_of_the_notebook_that_the_workers_lack(kernel: Kernel) -> None:
