@@ -25,9 +25,10 @@ def launch(
     fn: Callable[..., T],
     nprocs: int,
     *args: Any,
-    start_method: StartMethod = "popen",
+    start_method: StartMethod | None = None,
     timeout: timedelta | float | None = None,
     threads: int | None = None,
+    strategy: Any = None,
 ) -> list[T]:
     """Start `nprocs` processes on this machine, call ``fn(*args)`` on each, end them, and return what each returned.
 
@@ -37,7 +38,7 @@ def launch(
         fn: the function.
         nprocs: the number of processes.
         args: its arguments, the same on every rank.
-        start_method: how the processes start:
+        start_method: how the processes start; None is the strategy's ``start_method``, or "popen":
             "popen": fresh interpreters. Nothing needs to be guarded by ``if __name__ == "__main__"``, functions of
             notebook cells work, and nothing is shared with this process.
             "fork": copies of this process, up at once. `fn` and what it refers to are there as they are, without being
@@ -46,6 +47,7 @@ def launch(
         timeout: how long the call may take: seconds or a timedelta; None is without limit.
         threads: the number of threads that each computes on; None is ``OMP_NUM_THREADS`` if that is set, else an equal
             share of the processors. Forks compute on one: OpenMP hangs in a fork of a process that has used it.
+        strategy: whose ``start_method`` is used where that is left out.
 
     Returns:
         A list of what it returned, by rank.
@@ -62,6 +64,7 @@ def launch(
     """
     __tracebackhide__ = True
     check_size("ltx.launch", nprocs)
+    start_method = start_method or getattr(strategy, "start_method", "popen")
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     threads = _threads(threads, nprocs, start_method)
     # A fork has the function already, and all that it refers to.

@@ -65,6 +65,13 @@ def test_a_fork_has_what_does_not_pickle() -> None:
         ltx.launch(locked, 2)
 
 
+def test_a_strategys_way_to_start() -> None:
+    lock = threading.Lock()  # only a fork has it
+    assert ltx.launch(lock.locked, 1, strategy=ltx.DDPStrategy(start_method="fork")) == [False]
+    with pytest.raises(WorkerError, match="can't be sent to the workers"):
+        ltx.launch(lock.locked, 1, start_method="popen", strategy=ltx.DDPStrategy(start_method="fork"))
+
+
 def test_a_fork_does_not_share_memory_with_this_process() -> None:
     x = torch.zeros(3)
     assert ltx.launch(lambda: float(x.add_(1).sum()), 2, start_method="fork") == [3.0, 3.0]
