@@ -126,7 +126,7 @@ def check_mesh(mesh: Mesh, world: World) -> None:
         )
 
 
-def open_axes(mesh: Mesh, world: World, timeout: timedelta, undo: ExitStack) -> tuple[Axis, ...]:
+def open_axes(mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack) -> tuple[Axis, ...]:
     """One axis for each entry of `mesh`, over the ranks that differ from this one in that coordinate alone."""
     axes = []
     ranks = torch.arange(world.size).reshape([size for _, size in mesh])
@@ -140,7 +140,7 @@ def open_axes(mesh: Mesh, world: World, timeout: timedelta, undo: ExitStack) -> 
                     group = made
                     undo.callback(_destroy_subgroup, made)
         assert group is not None
-        axes.append(open_axis(name, group, timeout))
+        axes.append(open_axis(name, group, timeout, heartbeat.total_seconds()))
         undo.callback(_close, axes[-1], dist.group.WORLD)
     return tuple(axes)
 

@@ -37,6 +37,7 @@ from ltx.runtime.world import Placement, World, placement_from_env, world_of
 from ltx.typing import Tree
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
+_DEFAULT_HEARTBEAT = timedelta(seconds=wire.DEFAULT_HEARTBEAT_S)
 
 
 @dataclass
@@ -66,6 +67,7 @@ def init(
     backend: str | None = None,
     timeout: timedelta = _DEFAULT_TIMEOUT,
     mesh: Mapping[str, int] | None = None,
+    heartbeat_timeout: timedelta = _DEFAULT_HEARTBEAT,
 ) -> World:
     """Set up this process' part of the world that its launcher describes, and put the world's axes in scope.
 
@@ -84,6 +86,9 @@ def init(
         mesh: the sizes of the world's axes by name, outermost first, ``{"node": 2, "data": 4}`` for example. Rank
             ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
             ``{"data": size}``.
+        heartbeat_timeout: a rank that waits for a peer without a sign of life for so long (its process was stopped, its
+            machine or the link to it is down) raises :class:`ltx.errors.PeerLostError`. `timeout` is for peers that
+            live and don't come.
 
     Returns:
         The world, which is a context manager too.
@@ -98,7 +103,7 @@ def init(
         ...     world.size, ltx.psum(torch.tensor(3.0))
         (1, tensor(3.))
     """
-    asked = _asked(strategy, backend, timeout, mesh)
+    asked = _asked(strategy, backend, timeout, mesh, heartbeat_timeout)
     session = _process.session
     if session is None:
         session = _process.session = _start(asked)
@@ -192,14 +197,24 @@ def release(left: World, error: BaseException | None = None) -> None:
             shutdown()
 
 
-def _asked(strategy: Any, backend: str | None, timeout: timedelta, mesh: Mapping[str, int] | None) -> dict[str, Any]:
+def _asked(
+    strategy: Any,
+    backend: str | None,
+    timeout: timedelta,
+    mesh: Mapping[str, int] | None,
+    heartbeat: timedelta,
+) -> dict[str, Any]:
     """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
     if timeout is _DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
         timeout = getattr(strategy, "timeout", None) or _DEFAULT_TIMEOUT
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise WorldError(f"timeout={timeout!r}: expected a positive datetime.timedelta, such as timedelta(minutes=5).")
+    for name, duration in {"timeout": timeout, "heartbeat_timeout": heartbeat}.items():
+        if not isinstance(duration, timedelta) or duration <= timedelta(0):
+            raise WorldError(
+                f"{name}={duration!r}: expected a positive datetime.timedelta, such as timedelta(minutes=5)."
+            )
     asked: dict[str, Any] = {"backend": backend or getattr(strategy, "process_group_backend", None)}
     asked["timeout"] = None if timeout is _DEFAULT_TIMEOUT else timeout
+    asked["heartbeat_timeout"] = None if heartbeat is _DEFAULT_HEARTBEAT else heartbeat
     asked["mesh"] = None if mesh is None else tuple(mesh.items())
     return {name: value for name, value in asked.items() if value is not None}
 
@@ -218,6 +233,7 @@ def _check_same(asked: Mapping[str, Any], session: _Session) -> None:
 def _start(asked: Mapping[str, Any]) -> _Session:
     with ExitStack() as undo:
         timeout = asked.get("timeout", _DEFAULT_TIMEOUT)
+        heartbeat = asked.get("heartbeat_timeout", _DEFAULT_HEARTBEAT)
         placement = placement_from_env(os.environ)
         if dist.is_initialized():
             world = adopted_world(placement, asked.get("backend"))
@@ -233,7 +249,7 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         if not dist.is_initialized() and placement.master is not None:
             meeting = make_group(placement, world, timeout, undo)
         if dist.is_initialized():
-            axes = open_axes(mesh, world, timeout, undo)
+            axes = open_axes(mesh, world, timeout, heartbeat, undo)
         else:
             axes = tuple(Axis(name, size) for name, size in mesh)
         undo.callback(set_world_axes, ())
@@ -241,5 +257,5 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         undo.callback(close_others, axes, held)
         if meeting is not None:
             settle(meeting, world)
-        settings = {"backend": world.backend, "timeout": timeout, "mesh": mesh}
+        settings = {"backend": world.backend, "timeout": timeout, "heartbeat_timeout": heartbeat, "mesh": mesh}
         return _Session(world, settings, undo.pop_all())

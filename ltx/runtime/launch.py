@@ -64,13 +64,13 @@ def launch(
     """
     __tracebackhide__ = True
     check_size("ltx.launch", nprocs)
-    start_method = start_method or getattr(strategy, "start_method", "popen")
+    method: str = start_method if start_method is not None else getattr(strategy, "start_method", "popen")
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    threads = _threads(threads, nprocs, start_method)
+    threads = _threads(threads, nprocs, method)
     # A fork has the function already, and all that it refers to.
-    call = pack_call(1, fn, args, {}) if start_method != "fork" else inherited_call(1)
-    handed = (fn, args) if start_method == "fork" else None
-    crew = Crew(nprocs, starter(start_method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
+    call = pack_call(1, fn, args, {}) if method != "fork" else inherited_call(1)
+    handed = (fn, args) if method == "fork" else None
+    crew = Crew(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
     try:
         answers = collect(crew, 1, call, range(nprocs), name_of(fn), limit_s)
         complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))

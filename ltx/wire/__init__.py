@@ -21,6 +21,7 @@ from ltx.wire.line import size_and_rank as size_and_rank
 from ltx.wire.operations import bytes_sent as bytes_sent
 from ltx.wire.passes import BackwardPass as BackwardPass
 from ltx.wire.passes import nested_run as nested_run
+from ltx.wire.pulse import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature
 from ltx.wire.signature import list_values as list_values

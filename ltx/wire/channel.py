@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
+from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, PeerLostError, RankMismatchError
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
@@ -141,7 +141,11 @@ class Ticket:
     def _look_around(self, began: float) -> None:
         """What a rank that has waited for a while does: see whether its peers wait for something else."""
         channel = self._channel
-        channel.while_waiting()
+        try:
+            channel.while_waiting()
+        except (DeadlockDetectedError, PeerLostError) as error:
+            error.args = (f"{error} It waited for {self._label} (issue {channel.issued}).",)
+            raise
         if time.perf_counter() - began > channel.timeout_s:
             raise self._timed_out()
 
@@ -149,8 +153,8 @@ class Ticket:
         channel = self._channel
         return CollectiveTimeoutError(
             f"rank {channel.rank}: {self._label} (issue {channel.issued}) on axis {channel.axis_name!r}, "
-            f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: a peer hasn't issued it. Every "
-            "rank must call the same collectives in the same order."
+            f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: "
+            f"{channel.behind(channel, channel.issued)}. Every rank must call the same collectives in the same order."
         )
 
 
@@ -165,6 +169,7 @@ class Channel:
         group: dist.ProcessGroup,
         timeout_s: float,
         while_waiting: Callable[[], None],
+        behind: Callable[[Channel, int], str],
         lane: Lane | None = None,
     ):
         self.name = name
@@ -175,6 +180,7 @@ class Channel:
         self.size = group.size()
         self.timeout_s = timeout_s
         self.while_waiting = while_waiting
+        self.behind = behind
         self.lane = lane  # the short way, where all ranks share a machine
         self.torn: LtxError | None = None  # what left an issue behind that never completed
         self.issued = 0

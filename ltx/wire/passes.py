@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
+from ltx.wire.pulse import AskedStore
 
 # The runs of the engine that the present one is inside of.
 _enclosing: list[int] = []
@@ -70,7 +70,7 @@ class Passes:
 
     def __init__(
         self,
-        store: Store,
+        store: AskedStore,
         posted: Callable[[list[str]], bool],
         rank: int,
         size: int,
