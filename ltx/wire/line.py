@@ -26,7 +26,7 @@ from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
-from ltx.wire.pulse import DEFAULT_HEARTBEAT_S, AskedStore, hold_pulse, release_pulse
+from ltx.wire.pulse import DEFAULT_HEARTBEAT_S, AskedStore, StoreGoneError, hold_pulse, release_pulse
 from ltx.wire.shared import open_lane, stride_everywhere
 from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
@@ -303,6 +303,12 @@ class Line:
         It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
         made with another signature, or at a call of ltx.debug_checks() before having issued what this rank waits for.
         """
+        try:
+            self._look_for_trouble()
+        except StoreGoneError:
+            return  # what is under way needs no store; a peer that is gone too breaks its connections
+
+    def _look_for_trouble(self) -> None:
         self.passes.look()
         self._refuse_silent()
         for rank in range(self.size):

@@ -31,6 +31,10 @@ T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0
 
 
+class StoreGoneError(PeerLostError):
+    """The store's process has ended. Peers may live all the same, and their connections with this one."""
+
+
 class Pulse:
     """This process' beats, and what it knows of those of its peers.
 
@@ -44,6 +48,7 @@ class Pulse:
         self.heartbeat_s = heartbeat_s
         self._rank = rank
         self._users = 0
+        self._gone: Exception | None = None
         self._pause_s = min(1.0, heartbeat_s / 5)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._looked_s = self._polled_s = 0.0
@@ -62,8 +67,11 @@ class Pulse:
         """What `question`, which asks the store, gives.
 
         Raises:
-            PeerLostError: the store is gone, or hasn't answered within the heartbeat timeout.
+            StoreGoneError: the store is gone.
+            PeerLostError: it hasn't answered within the heartbeat timeout.
         """
+        if self._gone is not None:  # once it is, it stays so, and torch writes a page about each attempt
+            raise self._told_gone(self._gone)
         asked = _Question(question)
         self._questions.put(asked)
         if not asked.answered.wait(self.heartbeat_s):
@@ -73,12 +81,28 @@ class Pulse:
                 "machine or the link to it is down."
             )
         if isinstance(asked.error, dist.DistError):
-            raise PeerLostError(
-                f"rank {self._rank}: the store is gone, and with it the rank that held it: {asked.error}"
-            ) from asked.error
+            raise self._told_gone(asked.error) from asked.error
         if asked.error is not None:
             raise asked.error
         return cast(T, asked.value)
+
+    def tell(self, statement: Callable[[], None]) -> None:
+        """Do `statement`, which tells the store something and waits for no answer. Raises :class:`StoreGoneError`."""
+        if self._gone is not None:
+            raise self._told_gone(self._gone)
+        try:
+            statement()
+        except dist.DistError as error:
+            raise self._told_gone(error) from error
+
+    def _told_gone(self, error: Exception) -> StoreGoneError:
+        """What `error`, which the store's end has caused, means."""
+        self._gone = error
+        return StoreGoneError(
+            f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it. "
+            "Steps whose collectives are known go on without it; nothing new can be compared. Save a checkpoint and "
+            f"start again. ({error})"
+        )
 
     def look(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that have shown no sign of life for too long. Called again and again while one waits."""
@@ -156,7 +180,7 @@ class AskedStore:
         self._pulse = pulse
 
     def set(self, key: str, value: str) -> None:
-        self.store.set(key, value)
+        self._pulse.tell(lambda: self.store.set(key, value))
 
     def get(self, key: str) -> bytes:
         return self._pulse.ask(lambda: self.store.get(key))

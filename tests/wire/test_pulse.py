@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ltx
 from ltx.errors import LtxError
@@ -36,15 +37,17 @@ def _environment(rank: int, port: int, sockets: bool) -> dict[str, str]:
 class Ranks:
     """Three forks of this process, which are ranks of a world; what they tell comes line by line."""
 
-    def __init__(self, body: Body, sockets: bool, timeout_s: float):
+    def __init__(self, body: Body, sockets: bool, timeout_s: float, port: int):
         context = get_context("fork")
-        port = _free_port()
+        given, port = bool(port), port or _free_port()
         self.lines: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(SIZE):
             ours, theirs = context.Pipe(duplex=False)
             self.lines.append(ours)
             environment = _environment(rank, port, sockets)
+            if given:
+                environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # nobody of them holds it
             process = context.Process(target=_rank, args=(rank, body, theirs.send, environment, timeout_s))
             process.start()
             theirs.close()
@@ -88,6 +91,12 @@ def _sum(tell: Callable[[str], None]) -> None:
         tell(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}")
 
 
+def _hold_store(end: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    end.send(store.port)
+    time.sleep(100)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -98,8 +107,8 @@ def _free_port() -> int:
 def ranks() -> Iterator[Callable[..., Ranks]]:
     started: list[Ranks] = []
 
-    def start(body: Body, sockets: bool = False, timeout_s: float = 30) -> Ranks:
-        started.append(Ranks(body, sockets, timeout_s))
+    def start(body: Body, sockets: bool = False, timeout_s: float = 30, port: int = 0) -> Ranks:
+        started.append(Ranks(body, sockets, timeout_s, port))
         assert [started[-1].line(rank) for rank in range(SIZE)] == ["up"] * SIZE
         return started[-1]
 
@@ -186,3 +195,36 @@ def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Calla
         assert text.startswith("CollectiveTimeoutError after 3."), text
         assert f"rank {rank}: psum (issue 2) on axis 'data', channel 'user', didn't complete within 3 s" in text
         assert "rank 1 is at issue 1 and never came to it" in text
+
+
+def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
+    """It was another process', such as a launcher's. Only what is new can't be compared any more."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    launcher = context.Process(target=_hold_store, args=(theirs,))
+    launcher.start()
+
+    def body(rank: int, tell: Callable[[str], None]) -> None:
+        tell("ready")
+        while not dead.is_set():
+            time.sleep(0.01)
+        if rank == 1:
+            time.sleep(1.5)  # the others wait, and look around meanwhile
+        _sum(tell)
+        try:
+            ltx.psum(torch.ones(4))
+            tell("compared")
+        except LtxError as error:
+            tell(f"{type(error).__name__}: {error}")
+
+    dead = context.Event()
+    world = ranks(body, sockets=True, port=ours.recv())
+    assert [world.line(rank) for rank in range(SIZE)] == ["ready"] * SIZE
+    launcher.kill()
+    launcher.join()
+    dead.set()
+    assert [world.line(rank) for rank in range(SIZE)] == ["landed"] * SIZE
+    for rank in range(SIZE):
+        text = world.line(rank)
+        assert text.startswith(f"StoreGoneError: rank {rank}: the store through which the ranks meet is gone"), text
+        assert "Save a checkpoint" in text
