@@ -34,7 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     return calls
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"], ["run", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         ltx.cli.main(arguments)
@@ -49,6 +49,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["dance"], "invalid choice: 'dance'"),
         (["run"], "the following arguments are required: training_script"),
         (["demo", "--ranks", "0"], "argument --ranks: expected an integer of at least 1, got 0"),
+        (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
         (["demo", "--steps", "-1"], "argument --steps: expected an integer of at least 1, got -1"),
         (["demo", "--strategy", "int4"], "argument --strategy: invalid choice: 'int4'"),
     ],

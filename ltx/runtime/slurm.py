@@ -37,6 +37,18 @@ def is_task(environ: Mapping[str, str]) -> bool:
     return not ("SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1")
 
 
+def why_no_task(environ: Mapping[str, str]) -> str | None:
+    """Why a process that sees variables of SLURM is no task of srun; None if it sees none, or is one."""
+    if is_task(environ) or not any(name in environ for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")):
+        return None
+    step = environ.get("SLURM_STEP_ID")
+    if step is None:
+        return "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
+    if "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1":
+        return f"SLURM_STEP_ID={step!r} and SLURM_PTY_PORT is set: a terminal of srun --pty or salloc"
+    return f"SLURM_STEP_ID={step!r} is that of a job script, or of the shell of salloc"
+
+
 def placement(variables: Variables) -> Placement:
     """The place of a task in its step. Nodes may have unequal numbers of tasks."""
     environ = variables.environ
