@@ -82,8 +82,10 @@ def _examine(environ: Mapping[str, str], as_json: bool, timeout_s: float) -> int
         by_rank, everyone = _in_this_world(found, placement, timeout_s)
     else:
         by_rank, everyone = [[*found, *_in_a_pool(timeout_s)]], True
-    if placement.rank == 0 or not everyone:
+    if placement.rank == 0:
         print(_as_json(by_rank) if as_json else _as_text(by_rank), flush=True)
+    elif not everyone:  # rank 0 doesn't know
+        print(*(f"rank {placement.rank}: {note}" for note in _notes(by_rank, "problem")), sep="\n", file=sys.stderr)
     return int(any(finding.problem for findings in by_rank for finding in findings))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -429,3 +430,14 @@ def test_marks_name_what_is_looked_for() -> None:
     for environ in environments():
         launcher = next(row for row in LAUNCHERS if row.started_this(environ))
         assert any(mark in environ for mark in launcher.marks)
+
+
+def test_the_page_on_launching_names_them_all() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "launching.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith('| `"')]
+    named = dict.fromkeys(row.split('"')[1] for row in rows)
+    assert list(named) == ["arguments", *dict.fromkeys(launcher.name for launcher in LAUNCHERS[:6]), "none"]
+    for launcher in LAUNCHERS[:6]:
+        row = next(row for row in rows if f'"{launcher.name}"' in row)
+        assert all(f"`{mark}`" in row for mark in launcher.marks)
+    assert f"{DERIVED_PORTS.start} to {DERIVED_PORTS.stop - 1}" in page
