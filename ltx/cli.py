@@ -87,6 +87,7 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     parser = torchrun.get_args_parser()
     parser.prog = "ltx run"
@@ -99,6 +100,9 @@ def launch(arguments: Sequence[str]) -> int:
         torchrun.run(parsed)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
+        return 1
+    except RendezvousError as error:  # the launchers of several machines: this one's ranks have been ended
+        print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
         print(f"ltx run: stopped by {error.sigval.name}", file=sys.stderr)

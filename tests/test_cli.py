@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 import ltx.cli
 from ltx.demo.options import Options, options_of
@@ -90,6 +91,17 @@ def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Nam
 def test_a_meeting_point_that_is_asked_for_is_kept(arguments: list[str], launched: list[argparse.Namespace]) -> None:
     ltx.cli.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
     assert not launched[0].standalone
+
+
+def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def lose(_: argparse.Namespace) -> None:
+        raise RendezvousConnectionError("the store is gone")
+
+    monkeypatch.setattr(torchrun, "run", lose)
+    assert ltx.cli.main(["run", "--nnodes", "2", "--rdzv-backend", "c10d", "script.py"]) == 1
+    assert capsys.readouterr().err == (
+        "ltx run: this machine couldn't meet the others, or lost them: the store is gone\n"
+    )
 
 
 def test_demo_starts_its_module(launched: list[argparse.Namespace]) -> None:

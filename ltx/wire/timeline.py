@@ -65,7 +65,8 @@ class Timeline:
         """
         if ax is None:
             ax = _new_axes(sum(len(_lanes(trace)) for trace in self.traces))
-        zero, row, names, colors = self.start_s, 0, [], dict[str, str]()
+        zero, row, names = self.start_s, 0, []
+        colors: dict[str, str] = {}
         for trace in self.traces:
             bars = _bars(trace)
             for lane in _lanes(trace):
@@ -77,7 +78,8 @@ class Timeline:
                     open_until = [end for end in open_until if end >= bar.end_s] if lane == _COMPUTE else []
                     height = 0.8 * 0.75 ** len(open_until)
                     label = None if bar.kind in colors else bar.kind
-                    color = colors.setdefault(bar.kind, f"C{len(colors) % 10}")
+                    free = "0.85" if bar.kind == "step" else f"C{len(colors) % 10}"
+                    color = colors.setdefault(bar.kind, free)
                     where = [((bar.start_s - zero) * 1e3, (bar.end_s - bar.start_s) * 1e3)]
                     span = (row - height / 2, height)
                     ax.broken_barh(where, span, facecolors=color, alpha=0.8, label=label)
