@@ -30,6 +30,7 @@ _spec.loader.exec_module(nodes)
 
 pytestmark = [
     pytest.mark.network,
+    pytest.mark.timeout(100),
     pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not())),
 ]
 
@@ -46,12 +47,13 @@ def run(commands: Sequence[Sequence[str]], link: links.Link) -> list[tuple[int, 
         for command in commands
     ]
     try:
-        printed = [process.communicate(timeout=50)[0] for process in processes]
+        printed = [process.communicate(timeout=80)[0] for process in processes]
         return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
     finally:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
 
 
 def by_torchrun(folder: Path, link: links.Link) -> list[list[str]]:
