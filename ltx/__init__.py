@@ -107,6 +107,10 @@ if TYPE_CHECKING:
     from ltx.transforms.precision import Precision as Precision
     from ltx.transforms.recommend import recommend as recommend
 
+    # --- the wire
+    from ltx.wire.timeline import Timeline as Timeline
+    from ltx.wire.timeline import timeline as timeline
+
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
     "DiLoCoStrategy": "ltx.strategies.diloco",
@@ -121,6 +125,8 @@ _LATER = {
     "Cost": "ltx.transforms.plan",
     "plan": "ltx.transforms.plan",
     "recommend": "ltx.transforms.recommend",
+    "Timeline": "ltx.wire.timeline",
+    "timeline": "ltx.wire.timeline",
 }
 
 __version__ = "0.1.0"

@@ -33,7 +33,9 @@ from ltx.runtime.groups import (
     open_axes,
     settle,
 )
-from ltx.runtime.world import Placement, World, placement_from_env, world_of
+from ltx.runtime.launchers import placement_from_arguments, placement_from_env
+from ltx.runtime.placement import Placement
+from ltx.runtime.world import World, world_of
 from ltx.typing import Tree
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -68,11 +70,17 @@ def init(
     timeout: timedelta = _DEFAULT_TIMEOUT,
     mesh: Mapping[str, int] | None = None,
     heartbeat_timeout: timedelta = _DEFAULT_HEARTBEAT,
+    rank: int | None = None,
+    size: int | None = None,
+    master: str | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
 ) -> World:
     """Set up this process' part of the world that its launcher describes, and put the world's axes in scope.
 
-    Without a launcher (no torchrun, no pool) it is a world of one and no process group is made. A process group that
-    torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.
+    Launchers are torchrun, srun of SLURM, mpirun of Open MPI, MPICH, Intel MPI and MVAPICH2, and :class:`ltx.Pool`;
+    ``ltx doctor`` tells which was found. Without one it is a world of one and no process group is made. A process group
+    that torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.
 
     As a context manager it takes everything down at the end of the block, also after an exception. As a plain call it
     lasts until :func:`shutdown` or the end of the process. A second call gives the same world; an inner
@@ -89,6 +97,12 @@ def init(
         heartbeat_timeout: a rank that waits for a peer without a sign of life for so long (its process was stopped, its
             machine or the link to it is down) raises :class:`ltx.errors.PeerLostError`. `timeout` is for peers that
             live and don't come.
+        rank: with `size` and `master`, which rank this is, whatever a launcher says: for processes that were started
+            by hand. ``rank=0, size=1`` is a process alone.
+        size: the number of ranks.
+        master: where they meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
+        local_rank: this rank's index among those of its node.
+        local_size: their number, the same on each node; by default all ranks are on one node.
 
     Returns:
         The world, which is a context manager too.
@@ -104,6 +118,9 @@ def init(
         (1, tensor(3.))
     """
     asked = _asked(strategy, backend, timeout, mesh, heartbeat_timeout)
+    told = placement_from_arguments(rank, size, master, local_rank, local_size)
+    if told is not None:
+        asked["placement"] = told
     session = _process.session
     if session is None:
         session = _process.session = _start(asked)
@@ -147,6 +164,7 @@ def renew(count: int) -> None:
     """
     session = _process.session
     settings = dict(session.settings) if session is not None else {}
+    settings.pop("placement", None)  # as the environment says
     shutdown()
     if dist.is_initialized():  # the user's own, in pieces as well
         dist.destroy_process_group()
@@ -222,6 +240,8 @@ def _asked(
 def _check_same(asked: Mapping[str, Any], session: _Session) -> None:
     for name, new in asked.items():
         old = session.settings[name]
+        if name == "placement":
+            name, old, new = "(rank, size, master)", _place(old), _place(new)
         if new != old:
             old, new = (dict(value) if name == "mesh" else value for value in (old, new))
             raise WorldError(
@@ -230,13 +250,17 @@ def _check_same(asked: Mapping[str, Any], session: _Session) -> None:
             )
 
 
+def _place(placement: Placement) -> tuple[Any, ...]:
+    return placement.rank, placement.size, placement.master and f"{placement.master[0]}:{placement.master[1]}"
+
+
 def _start(asked: Mapping[str, Any]) -> _Session:
     with ExitStack() as undo:
         timeout = asked.get("timeout", _DEFAULT_TIMEOUT)
         heartbeat = asked.get("heartbeat_timeout", _DEFAULT_HEARTBEAT)
-        placement = placement_from_env(os.environ)
+        placement = asked.get("placement") or placement_from_env(os.environ)
         if dist.is_initialized():
-            world = adopted_world(placement, asked.get("backend"))
+            world = adopted_world(placement, asked.get("backend"), told="placement" in asked)
         else:
             world = world_of(placement, backend=asked.get("backend"))
         mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))
@@ -256,6 +280,12 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         set_world_axes(axes)
         undo.callback(close_others, axes, held)
         if meeting is not None:
-            settle(meeting, world)
-        settings = {"backend": world.backend, "timeout": timeout, "heartbeat_timeout": heartbeat, "mesh": mesh}
+            settle(meeting, world, placement)
+        settings = {
+            "backend": world.backend,
+            "timeout": timeout,
+            "heartbeat_timeout": heartbeat,
+            "mesh": mesh,
+            "placement": placement,
+        }
         return _Session(world, settings, undo.pop_all())

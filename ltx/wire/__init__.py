@@ -9,8 +9,10 @@ from ltx.wire.header import Header as Header
 from ltx.wire.header import HeaderTicket as HeaderTicket
 from ltx.wire.header import send_header as send_header
 from ltx.wire.ledger import Event as Event
+from ltx.wire.ledger import Span as Span
 from ltx.wire.ledger import Trace as Trace
 from ltx.wire.ledger import record as record
+from ltx.wire.ledger import span as span
 from ltx.wire.line import Line as Line
 from ltx.wire.line import axis_from_group as axis_from_group
 from ltx.wire.line import close_axis as close_axis
