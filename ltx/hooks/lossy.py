@@ -32,12 +32,14 @@ class Sent(NamedTuple):
         own: gives this rank's part of it in new memory; over all ranks they add up to `total`.
         states: the next states.
         remainder: makes the share, in place, what is left of it; where None, the share less `own`.
+        finite: what is left is known to be finite.
     """
 
     total: torch.Tensor
     own: Callable[[], torch.Tensor]
     states: Sequence[LeafState]
     remainder: Callable[[torch.Tensor], torch.Tensor] | None = None
+    finite: bool = False
 
 
 #: Yields asks as a Reduction does, returns what was sent.
@@ -92,7 +94,7 @@ class LossyHook(CommHook):
         sent = yield from self.send(share, feedback=True)
         left = corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
         # What isn't finite has reached every rank as such, so nothing of it is left to send. A sum will find it.
-        if not is_plain(left) or not left.sum().isfinite():
+        if not sent.finite and not (is_plain(left) and left.sum().isfinite()):
             left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         residuals = zip(sent.states, parts, strict=True)
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
