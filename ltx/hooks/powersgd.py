@@ -83,7 +83,7 @@ class PowerSGD(PowerHook):
     """Low-rank gradients: each parameter of two and more dimensions as ``(shape[0], the rest)``.
 
     Vectors, scalars and matrices that low rank wouldn't make smaller travel whole, with the first of the two sums.
-    Buckets hold four times the bytes that the strategy says: what is sent of them is still far less than that.
+    Buckets after the first hold four times the bytes that the strategy says, as far less than that is sent of them.
 
     Args:
         rank, start_step, warm_start, seed, error_feedback: as in :class:`PowerHook`.

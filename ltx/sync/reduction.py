@@ -100,7 +100,7 @@ class Reducer(Protocol):
 
     @property
     def bucket_factor(self) -> int:
-        """What a strategy's bytes of a bucket are multiplied by."""
+        """What a strategy's bytes of a bucket, the first excepted, are multiplied by."""
         ...
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
