@@ -44,8 +44,8 @@ notebooks: $(VENV)/.test
 		$(BIN)/jupyter-execute --timeout=300 "$$notebook" || exit 1; \
 	done
 
-# Others beside it: python -m benchmarks.collectives, benchmarks.hooks, benchmarks.strategies, benchmarks.plan,
-# benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence, benchmarks.import_time.
+# Others beside it: python -m benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
+# benchmarks.plan, benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence, benchmarks.import_time.
 bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.step_time $(BENCH)
 

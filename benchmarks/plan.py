@@ -107,7 +107,7 @@ def codec_s(hook: ltx.hooks.CommHook, numel: int = 1 << 20, ranks: int = 2, repe
     times = []
     for _ in range(repetitions):
         spent, began = 0.0, time.process_time()
-        flat = pack([grad], bucket, hook.wire_dtype(grad.dtype), hook.scale(ranks))
+        flat = pack([grad], bucket, hook, ranks, states)
         share = Share(flat, bucket, ranks, 0, states, hook.settled_from)
         reduction = hook.reduce(share)
         try:

@@ -31,6 +31,8 @@ class CommHook:
         gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
             :class:`ltx.Weighted` divides the result by the sum of the weights, which it doesn't know before.
         reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, be it for randomness.
+        bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1
+            where far less than the gradients is sent, so that the arithmetic comes in fewer and longer runs.
         phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
             together when they meet a plan; in the backward pass they couldn't, as they arrive in any order. Where
             it depends on the number of ranks, :meth:`phases_on` says so.
@@ -52,6 +54,7 @@ class CommHook:
     sums: ClassVar[bool] = True
     gives_gradients: ClassVar[bool] = True
     reads_step: ClassVar[bool] = False
+    bucket_factor: ClassVar[int] = 1
     phases: ClassVar[int] = 1
 
     @property

@@ -115,6 +115,10 @@ class Chain(LossyHook):
         return self.hook.phases * self._inner.phases
 
     @property
+    def bucket_factor(self) -> int:  # type: ignore[override]
+        return self.hook.bucket_factor
+
+    @property
     def _inner(self) -> CommHook:
         """The inner hook as it is run: with error feedback it has to tell what it sent."""
         return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner

@@ -19,6 +19,7 @@ import torch
 
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
+from ltx.hooks.chunks import CHUNK, chunks
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 from ltx.sync.reduction import is_plain
 
@@ -36,21 +37,53 @@ class EightBitHook(ScatteredHook):
         raise NotImplementedError(f"{type(self).__name__} must define grid(groups)")
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        if is_plain(rows):
+            return self._in_chunks(rows, keep=False)
         k, m = rows.shape
         groups = rows.view(k * self.groups(m), -1)
         centre, step = self.grid(groups)
         # Where the step is 0 any code will do. int8, because torch converts to it eight times faster than to uint8.
-        scaled = torch.sub(groups, centre).mul_(1 / step).round_()
-        # vmap has no rule for clamp_.
-        scaled = scaled.clamp_(-128, 127) if is_plain(groups) else scaled.clamp(-128, 127)
-        codes = scaled.to(torch.int8)
+        codes = torch.round((groups - centre) * (1 / step)).clamp(-128, 127).to(torch.int8)
         grid = torch.cat([centre.view(k, -1), step.view(k, -1)], 1)
         return torch.cat([as_bytes(grid), as_bytes(codes.view(k, m))], 1)
+
+    def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        return self._in_chunks(rows, keep=True)
+
+    def _in_chunks(self, rows: torch.Tensor, keep: bool) -> torch.Tensor:
+        """:meth:`encode` chunk by chunk; to `keep` is to leave in `rows` what the codes don't say."""
+        k, m = rows.shape
+        count = self.groups(m)
+        head = 2 * count * rows.element_size()
+        messages = torch.empty((k, head + m), dtype=torch.uint8)
+        memory = rows.new_empty(min(CHUNK, m))
+        for row, message in zip(rows.view(k, count, -1), messages, strict=True):
+            codes, grid = message[head:].view(torch.int8).view(row.shape), rows.new_empty(2, count, 1)
+            for some in chunks(*row.shape):
+                centre, step = self.grid(row[some])
+                grid[0, some], grid[1, some], inverse = centre, step, 1 / step
+                for columns in chunks(row.shape[1]):
+                    chunk, code = row[some, columns], codes[some, columns]
+                    scaled = memory[: chunk.numel()].view(chunk.shape)
+                    code.copy_(torch.sub(chunk, centre, out=scaled).mul_(inverse).round_().clamp_(-128, 127))
+                    if keep:  # from the codes: what isn't finite has any
+                        chunk.sub_(scaled.copy_(code).mul_(step).add_(centre))
+            message[:head].copy_(as_bytes(grid.view(-1)))
+        return messages
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         k, count = messages.shape[0], self.groups(m)
         grid, start = from_bytes(messages, 0, 2 * count, dtype)
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
+        if is_plain(messages):
+            rows = torch.empty((k, count, m // count), dtype=dtype)
+            grids = zip(centre.view(k, count, 1), step.view(k, count, 1), strict=True)
+            for row, message, (low, width) in zip(rows, messages, grids, strict=True):
+                codes = message[start:].view(torch.int8).view(row.shape)
+                for some in chunks(*row.shape):
+                    for columns in chunks(row.shape[1]):
+                        row[some, columns].copy_(codes[some, columns]).mul_(width[some]).add_(low[some])
+            return rows.view(k, m)
         codes = messages[:, start:].view(torch.int8).to(dtype).view(k * count, -1)
         return codes.mul_(step).add_(centre).view(k, m)
 
@@ -58,6 +91,9 @@ class EightBitHook(ScatteredHook):
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # They pass NaN on, so that a grid from them is NaN, and with it all that is decoded. aminmax takes twenty times
     # as long along a dimension.
+    if len(groups) == 1 and is_plain(groups):
+        low, high = groups.aminmax()
+        return low.view(1, 1), high.view(1, 1)
     return groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
 
 

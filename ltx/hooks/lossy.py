@@ -32,16 +32,20 @@ class Sent(NamedTuple):
         own: gives this rank's part of it in new memory; over all ranks they add up to `total`.
         states: the next states.
         remainder: makes the share, in place, what is left of it; where None, the share less `own`.
+        finite: what is left is known to be finite.
     """
 
     total: torch.Tensor
     own: Callable[[], torch.Tensor]
     states: Sequence[LeafState]
     remainder: Callable[[torch.Tensor], torch.Tensor] | None = None
+    finite: bool = False
 
 
 #: Yields asks as a Reduction does, returns what was sent.
 Sending = Generator[Ask, torch.Tensor, Sent]
+#: The same with what is left of the share.
+Keeping = Generator[Ask, torch.Tensor, tuple[Sent, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -84,17 +88,21 @@ class LossyHook(CommHook):
         """Send what this hook sends of a share. `feedback`: somebody will ask for `own`."""
         raise NotImplementedError(f"{type(self).__name__} must define send(share)")
 
+    def send_and_keep(self, share: Share) -> Keeping:
+        """:meth:`send`, and what is left of the share, for which its memory may be used."""
+        corrected = share.flat
+        sent = yield from self.send(share, feedback=True)
+        return sent, corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
+
     def reduce(self, share: Share) -> Reduction:
         if not self.error_feedback:
             sent = yield from self.send(share, feedback=False)
             return sent.total, sent.states
-        corrected, parts = share.flat, parts_of(share.flat, share.bucket)
-        sent = yield from self.send(share, feedback=True)
-        left = corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
+        sent, left = yield from self.send_and_keep(share)
         # What isn't finite has reached every rank as such, so nothing of it is left to send. A sum will find it.
-        if not is_plain(left) or not left.sum().isfinite():
+        if not sent.finite and not (is_plain(left) and left.sum().isfinite()):
             left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        residuals = zip(sent.states, parts, strict=True)
+        residuals = zip(sent.states, parts_of(left, share.bucket), strict=True)
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 

@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import torch
 
-from ltx.hooks.lossy import LossyHook, Sending, Sent
-from ltx.sync.reduction import Ask, Share
+from ltx.hooks.lossy import Keeping, LossyHook, Sending, Sent
+from ltx.sync.reduction import Ask, Share, is_plain
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,30 @@ class ScatteredHook(LossyHook):
         """Rows of shape ``(k, m)`` in new memory."""
         raise NotImplementedError(f"{type(self).__name__} must define decode(messages, m, dtype)")
 
+    def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        """:meth:`encode`, and make `rows`, in place, what is left of them: less what :meth:`decode` will make of it.
+
+        Of eager tensors on the CPU alone. A codec that can do both at once in less time overrides it.
+        """
+        messages = self.encode(rows, key)
+        rows.sub_(self.decode(messages, rows.shape[1], rows.dtype))
+        return messages
+
     def keys(self, share: Share) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What :meth:`encode` draws its random numbers from, the first and the second time."""
         return None, None
 
     def send(self, share: Share, *, feedback: bool) -> Sending:
+        return self._sending(share, feedback, in_place=False)
+
+    def send_and_keep(self, share: Share) -> Keeping:
+        if not is_plain(share.flat) or not share.flat.numel():
+            return (yield from super().send_and_keep(share))
+        sent = yield from self._sending(share, feedback=True, in_place=True)
+        return sent, sent.own()
+
+    def _sending(self, share: Share, feedback: bool, in_place: bool) -> Sending:
+        """:meth:`send`; `in_place`, what `own` gives is what is left, in the share's own memory."""
         n, numel, dtype, rank = share.axis_size, share.flat.numel(), share.flat.dtype, share.rank
         if not numel:
             return Sent(share.flat, share.flat.clone, share.states)
@@ -57,16 +76,17 @@ class ScatteredHook(LossyHook):
         rows = flat.view(n, -1)
         m = rows.shape[1]
         first, second = self.keys(share)
-        outgoing = self.encode(rows, first)
+        encode = self.encode_and_keep if in_place else self.encode
+        outgoing = encode(rows, first)
         # Decoded before it is sent: the wire may do with a buffer what it likes.
-        mine = self.decode(outgoing, m, dtype) if feedback else None
+        mine = rows if in_place else self.decode(outgoing, m, dtype) if feedback else None
         incoming = yield Ask("exchange", outgoing)
         # One message after the other, each while it is in the cache.
         part = self.decode(incoming[:1], m, dtype)[0]
         for place in range(1, 1 if incoming.is_meta else n):  # shapes alone have nothing to add
             part.add_(self.decode(incoming[place : place + 1], m, dtype)[0])
-        message = self.encode(part[None], second)
-        lost = self.decode(message, m, dtype)[0] - part if feedback else None
+        message = encode(part[None], second)
+        lost = part if in_place else self.decode(message, m, dtype)[0] - part if feedback else None
         messages = yield Ask("all_gather", message[0])
         total = self.decode(messages, m, dtype).view(-1)
 

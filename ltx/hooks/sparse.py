@@ -16,10 +16,14 @@ from typing import ClassVar
 import torch
 
 from ltx.errors import StrategyError
+from ltx.hooks.chunks import CHUNK, chunks
 from ltx.hooks.lossy import LossyHook, Sending, Sent
 from ltx.hooks.noise import key_of, uniform
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
-from ltx.sync.reduction import Ask, Share
+from ltx.sync.reduction import Ask, Share, is_plain
+
+#: Rows of at least this many numbers are sampled, every so many of them; a prime, so as to meet all columns.
+_LONG, _EVERY = 1 << 16, 101
 
 
 def _check_ratio(hook: TopK | RandomK) -> None:
@@ -52,7 +56,21 @@ class TopK(ScatteredHook):
         _check_ratio(self)
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
-        places = torch.topk(rows.abs(), self._count(rows.shape[1]), dim=1, sorted=False).indices
+        return self._message(rows, self._places(rows))
+
+    def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        places = self._places(rows)
+        message = self._message(rows, places)
+        rows.scatter_(1, places, 0)
+        return message
+
+    def _places(self, rows: torch.Tensor) -> torch.Tensor:
+        count = self._count(rows.shape[1])
+        if is_plain(rows) and rows.shape[1] >= _LONG:
+            return torch.stack([greatest(row, count) for row in rows])
+        return torch.topk(rows.abs(), count, dim=1, sorted=False).indices
+
+    def _message(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return torch.cat([as_bytes(rows.gather(1, places)), as_bytes(places.int())], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,6 +81,28 @@ class TopK(ScatteredHook):
 
     def _count(self, m: int) -> int:
         return max(1, round(self.ratio * m))
+
+
+def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the `count` greatest absolute values of a long row, as topk finds them, in a sixth of its time.
+
+    A sample says from where on a number may be among them; only those that may be are sorted. Should it have been
+    wrong, all are, so that the result is exact whatever the sample; and nothing is random.
+    """
+    sample = row[::_EVERY].abs()
+    expected = count * len(sample) / len(row)
+    least = torch.topk(sample, min(len(sample), int(expected + 3 * expected**0.5) + 2), sorted=False).values.amin()
+    if least > 0:  # and not NaN
+        memory, below = row.new_empty(min(CHUNK, len(row))), torch.empty(min(CHUNK, len(row)), dtype=torch.bool)
+        found = []
+        for some in chunks(len(row)):
+            size = torch.abs(row[some], out=memory[: some.stop - some.start])
+            candidates = torch.lt(size, least, out=below[: len(size)]).logical_not_()  # NaN is one
+            found.append(candidates.nonzero().view(-1).add_(some.start))
+        places = torch.cat(found)
+        if len(places) >= count:
+            return places[torch.topk(row[places].abs(), count, sorted=False).indices]
+    return torch.topk(row.abs(), count, sorted=False).indices
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ class Strategy:
     They talk through :meth:`exchange`: what is left of one when a rank fails doesn't mix with the next.
 
     Attributes:
-        bucket_bytes: gradients travel in buckets of at most this many bytes.
+        bucket_bytes: gradients travel in buckets of at most this many bytes; a hook that sends far less than them may
+            ask for larger ones (``CommHook.bucket_factor``).
         first_bucket_bytes: size of the first bucket; small, so that the link starts early.
         process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
         timeout: how long ``ltx.init``'s collectives wait for a peer.

@@ -64,6 +64,10 @@ class Scaled(hooks.CommHook):
     def state_names(self) -> tuple[str, ...]:
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
+    @property
+    def bucket_factor(self) -> int:  # type: ignore[override]
+        return self.hook.bucket_factor
+
     def at(self, step: int) -> hooks.CommHook:
         return replace(self, hook=self.hook.at(step))
 

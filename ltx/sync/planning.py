@@ -91,10 +91,11 @@ def make_plan(
         parts = [part.backing.line for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
         for opened in () if background else (line, *parts):
             opened.open_phases(hook.phases_on(axis.size))
+    bucket, first = owner.sizes
     groups = owner.grouping(paths, order)
     # An axis of shapes is made for one look, and needn't be kept.
     make = _plan.__wrapped__ if isinstance(axis.backing, ShapesBacking) else _plan
-    plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement)
+    plan: Plan = make(axis, hook, (hook.bucket_factor * bucket, first), leaves, order, groups, names, agreement)
     return replace(plan, step=step) if hook.stateful else plan
 
 

@@ -98,6 +98,11 @@ class Reducer(Protocol):
         """Whether a reduction reads states or the step."""
         ...
 
+    @property
+    def bucket_factor(self) -> int:
+        """What a strategy's bytes of a bucket, the first excepted, are multiplied by."""
+        ...
+
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
         """The parts of `axis` that a reduction asks for collectives among."""
         ...
@@ -140,6 +145,7 @@ class ExactSum:
     exact = True
     elementwise = True
     stateful = False
+    bucket_factor = 1
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
         """All ranks at once."""
