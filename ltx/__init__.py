@@ -85,6 +85,9 @@ if _collects:
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
+    # --- submodules
+    from ltx import checkpoint as checkpoint
+
     # --- strategies
     from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
@@ -120,14 +123,18 @@ _LATER = {
     "recommend": "ltx.transforms.recommend",
 }
 
+_SUBMODULES = ("checkpoint",)
+
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"ltx.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_SUBMODULES})

@@ -111,7 +111,8 @@ class TrainStep:
             sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         loss_scale = () if self._scaling is None else self._scaling.start()
-        return TrainState(params, buffers, opt_state, sync_state, kinds=strategy.kinds, loss_scale=loss_scale)
+        kinds = replace(strategy.kinds, strategy=repr(strategy))
+        return TrainState(params, buffers, opt_state, sync_state, kinds=kinds, loss_scale=loss_scale)
 
     def _check_kept(self, buffers: Tree) -> None:
         precision = self.step.precision
@@ -224,7 +225,7 @@ class TrainStep:
             updated.opt_state,
             sync,
             state.step + 1,
-            self.step.strategy.kinds,
+            replace(self.step.strategy.kinds, strategy=state.kinds.strategy),
             loss_scale,
             updated.pending,
         )

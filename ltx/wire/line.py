@@ -24,6 +24,7 @@ from ltx.axis import Axis, GroupBacking, Part
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
+from ltx.wire.notes import Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
 from ltx.wire.shared import open_lane, stride_everywhere
@@ -63,6 +64,7 @@ class Line:
         self.user = self._open_channel("user", lanes=True)
         self.background = self._open_channel("background")
         self.open_phases(1)
+        self.notes = Notes(self._store, self._posted, self._lost, self.rank, self.timeout_s)
 
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0) -> Channel:
         address = f"{name}.{generation}" if generation else name
@@ -136,6 +138,7 @@ class Line:
         """Give the channels' process groups back, and those of its parts."""
         if self.closed:
             return
+        self.notes.finish()
         self.closed = True
         for axis in self._parts.values():
             close_axis(axis)
@@ -249,12 +252,15 @@ class Line:
 
     def _refuse_lost(self, keys: list[str], post: Post) -> None:
         """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
-        lost = self.user.lane.lost_peers() if self.user.lane is not None else []
+        lost = self._lost()
         if lost and not self._posted(keys):
             raise PeerLostError(
                 f"rank {self.rank}: {post.signature.operation} on axis {self.name!r} failed while waiting for its "
                 f"peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
             )
+
+    def _lost(self) -> list[int]:
+        return self.user.lane.lost_peers() if self.user.lane is not None else []
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
