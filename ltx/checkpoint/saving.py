@@ -40,7 +40,7 @@ class _Contents:
 
 
 def _told(error: BaseException) -> str:
-    """An error in the words of its cause: torch's writer hides why a file can't be written behind what follows of it."""
+    """An error in the words of its cause: torch's writer hides why a file can't be written."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ltx
 from ltx.errors import CheckpointError, InputError, RankMismatchError, UnsupportedError
 from tests.strategies.problem import make_problem
-from tests.strategies.table import ROWS, Row
+from tests.strategies.table import ROWS
 from tests.strategies.test_conformance import tensors, trainer
 
 Ranks = Callable[[int], ltx.Pool]
