@@ -88,7 +88,7 @@ class CheckpointError(LtxError, RuntimeError):
     """A checkpoint couldn't be written, or none could be read."""
 
 
-class NotFiniteError(LtxError, ArithmeticError):
+class NotFiniteError(LtxError, FloatingPointError):
     """Gradients that are NaN or infinite, in a training step that was to raise at them."""
 
 

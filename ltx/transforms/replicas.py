@@ -59,7 +59,7 @@ def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
 def _check_simulated(axis: Axis, level: int, leaves: dict[str, torch.Tensor]) -> None:
     differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
     for path, leaf in leaves.items():
-        value, dim = _with_ranks(leaf, level)
+        value, dim = with_ranks(leaf, level)
         if dim is None:
             continue  # one value that all simulated ranks share
         first, *others = (_values(x) for x in value.unbind(dim))
@@ -116,7 +116,7 @@ def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
     return f"{count} of {differ.numel()} elements differ, most at {at}, {by}"
 
 
-def _with_ranks(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+def with_ranks(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
     """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
     dim: int | None = None
     while _functorch.is_functorch_wrapped_tensor(x):

@@ -141,7 +141,8 @@ class Metrics:
         grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without clipping.
         loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
         skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
-            gradients weren't finite; None without dynamic loss scaling. (`grad_norm` is then an earlier step's.)
+            gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
+            step's.)
     """
 
     loss: torch.Tensor
