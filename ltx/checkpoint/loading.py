@@ -145,11 +145,13 @@ def load(
         if not problems:
             assert opened is not None
             plan = _checked(together, partial(_plan, opened, state, per_rank, data, rng))
-            restored = _attempt(together, "the tensors", partial(_read, opened, state, plan, data), problems)
+            # All of it before the ranks meet once more: afterwards one of them may remove the checkpoint.
+            found_in = _attempt(together, "the tensors", partial(_read, opened, state, plan, data), problems)
             if not problems:
-                assert restored is not None
-                if plan.rng:
-                    extras.set_random_states(opened.structure(name_on(together.rank, "rng")))
+                assert found_in is not None
+                restored, drawn = found_in
+                if drawn is not None:
+                    extras.set_random_states(drawn)
                 elif rng and opened.manifest["rng"] and together.rank == 0:
                     warnings.warn(
                         f"checkpoint.load: random number generators were saved by {opened.saved_ranks} ranks, and here "
@@ -317,7 +319,8 @@ def _room(leaf: Leaf) -> torch.Tensor:
     return leaf.tensor.detach().clone() if leaf.kind == "sharded" else torch.empty_like(leaf.tensor)
 
 
-def _read(opened: _Opened, state: TrainState, plan: _Plan, data: str) -> Restored:
+def _read(opened: _Opened, state: TrainState, plan: _Plan, data: str) -> tuple[Restored, dict[str, Any] | None]:
+    """What is read, and this rank's random number generators."""
     single = [pieces[0] for pieces in plan.leaves if len(pieces) == 1]
     storage.read(opened.path, opened.metadata, single)
     tensors = []
@@ -339,4 +342,5 @@ def _read(opened: _Opened, state: TrainState, plan: _Plan, data: str) -> Restore
     else:
         ranks = range(opened.saved_ranks)
         position = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]
-    return Restored(restored, position, manifest["step"], opened.path)
+    drawn = opened.structure(name_on(opened.rank, "rng")) if plan.rng else None
+    return Restored(restored, position, manifest["step"], opened.path), drawn

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import ltx
 from ltx.checkpoint import RESUMABLE, storage
+from ltx.checkpoint.together import Together
 from ltx.errors import CheckpointError, DonatedStateError, InputError
 
 Ranks = Callable[[int], ltx.Pool]
@@ -161,6 +163,32 @@ def test_a_round_under_way_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> N
     for said, step in ranks(2).run(on_a_rank):
         assert re.match(r"checkpoint: BaguaStrategy\(.* has an exchange under way between two steps", said)
         assert step == 1
+
+
+def test_nothing_is_read_after_the_ranks_have_met(ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 0 may go on and remove the checkpoint before rank 1 has returned from loading it."""
+
+    def on_a_rank() -> int:
+        train = trainer()
+        ltx.checkpoint.save(tmp_path, start(train), data=int(ltx.axis_index()))
+        with pytest.MonkeyPatch.context() as patch:
+            if int(ltx.axis_index()) == 1:
+                meet = Together.meet
+
+                def meets(together: Together, what: str, value: Any) -> list[Any]:
+                    met = meet(together, what, value)
+                    if what == "the tensors":
+                        ltx.barrier("removed")
+                    return met
+
+                patch.setattr(Together, "meet", meets)
+            data: int = ltx.checkpoint.load(tmp_path, start(train)).data
+        if int(ltx.axis_index()) == 0:
+            shutil.rmtree(tmp_path)
+            ltx.barrier("removed")
+        return data
+
+    assert list(ranks(2).run(on_a_rank)) == [0, 1]
 
 
 # --- in the background -----------------------------------------------------------------------------------------------
