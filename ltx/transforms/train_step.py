@@ -15,6 +15,7 @@ from ltx.optim import Optimizer, grad_norm
 from ltx.strategies.base import Moment, Strategy, Update, Updated, chosen
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.divergence import check_replicas
 from ltx.transforms.guard import not_finite, not_finite_error, probes, random_states
 from ltx.transforms.landing import Work, any_not_finite, mean_at_once
 from ltx.transforms.run import Run
@@ -37,6 +38,7 @@ class TrainStep:
     guard: Literal["off", "skip", "raise"] = "off"
     overlap: Literal["backward", "update"] = "backward"
     has_aux: bool = False
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.step, DataParallel):
@@ -64,6 +66,7 @@ class TrainStep:
         if self.overlap not in ("backward", "update"):
             raise StrategyError(f'overlap must be "backward" or "update", got {self.overlap!r}.')
         strategy = self.step.strategy
+        self._check_checks(strategy)
         strategy.check_optimizer(self.optimizer)
         if self.overlap == "update" and not strategy.updates_in_buckets:
             raise StrategyError(
@@ -84,6 +87,18 @@ class TrainStep:
             raise StrategyError(
                 f'overlap="update" applies the optimizer bucket by bucket, before it is known whether all gradients '
                 f'are finite, which {self._scaling!r} asks. Use overlap="backward".'
+            )
+
+    def _check_checks(self, strategy: Strategy) -> None:
+        every = self.check_every
+        if every is None:
+            return
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise StrategyError(f"check_every must be None or a positive number of steps, got {every!r}.")
+        if strategy.kinds.params != "replicated":
+            raise StrategyError(
+                f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "
+                "each rank's own. Leave it out."
             )
 
     @property
@@ -139,6 +154,8 @@ class TrainStep:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self._transformed(state, batch)
         state.check_owned()
+        if self.check_every is not None and state.step % self.check_every == 0:
+            check_replicas(state, self.step.axis)
         axis = wire.resolve(self.step.axis)
         sync: SyncState = state.sync_state
         strategy, moment = self.step.strategy, Moment(sync.checked_step(), axis)
@@ -365,6 +382,8 @@ class TrainStep:
         """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
         if not torch.compiler.is_compiling():
             state.check_owned()
+            if self.check_every is not None and state.step % self.check_every == 0:
+                check_replicas(state, self.step.axis)
         strategy, sync = self.step.strategy, state.sync_state
         if torch.compiler.is_compiling():
             _refuse_in_graph(strategy, self._looks, self.guard)
@@ -482,6 +501,7 @@ def train_step(
     guard: Literal["off", "skip", "raise"] = "off",
     overlap: Literal["backward", "update"] = "backward",
     has_aux: bool = False,
+    check_every: int | None = None,
 ) -> TrainStep:
     """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
 
@@ -502,6 +522,8 @@ def train_step(
             optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
             the state is torn. For optimizers that update leaf by leaf; refused for others (clipping).
         has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
+        check_every: before every so many steps, the first included, compare what should be the same on all ranks
+            (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
 
     Returns:
         A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
@@ -511,6 +533,7 @@ def train_step(
         DonatedStateError: the state was donated to an earlier step.
         RankMismatchError: ranks differ in their parameters, or have issued different collectives; before the update.
         WeightError: all weights of a Weighted step are 0; before the update.
+        ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
 
@@ -523,4 +546,4 @@ def train_step(
         >>> metrics.loss, state.params["w"]
         (tensor(2.5000), tensor(0.5000))
     """
-    return TrainStep(step, optimizer, donate, guard, overlap, has_aux)
+    return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every)
