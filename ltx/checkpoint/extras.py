@@ -6,6 +6,7 @@ can run code.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import random
@@ -66,17 +67,21 @@ def decode(encoded: Encoded) -> Any:
                 return tuple(walk(child) for child in node["items"])
         return {key: walk(child) for key, child in node.items()}
 
-    return walk(json.loads(bytes(encoded[""].tolist())))
+    return walk(json.loads(_bytes(encoded[""])))
 
 
 def digest(encoded: Encoded) -> str:
     """Equal for equal structures of equal values."""
     found = hashlib.sha256()
     for name, tensor in encoded.items():
-        bits = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        found.update(bytes(bits.tolist()))
+        found.update(_bytes(tensor))
     return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    x = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)  # without NumPy
 
 
 def random_states() -> dict[str, Any]:

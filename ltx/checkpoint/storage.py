@@ -119,7 +119,7 @@ def write_metadata(directory: Path, by_rank: Sequence[Written]) -> None:
         entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         places[dcp.MetadataIndex(name, offsets)] = _StorageInfo(*where)
     # In which structure DCP's tools put them: flat, by name.
-    metadata = dcp.Metadata(dict(found), {name: (name,) for name in found}, places, version="1.0.0")
+    metadata = dcp.Metadata(dict(found), {name: (name,) for name in found}, places)
     with open(directory / METADATA, "wb") as file:
         pickle.dump(metadata, file)
 

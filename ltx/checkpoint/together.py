@@ -43,8 +43,7 @@ class Together:
         if self.line is None:
             return [value]
         self._meetings += 1
-        post = wire.Post(wire.Signature(self.operation, (), what), value)
-        return [post.value for post in self.line.exchange(f"{self._place}/{self._meetings}", post)]
+        return self.line.meet_aside(f"{self._place}/{self._meetings}", wire.Signature(self.operation, (), what), value)
 
     def gather(self, text: str) -> list[str] | None:
         """On rank 0 every rank's text; None on the others, whom :meth:`tell` tells the outcome. For any thread."""

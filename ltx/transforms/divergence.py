@@ -77,10 +77,9 @@ def _on_processes(line: wire.Line, leaves: Sequence[tuple[str, torch.Tensor]]) -
     mine = [digest(values(leaf)) for _, leaf in leaves]
     whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
     signature = wire.Signature.of("check_replicas", [path for path, _ in leaves], [leaf for _, leaf in leaves])
-    posts = line.exchange(line.notes.begin(), wire.Post(signature, whole))
-    if len({post.value for post in posts}) == 1:
+    if len(set(line.meet_aside(line.notes.begin(), signature, whole))) == 1:
         return [mine]
-    return [post.value for post in line.exchange(line.notes.begin(), wire.Post(signature, mine))]
+    return line.meet_aside(line.notes.begin(), signature, mine)
 
 
 def _on_simulated_ranks(level: int, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:

@@ -89,9 +89,9 @@ def not_finite_error(
     match at.axis.backing:
         case GroupBacking(line=line):
             place, signature = line.notes.begin(), wire.Signature("whose gradients aren't finite", ())
-            posts = line.exchange(place, wire.Post(signature, [_described(paths, own), _described(paths, reduced)]))
-            by_rank = [post.value[0] for post in posts]
-            together = sorted({text for post in posts for text in post.value[1]})
+            told = line.meet_aside(place, signature, [_described(paths, own), _described(paths, reduced)])
+            by_rank = [texts for texts, _ in told]
+            together = sorted({text for _, texts in told for text in texts})
         case VmapBacking(level=level):
             split = [with_ranks(g, level) for g in own]
             by_rank = [
@@ -101,11 +101,11 @@ def not_finite_error(
             together = _described(paths, reduced)
         case _:
             by_rank, together = [_described(paths, own)], []
-    told = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
-    if not told:
-        told = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
+    found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
+    if not found:
+        found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
     return NotFiniteError(
-        f"train_step: gradients of step {at.step} aren't finite. {'; '.join(told)}. The state is as it was before the "
+        f"train_step: gradients of step {at.step} aren't finite. {'; '.join(found)}. The state is as it was before the "
         'step, and may be used again. guard="skip" leaves such steps out; torch.autograd.detect_anomaly() finds the '
         "operation."
     )

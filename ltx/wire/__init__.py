@@ -22,7 +22,6 @@ from ltx.wire.operations import bytes_sent as bytes_sent
 from ltx.wire.passes import BackwardPass as BackwardPass
 from ltx.wire.passes import nested_run as nested_run
 from ltx.wire.signature import Agreement as Agreement
-from ltx.wire.signature import Post as Post
 from ltx.wire.signature import Signature as Signature
 from ltx.wire.signature import list_values as list_values
 from ltx.wire.signature import mismatch as mismatch

@@ -24,7 +24,7 @@ from ltx.axis import Axis, GroupBacking, Part
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
-from ltx.wire.notes import Notes
+from ltx.wire.notes import NOTES, Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
 from ltx.wire.shared import open_lane, stride_everywhere
@@ -186,6 +186,17 @@ class Line:
         channel.compared += 1
         return self.exchange(place, Post(signature, offer))[0].value
 
+    def meet_aside(self, place: str, signature: Signature, value: Any) -> list[Any]:
+        """Every rank's `value`, JSON, at a place that `notes` began; nothing is issued. For the thread that trains.
+
+        A peer that waits in a collective instead finds this rank here, and both raise.
+
+        Raises:
+            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`exchange`.
+        """
+        issued = {channel.address: channel.issued for channel in self.channels}
+        return [post.value for post in self.exchange(place, Post(signature, value, issued=issued))]
+
     def exchange(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`, once all have come there.
 
@@ -297,7 +308,7 @@ class Line:
             if rank == self.rank or place == "" or place in self._answered:
                 continue
             address, _, position = place.rsplit("/", 2)
-            if address == CHECKS:
+            if address == CHECKS or address.startswith(NOTES):
                 self._answer_check(place, rank)
                 continue
             channel = next((c for c in self.channels if c.address == address), None)
@@ -314,12 +325,15 @@ class Line:
         theirs = self.read(place, rank)
         if theirs is None or self._posted([f"{place}/{self.rank}"]):
             return
+        checked = place.startswith(CHECKS)
         for channel in self.channels:
+            if channel is self.background and not checked:
+                continue  # where ranks may issue in their own time
             position = theirs.issued.get(channel.address, channel.issued)
             mine = dict(channel.recent).get(position) if channel.issued > position else None
             if mine is not None:
                 how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
-                operation = f"{mine.signature.operation} ({how})"
+                operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
                 self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
 
     def _compare_posted(self, place: str) -> None:

@@ -14,6 +14,9 @@ from torch._C._distributed_c10d import Store
 
 from ltx.errors import CollectiveTimeoutError, PeerLostError
 
+#: Under this address the store holds them.
+NOTES = "notes"
+
 
 class Notes:
     """The notes of one line.
@@ -41,7 +44,7 @@ class Notes:
     def begin(self) -> str:
         """The place of the next piece of work; the same on every rank that counts along."""
         self._begun += 1
-        return f"notes/work/{self._begun}"
+        return f"{NOTES}/work/{self._begun}"
 
     def hold(self, thread: threading.Thread) -> None:
         """`thread` leaves notes: the line waits for its end before it closes."""

@@ -24,7 +24,7 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
-from ltx.errors import CheckpointError, DonatedStateError, InputError
+from ltx.errors import CheckpointError, DonatedStateError, InputError, RankMismatchError
 
 Ranks = Callable[[int], ltx.Pool]
 Torn = Callable[..., Any]
@@ -132,6 +132,33 @@ def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
 
     (said,) = set(ranks(2).run(on_a_rank))
     assert re.search("rank 1 has written .*, and rank 0 sees no such file: all ranks need the same file system", said)
+
+
+@pytest.mark.parametrize("then", ["step", "psum", "barrier"])
+def test_one_rank_that_saves_alone_is_told(then: str, torn: Torn, tmp_path: Path) -> None:
+    """The mistake that everyone makes once: `if rank == 0: save(...)`, and then the next step, which all ranks know."""
+
+    def on_a_rank() -> tuple[str, float]:
+        train = trainer(donate=False)
+        state = start(train)
+        going_on = {
+            "step": lambda: train(state, torch.ones(SIZE)),
+            "psum": lambda: ltx.psum(torch.ones(3)),
+            "barrier": ltx.barrier,
+        }[then]
+        going_on()
+        began = time.monotonic()
+        with pytest.raises(RankMismatchError) as error:
+            ltx.checkpoint.save(tmp_path, state) if int(ltx.axis_index()) == 0 else going_on()
+        return str(error.value), time.monotonic() - began
+
+    what = {"step": "data_parallel"}.get(then, then)
+    for sockets in (False, True):
+        (said, took), (other, other_took) = torn(on_a_rank, sockets=sockets)
+        assert said == other
+        assert "ranks disagree on the operation: rank 0: checkpoint.save; rank 1: " + what in said
+        assert max(took, other_took) < 5
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_donated_state_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
