@@ -36,7 +36,8 @@ def assert_same(a: Any, b: Any) -> None:
     assert ltx.tree.flatten(a)[1] == ltx.tree.flatten(b)[1]
     for path, x, y in zip(ltx.tree.leaf_paths(a), bits(a), bits(b), strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape), path
-        assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)), path
+        x, y = (t.resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (x, y))
+        assert torch.equal(x, y), path
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
@@ -200,6 +201,42 @@ def test_other_buckets_take_the_same_state(ranks: Ranks, tmp_path: Path) -> None
     for state, restored, end, expected in ranks(2).run(on_a_rank):
         assert_same(replace(state, kinds=restored.kinds), restored)
         assert all(torch.equal(end[name], expected[name]) for name in end)
+
+
+HOOKS = [
+    ltx.hooks.PowerSGD(rank=2, start_step=1),
+    ltx.hooks.BatchedPowerSGD(rank=2, start_step=1),
+    ltx.hooks.OneBit(),
+    ltx.hooks.TopK(0.2),
+    ltx.hooks.RandomK(0.3),
+    ltx.hooks.QSGD(),
+    ltx.hooks.after(4, ltx.hooks.OneBit()),
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_what_hooks_carry_goes_on(hook: Any, ranks: Ranks, seed: int, tmp_path: Path) -> None:
+    def on_a_rank() -> Any:
+        train = plain_train(ltx.DDPStrategy(comm_hook=hook, bucket_bytes=64, first_bucket_bytes=16))
+        state = steps(train, plain_start(train), range(3))
+        ltx.checkpoint.save(tmp_path, state)
+        restored = ltx.checkpoint.load(tmp_path, plain_start(train)).state
+        return steps(train, state, range(3, 6)), steps(train, restored, range(3, 6))
+
+    for end, other_end in ranks(2).run(on_a_rank):
+        assert_same(end, other_end)
+
+
+@pytest.mark.parametrize("strategy", [ltx.ZeroStrategy(), ltx.LocalSGDStrategy(2)], ids=["zero", "local SGD"])
+def test_simulated_ranks_are_one_process(strategy: Any, tmp_path: Path) -> None:
+    """A state of all of them is saved as it is, outside of ltx.vmap."""
+    train, x = plain_train(strategy), torch.randn(4, 3, 8, 6)
+    first, _ = ltx.vmap(train, in_dims=(None, 0))(plain_start(train), x[0])
+    state, _ = ltx.vmap(train)(first, x[1])
+    ltx.checkpoint.save(tmp_path, state)
+    restored = ltx.checkpoint.load(tmp_path, first).state
+    assert_same(state, restored)
+    assert_same(ltx.vmap(train)(state, x[2])[0], ltx.vmap(train)(restored, x[2])[0])
 
 
 def loss(p: Params, x: Tensor) -> Tensor:
