@@ -326,6 +326,8 @@ def save_async(
     Args:
         path, state, data, rng, keep, axis: as in :func:`save`.
 
+    Each one under way holds its copy: wait for the last one before the next, should the disk be slower than that.
+
     Returns:
         A handle: ``.done``, and ``.result()``, which waits and raises what went wrong, on all ranks alike. A failure is
         a RuntimeWarning besides, lest nobody asks. ``ltx.shutdown()`` and the end of the process wait for it.

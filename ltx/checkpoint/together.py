@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from ltx import wire
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import UnsupportedError
+from ltx.errors import LtxError, UnsupportedError
+
+# How long rank 0 waits for the others to have heard what it tells them.
+_HEARD_S = 10.0
 
 
 class Together:
@@ -61,8 +65,14 @@ class Together:
         """Rank 0's text, on every rank."""
         if self.line is None:
             return text or ""
-        key = f"{self._place}/told"
-        if self.rank == 0:
-            self.line.notes.put(key, text or "")
-            return text or ""
-        return self.line.notes.take([key], self.operation)[0]
+        notes, key = self.line.notes, f"{self._place}/told"
+        heard = [f"{self._place}/heard/{rank}" for rank in range(1, self.size)]
+        if self.rank > 0:
+            (told,) = notes.take([key], self.operation)
+            notes.put(heard[self.rank - 1], "")
+            return told
+        notes.put(key, text or "")
+        with suppress(LtxError):  # rank 0 may end next, and the store with it
+            notes.take(heard, self.operation, _HEARD_S)
+            notes.forget([key, *heard])
+        return text or ""

@@ -28,8 +28,8 @@ class TrainState:
     """Parameters, buffers, optimizer state and communication state after `step` steps.
 
     A pytree node (optree's and torch's) whose structure carries `step`; :mod:`ltx.checkpoint` saves it, and it is a
-    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step. A step with ``donate=True`` takes
-    its tensors over: it can't be used again then, and says so.
+    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step. A step with
+    ``donate=True`` takes its tensors over: it can't be used again then, and says so.
 
     Attributes:
         params: tree of tensors.

@@ -61,14 +61,15 @@ class Notes:
         """Leave `text` at `key`."""
         self._store.set(key, text)
 
-    def take(self, keys: Sequence[str], what: str) -> list[str]:
+    def take(self, keys: Sequence[str], what: str, timeout_s: float | None = None) -> list[str]:
         """The texts at `keys`, once all are there. `what` is what this rank waits for, in the words of an error.
 
         Raises:
             PeerLostError: a peer's process has ended, where all ranks share a machine; or the store is gone.
-            CollectiveTimeoutError: they aren't there within the axis' timeout.
+            CollectiveTimeoutError: they aren't there within `timeout_s`; the axis' timeout if None.
         """
-        deadline, pause_s, wanted = time.monotonic() + self._timeout_s, 0.001, list(keys)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline, pause_s, wanted = time.monotonic() + timeout_s, 0.001, list(keys)
         while not self._posted(wanted):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
@@ -78,7 +79,7 @@ class Notes:
                 )
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank}: {what}: its peers haven't done their part within {self._timeout_s:g} s."
+                    f"rank {self._rank}: {what}: its peers haven't done their part within {timeout_s:g} s."
                 )
         return [text.decode() for text in self._store.multi_get(wanted)] if wanted else []
 

@@ -25,6 +25,7 @@ import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
 from ltx.errors import CheckpointError, DonatedStateError, InputError, RankMismatchError
+from ltx.wire.notes import Notes
 
 Ranks = Callable[[int], ltx.Pool]
 Torn = Callable[..., Any]
@@ -216,6 +217,27 @@ def test_nothing_is_read_after_the_ranks_have_met(ranks: Ranks, tmp_path: Path) 
         return data
 
     assert list(ranks(2).run(on_a_rank)) == [0, 1]
+
+
+def test_rank_0_stays_until_all_have_heard(ranks: Ranks, tmp_path: Path) -> None:
+    """Its process may end next, and with it the store in which the others would read what came of it."""
+
+    def on_a_rank() -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            take, heard = Notes.take, [0.0]
+
+            def late(notes: Notes, *args: Any) -> list[str]:
+                time.sleep(0.5)
+                heard[0] = time.monotonic()
+                return take(notes, *args)
+
+            if int(ltx.axis_index()) == 1:
+                patch.setattr(Notes, "take", late)
+            ltx.checkpoint.save(tmp_path, start(trainer()))
+            return heard[0] or time.monotonic()
+
+    end, heard = ranks(2).run(on_a_rank)
+    assert end > heard
 
 
 # --- in the background -----------------------------------------------------------------------------------------------
