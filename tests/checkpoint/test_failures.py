@@ -331,10 +331,14 @@ def run_processes(code: str, n: int, *args: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+#: Starting Python and torch anew takes a while on a busy machine.
+STARTS_PROCESSES = pytest.mark.timeout(200)
+
+
 def finished(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """(exit code, output, errors) of each."""
     try:
-        outputs = [process.communicate(timeout=50) for process in processes]
+        outputs = [process.communicate(timeout=150) for process in processes]
         return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
     finally:
         for process in processes:
@@ -360,6 +364,7 @@ with ltx.init() as world:
 """
 
 
+@STARTS_PROCESSES
 def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
     (code, said, errors), (other, _, _) = finished(run_processes(DIES, 2, str(tmp_path)))
     assert (code, other) == (3, 9), errors
@@ -375,6 +380,7 @@ with ltx.init() as world:
 """
 
 
+@STARTS_PROCESSES
 def test_the_end_of_the_world_waits_for_it(tmp_path: Path) -> None:
     for code, _, errors in finished(run_processes(ENDS, 2, str(tmp_path))):
         assert (code, errors) == (0, "")
@@ -410,6 +416,7 @@ def run():
 """
 
 
+@STARTS_PROCESSES
 def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     processes = run_processes(f"{TRAINS}\nwith ltx.init():\n    run()", 2, str(tmp_path), "1000000000")
     for process in processes:
