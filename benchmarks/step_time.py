@@ -133,6 +133,7 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "ltx": setting.ltx_step,
         "ltx alone": setting.ltx_step,
         "ltx update": lambda: setting.ltx_step(overlap="update"),
+        "ltx guarded": lambda: setting.ltx_step(guard="skip"),
         "ltx func.grad": setting.ltx_gradients,
         "ltx compiled": setting.ltx_compiled,
     }

@@ -71,6 +71,7 @@ from ltx.transforms import TrainState as TrainState
 from ltx.transforms import Weighted as Weighted
 from ltx.transforms import accumulate as accumulate
 from ltx.transforms import block_backward_sync as block_backward_sync
+from ltx.transforms import check_replicas as check_replicas
 from ltx.transforms import data_parallel as data_parallel
 from ltx.transforms import grad as grad
 from ltx.transforms import grad_and_value as grad_and_value
@@ -88,6 +89,9 @@ if _collects:
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
+    # --- submodules
+    from ltx import checkpoint as checkpoint
+
     # --- strategies
     from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
@@ -129,10 +133,14 @@ _LATER = {
     "timeline": "ltx.wire.timeline",
 }
 
+_SUBMODULES = ("checkpoint",)
+
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"ltx.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)
@@ -144,4 +152,4 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_SUBMODULES})

@@ -84,6 +84,14 @@ class DonatedStateError(LtxError, RuntimeError):
     """A train state whose tensors were given away to the next state was used again."""
 
 
+class CheckpointError(LtxError, RuntimeError):
+    """A checkpoint couldn't be written, or none could be read."""
+
+
+class NotFiniteError(LtxError, FloatingPointError):
+    """Gradients that are NaN or infinite, in a training step that was to raise at them."""
+
+
 class ReplicaDivergedError(LtxError, RuntimeError):
     """A value that should be the same on every rank isn't."""
 

@@ -37,7 +37,7 @@ SHARED = {
     "accelerator": "runtime/test_world.py::test_cuda_devices_are_numbered_like_local_ranks",
     "parallel_devices": "runtime/test_world.py::test_environments",
     "cluster_environment": "runtime/test_world.py::test_environments",
-    "checkpoint_io": "transforms/test_train_state.py::test_distributed_checkpoint",
+    "checkpoint_io": "checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
     "precision_plugin": "transforms/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
     "barrier": "collectives/test_objects.py::test_barriers_of_different_names",
     "broadcast": HERE + "test_barriers_and_objects",

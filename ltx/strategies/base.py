@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from ltx.sync.schedule import Plan
 from ltx.typing import Tree
 
 MIB = 1 << 20
+T = TypeVar("T")
 
 
 #: How a leaf's values relate across ranks.
@@ -36,12 +37,16 @@ class Kinds:
     """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
 
     Checkpoints, replica checks and changes of the number of ranks read this.
+
+    Attributes:
+        strategy: whose these are, in the words of errors; "" where nobody has said.
     """
 
     params: Kind = "replicated"
     buffers: Kind = "per_rank"
     opt_state: Kind = "replicated"
     sync_state: Kind = "per_rank"
+    strategy: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,8 @@ class Update:
         params, opt_state: as they are before it.
         grads: as the hook has left them; one for each parameter.
         donate: whether :meth:`apply` overwrites `params` and `opt_state`.
-        finite: with dynamic loss scaling, whether all gradients of all ranks are finite (a 0-dim tensor under
-            transforms); else None.
+        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
+            tensor under transforms); else None.
     """
 
     optimizer: Optimizer
@@ -85,13 +90,21 @@ class Update:
         if self.finite is False:
             return self.params, tree.map(_one_more, self.opt_state, is_leaf=_counts)
         updated = self.optimizer.apply(self.grads, self.opt_state, self.params, donate=self.donate)
-        if not isinstance(self.finite, torch.Tensor):
-            return updated
-        new, spec = tree.flatten(updated)
-        old, finite = tree.flatten((self.params, self.opt_state))[0], self.finite
-        chosen = [torch.where(finite.to(x.device), x, y) for x, y in zip(new, old, strict=True)]
-        params, opt_state = tree.unflatten(spec, chosen)
-        return params, opt_state
+        return self.if_finite(updated, (self.params, self.opt_state))
+
+    def if_finite(self, new: T, old: T) -> T:
+        """`new`, or `old` where gradients aren't finite."""
+        return chosen(self.finite, new, old)
+
+
+def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
+    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
+    if not isinstance(finite, torch.Tensor):
+        return old if finite is False else new
+    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
+    pairs = zip(leaves, others, strict=True)
+    picked: T = tree.unflatten(spec, [x if x is y else torch.where(finite.to(x.device), x, y) for x, y in pairs])
+    return picked
 
 
 def _counts(node: Any) -> bool:

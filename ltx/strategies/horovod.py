@@ -294,7 +294,7 @@ class HorovodStrategy(Strategy):
 
     def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
         if not self._synchronises(at.step):
-            added, _ = self._added(update, states)
+            added = update.if_finite(self._added(update, states)[0], states)
             return Updated(update.params, update.opt_state, added, pending)
         if self.op == "adasum":
             if self.backward_passes_per_step > 1:
@@ -321,13 +321,14 @@ class HorovodStrategy(Strategy):
 
     def _combined(self, update: Update, at: Moment) -> tuple[Tree, Tree]:
         """(parameters moved by the adaptive sum of what this rank's optimizer would add, its next state)"""
-        if at.axis.size == 1:
+        if at.axis.size == 1 or update.finite is False:
             return update.apply()
         deltas, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
         starts, spec = tree.flatten(update.params)
         combine = hooks.Adasum(getattr(self._compression, "short", None))
         moves, _ = self.exchange(combine, tree.flatten(deltas)[0], tree.leaf_paths(update.params), at).land()
-        return tree.unflatten(spec, [p + move for p, move in zip(starts, moves, strict=True)]), opt_state
+        moved = tree.unflatten(spec, [p + move for p, move in zip(starts, moves, strict=True)])
+        return update.if_finite((moved, opt_state), (update.params, update.opt_state))
 
 
 @lru_cache(maxsize=64)

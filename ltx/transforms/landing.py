@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class Done:
     sync_flat: list[torch.Tensor]
     params: Tree = None
     opt_state: Tree = None
+    sums: list[torch.Tensor] | None = None  # of each gradient, if asked for
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Work:
     sync_leaves: list[torch.Tensor]
     donate: bool
     loss_scale: float = 1.0
+    probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None  # sums of gradients that have landed
 
     def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of `total`, times the loss scale, with respect to parameters; and the next communication state."""
@@ -72,10 +74,13 @@ class Work:
         scale = (self._weighted_scale(schedule) if weighted else 1.0) / self.loss_scale
         grads: dict[int, torch.Tensor] = {}
         states: dict[int, list[torch.Tensor]] = {}
+        sums: list[torch.Tensor] = []
         params, opt_state, targets = self._in_place() if self.by_bucket else (None, None, None)
         for bucket, landed, next_states in schedule.land_each():
             if scale != 1:
                 torch._foreach_mul_(landed, scale)
+            if self.probes is not None:
+                sums += self.probes(landed)  # while they are in the cache
             given = iter(next_states)
             states.update((m, [next(given) for _ in schedule.plan.state_names[m]]) for m in bucket.members)
             if targets is None:
@@ -86,7 +91,8 @@ class Work:
         assert header is not None
         flat = self._flat_states(schedule, states)
         if targets is None:
-            return Done([grads[m] for m in range(len(self.leaves))], flat), header
+            found = sums if self.probes is not None else None
+            return Done([grads[m] for m in range(len(self.leaves))], flat, sums=found), header
         return Done(None, flat, params, self.optimizer.advance(opt_state)), header
 
     def _weighted_scale(self, schedule: WireSchedule) -> float:

@@ -6,16 +6,13 @@ compares with its own to say by how much.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-
 import torch
 from torch._C import _functorch
 
 from ltx import tree, wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import ReplicaDivergedError
-from ltx.transforms.sync_state import unwrapped
+from ltx.transforms.digests import bits, digest, values
 from ltx.typing import Tree
 from ltx.wire.debug import under_way
 
@@ -35,21 +32,21 @@ def check_replicas(axis: Axis, params: Tree) -> None:
     with torch._C._DisableFuncTorch(), torch.no_grad():
         match axis.backing:
             case GroupBacking(line=line):
-                _check_processes(line, {path: _values(leaf) for path, leaf in leaves.items()})
+                _check_processes(line, {path: values(leaf) for path, leaf in leaves.items()})
             case VmapBacking(level=level):
                 _check_simulated(axis, level, leaves)
 
 
 def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
     signature = wire.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
-    posts = under_way[-1].exchange(line, signature, [_digest(leaf) for leaf in leaves.values()])
+    posts = under_way[-1].exchange(line, signature, [digest(leaf) for leaf in leaves.values()])
     by_leaf = zip(leaves, zip(*(post.value for post in posts), strict=True), strict=True)
     differ = [path for path, digests in by_leaf if len(set(digests)) > 1]
     if not differ:
         return
     mine = leaves[differ[0]]
-    bits = _bits(mine).to(line.device, copy=True)
-    theirs = line.user.issue("broadcast", bits, "debug_checks", (0,)).wait().to(mine.device)
+    sent = bits(mine).to(line.device, copy=True)
+    theirs = line.user.issue("broadcast", sent, "debug_checks", (0,)).wait().to(mine.device)
     found = _difference(mine, theirs.view(mine.dtype).view(mine.shape))
     by_rank = under_way[-1].exchange(line, wire.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
     told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
@@ -59,11 +56,11 @@ def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
 def _check_simulated(axis: Axis, level: int, leaves: dict[str, torch.Tensor]) -> None:
     differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
     for path, leaf in leaves.items():
-        value, dim = _with_ranks(leaf, level)
+        value, dim = with_ranks(leaf, level)
         if dim is None:
             continue  # one value that all simulated ranks share
-        first, *others = (_values(x) for x in value.unbind(dim))
-        told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if _digest(x) != _digest(first)}
+        first, *others = (values(x) for x in value.unbind(dim))
+        told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if digest(x) != digest(first)}
         if told:
             differ[path] = first, told
     if differ:
@@ -82,27 +79,10 @@ def _diverged(
     )
 
 
-def _values(x: torch.Tensor) -> torch.Tensor:
-    """`x` below all wrappers, its elements one after another in memory."""
-    return unwrapped(x).resolve_conj().resolve_neg().contiguous()
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
-def _digest(x: torch.Tensor) -> str:
-    # Not torch.hash_tensor: an exclusive or is the same for elements in another order.
-    data = _bits(x).cpu()
-    if not data.numel():
-        return ""
-    return hashlib.blake2b((ctypes.c_char * data.numel()).from_address(data.data_ptr()), digest_size=16).hexdigest()
-
-
 def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
     """How `mine` differs from `theirs`, bit by bit; "" if it doesn't."""
     size = mine.element_size()
-    differ = (_bits(mine) != _bits(theirs)).view(-1, size).any(1)
+    differ = (bits(mine) != bits(theirs)).view(-1, size).any(1)
     count = int(differ.sum())
     if not count:
         return ""
@@ -116,7 +96,7 @@ def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
     return f"{count} of {differ.numel()} elements differ, most at {at}, {by}"
 
 
-def _with_ranks(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+def with_ranks(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
     """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
     dim: int | None = None
     while _functorch.is_functorch_wrapped_tensor(x):

@@ -27,9 +27,9 @@ class _Lease:
 class TrainState:
     """Parameters, buffers, optimizer state and communication state after `step` steps.
 
-    A pytree node (optree's and torch's) whose structure carries `step`, and a Stateful of
-    ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step. A step with ``donate=True`` takes
-    its tensors over: it can't be used again then, and says so.
+    A pytree node (optree's and torch's) whose structure carries `step`; :mod:`ltx.checkpoint` saves it, and it is a
+    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step. A step with
+    ``donate=True`` takes its tensors over: it can't be used again then, and says so.
 
     Attributes:
         params: tree of tensors.
@@ -72,7 +72,7 @@ class TrainState:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
         self.check_owned()
         tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
-        return {**tensors, "step": torch.tensor(self.step), "updates": torch.tensor(_updates(self))}
+        return {**tensors, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
@@ -89,14 +89,21 @@ class TrainState:
         for path, tensor in mine.items():
             if path not in ("step", "updates"):
                 tensor.copy_(state_dict[path])
-        # Steps are counted in the structure: here, by the optimizer and by the communication state.
-        step = int(state_dict["step"])
-        object.__setattr__(self, "step", step)
-        object.__setattr__(self, "opt_state", _counted(self.opt_state, int(state_dict["updates"])))
-        object.__setattr__(self, "sync_state", replace(self.sync_state, step=step))
+        now = counted(self, int(state_dict["step"]), int(state_dict["updates"]))
+        for name in ("step", "opt_state", "sync_state"):
+            object.__setattr__(self, name, getattr(now, name))
 
 
-def _updates(state: TrainState) -> int:
+def counted(state: TrainState, step: int, updates: int) -> TrainState:
+    """`state` after `step` steps and `updates` of the optimizer, its tensors as they are.
+
+    Steps are counted in the structure: here, by the optimizer and by the communication state.
+    """
+    sync_state = replace(state.sync_state, step=step)
+    return replace(state, step=step, opt_state=_counted(state.opt_state, updates), sync_state=sync_state)
+
+
+def updates_of(state: TrainState) -> int:
     """How often the optimizer has run: not at every step, with a strategy that adds up gradients of several."""
     counts = [state.step]
     tree.map(
@@ -134,7 +141,8 @@ class Metrics:
         grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without clipping.
         loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
         skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
-            gradients weren't finite; None without dynamic loss scaling. (`grad_norm` is then an earlier step's.)
+            gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
+            step's.)
     """
 
     loss: torch.Tensor

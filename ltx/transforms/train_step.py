@@ -12,12 +12,14 @@ from ltx import collectives, hooks, tree, wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import OptimError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.optim import Optimizer, grad_norm
-from ltx.strategies.base import Moment, Strategy, Update, Updated
+from ltx.strategies.base import Moment, Strategy, Update, Updated, chosen
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.divergence import check_replicas
+from ltx.transforms.guard import not_finite, not_finite_error, probes, random_states
 from ltx.transforms.landing import Work, any_not_finite, mean_at_once
 from ltx.transforms.run import Run
-from ltx.transforms.sync_state import Synced, SyncState
+from ltx.transforms.sync_state import Synced, SyncState, unwrapped
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
@@ -33,9 +35,10 @@ class TrainStep:
     step: DataParallel
     optimizer: Optimizer
     donate: bool = True
-    guard: Literal["off"] = "off"
+    guard: Literal["off", "skip", "raise"] = "off"
     overlap: Literal["backward", "update"] = "backward"
     has_aux: bool = False
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.step, DataParallel):
@@ -58,11 +61,12 @@ class TrainStep:
                 f"optimizer must be an ltx.optim.Optimizer, got {self.optimizer!r}. Use "
                 "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
             )
-        if self.guard != "off":
-            raise StrategyError(f'guard must be "off", got {self.guard!r}.')
+        if self.guard not in ("off", "skip", "raise"):
+            raise StrategyError(f'guard must be "off", "skip" or "raise", got {self.guard!r}.')
         if self.overlap not in ("backward", "update"):
             raise StrategyError(f'overlap must be "backward" or "update", got {self.overlap!r}.')
         strategy = self.step.strategy
+        self._check_checks(strategy)
         strategy.check_optimizer(self.optimizer)
         if self.overlap == "update" and not strategy.updates_in_buckets:
             raise StrategyError(
@@ -74,10 +78,27 @@ class TrainStep:
                 f'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
                 f'{self.optimizer!r} needs all of them. Use overlap="backward".'
             )
+        if self.overlap != "backward" and self.guard != "off":
+            raise StrategyError(
+                f'overlap="{self.overlap}" applies the optimizer bucket by bucket, before it is known whether all '
+                f'gradients are finite, which guard="{self.guard}" asks. Use overlap="backward".'
+            )
         if self.overlap == "update" and self._scaling is not None:
             raise StrategyError(
                 f'overlap="update" applies the optimizer bucket by bucket, before it is known whether all gradients '
                 f'are finite, which {self._scaling!r} asks. Use overlap="backward".'
+            )
+
+    def _check_checks(self, strategy: Strategy) -> None:
+        every = self.check_every
+        if every is None:
+            return
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise StrategyError(f"check_every must be None or a positive number of steps, got {every!r}.")
+        if strategy.kinds.params != "replicated":
+            raise StrategyError(
+                f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "
+                "each rank's own. Leave it out."
             )
 
     @property
@@ -111,7 +132,8 @@ class TrainStep:
             sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         loss_scale = () if self._scaling is None else self._scaling.start()
-        return TrainState(params, buffers, opt_state, sync_state, kinds=strategy.kinds, loss_scale=loss_scale)
+        kinds = replace(strategy.kinds, strategy=repr(strategy))
+        return TrainState(params, buffers, opt_state, sync_state, kinds=kinds, loss_scale=loss_scale)
 
     def _check_kept(self, buffers: Tree) -> None:
         precision = self.step.precision
@@ -132,6 +154,8 @@ class TrainStep:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self._transformed(state, batch)
         state.check_owned()
+        if self.check_every is not None and state.step % self.check_every == 0:
+            check_replicas(state, self.step.axis)
         axis = wire.resolve(self.step.axis)
         sync: SyncState = state.sync_state
         strategy, moment = self.step.strategy, Moment(sync.checked_step(), axis)
@@ -152,6 +176,7 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
         sync, strategy = state.sync_state, self.step.strategy
+        drawn = random_states() if self.guard == "raise" else []
         leaves, spec = tree.flatten(state.params)
         leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
         trained = [i for i, x in enumerate(leaves) if x.requires_grad]
@@ -173,7 +198,8 @@ class TrainStep:
         factor = 1.0 if loss_scale is None else float(loss_scale)
         mine = [leaves[i] for i in trained]
         by_bucket, donate = self.overlap == "update", self.donate and not late
-        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, donate, factor)
+        looks = probes if self._looks else None
+        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, donate, factor, looks)
         if schedule is not None:
             try:
                 work.backward(total)
@@ -191,7 +217,12 @@ class TrainStep:
             params, states = strategy.after_update(done.params, states, at)
             updated = Updated(params, done.opt_state, states, pending)
         else:
-            finite = self._finite(done.grads, at)
+            finite = self._finite(done.grads, at, done.sums)
+            if finite is False and self._raises(state):
+                by_place = dict(zip(trained, done.grads, strict=True))
+                reduced = [by_place.get(i, x) for i, x in enumerate(leaves)]
+                raise not_finite_error(self, state, batch, at, reduced, drawn, loss_scale)
+            states, buffers = self._kept_if_skipped(finite, state, states, buffers)
             with wire.span("update"):
                 updated = strategy.update(work.update(done.grads, finite), states, at, pending)
         states = updated.states
@@ -215,18 +246,19 @@ class TrainStep:
         """The next state, and metrics with what can be read off it."""
         metrics = replace(metrics, grad_norm=grad_norm(updated.opt_state))
         loss_scale: Any = state.loss_scale
-        if self._scaling is not None and finite is not None:
-            device = loss_scale.scale.device
-            skipped = torch.logical_not(torch.as_tensor(finite, device=device))
-            metrics = replace(metrics, loss_scale=loss_scale.scale, skipped=skipped)
-            loss_scale = self._scaling.after(loss_scale, finite)
+        if finite is not None:
+            skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
+            metrics = replace(metrics, skipped=skipped)
+            if self._scaling is not None:
+                metrics = replace(metrics, loss_scale=loss_scale.scale)
+                loss_scale = self._scaling.after(loss_scale, finite)
         following = TrainState(
             updated.params,
             buffers,
             updated.opt_state,
             sync,
             state.step + 1,
-            self.step.strategy.kinds,
+            replace(self.step.strategy.kinds, strategy=state.kinds.strategy),
             loss_scale,
             updated.pending,
         )
@@ -246,19 +278,40 @@ class TrainStep:
 
     def _asks(self, at: Moment) -> bool:
         """Whether ranks ask one another if gradients are finite, which they can't see themselves."""
-        return self._scaling is not None and at.axis.size > 1 and not self.step.strategy.shares_gradients(at.step)
+        return self._looks and at.axis.size > 1 and not self.step.strategy.shares_gradients(at.step)
 
-    def _finite(self, grads: Sequence[torch.Tensor], at: Moment) -> bool | torch.Tensor | None:
-        """With dynamic loss scaling: whether all gradients of all ranks are finite, on all ranks alike."""
-        if self._scaling is None:
+    @property
+    def _looks(self) -> bool:
+        """Whether steps look at their gradients."""
+        return self._scaling is not None or self.guard != "off"
+
+    def _raises(self, state: TrainState) -> bool:
+        """Whether gradients that aren't finite raise: with dynamic loss scaling, once the scale isn't to blame."""
+        return self.guard == "raise" and (self._scaling is None or bool((unwrapped(state.loss_scale.scale) <= 1).all()))
+
+    def _kept_if_skipped(
+        self, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
+    ) -> tuple[Tree, Tree]:
+        """The next communication state, before the strategy's work, and buffers; the old ones of a skipped step."""
+        if states:  # Dynamo can't flatten an empty dict
+            states = chosen(finite, states, state.sync_state.leaves)
+        if self.guard == "skip" and buffers is not None:
+            buffers = chosen(finite, buffers, state.buffers)
+        return states, buffers
+
+    def _finite(
+        self, grads: Sequence[torch.Tensor], at: Moment, sums: Sequence[torch.Tensor] | None = None
+    ) -> bool | torch.Tensor | None:
+        """With dynamic loss scaling or a guard: whether all gradients of all ranks are finite, on all ranks alike."""
+        if not self._looks:
             return None
-        bad = any_not_finite(grads)
+        pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        bad = any_not_finite(grads) if pure else not_finite(grads, sums)
         if self._asks(at):
             shared = self.step.strategy.exchange(
                 hooks.AllReduce(), [bad.float().reshape(1)], ["whether gradients are finite"], at
             )
             bad = shared.land()[0][0].reshape(()) > 0
-        pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         return bad.logical_not() if pure else not bad
 
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
@@ -331,14 +384,17 @@ class TrainStep:
         """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
         if not torch.compiler.is_compiling():
             state.check_owned()
+            if self.check_every is not None and state.step % self.check_every == 0:
+                check_replicas(state, self.step.axis)
         strategy, sync = self.step.strategy, state.sync_state
         if torch.compiler.is_compiling():
-            _refuse_in_graph(strategy, self._scaling is not None)
+            _refuse_in_graph(strategy, self._looks, self.guard)
             axis = Axis("data", 1)
         else:
             axis = wire.resolve(self.step.axis)
             strategy.check_axis(axis)
         at = Moment(sync.checked_step(), axis)
+        drawn = random_states() if self.guard == "raise" else []
         stateful = bool(sync.leaves) or strategy.stateful
         loss_scale = self._loss_scale(state)
         others: list[Any] = []
@@ -374,6 +430,9 @@ class TrainStep:
             inverse = 1 / loss_scale
             grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
         finite = self._finite(tree.flatten(grads)[0], at)
+        if isinstance(finite, torch.Tensor) and self._raises(state) and not bool(unwrapped(finite).all()):
+            raise not_finite_error(self, state, batch, at, tree.flatten(grads)[0], drawn, loss_scale)
+        states, buffers = self._kept_if_skipped(finite, state, states, buffers)
         update = Update(self.optimizer, state.params, grads, state.opt_state, finite=finite)
         updated = strategy.update(update, states, at, pending)
         if updated.pending is not None:
@@ -398,9 +457,14 @@ class TrainStep:
         return replace(state, opt_state=opt_state, kinds=replace(state.kinds, opt_state="replicated"))
 
 
-def _refuse_in_graph(strategy: Strategy, dynamic: bool) -> None:
+def _refuse_in_graph(strategy: Strategy, looks: bool, guarded: str) -> None:
     """Run by Dynamo at trace time, where its axis isn't there."""
-    if dynamic and not strategy.shares_gradients(0):
+    if guarded == "raise":
+        raise UnsupportedError(
+            'guard="raise" looks at gradients, which a compiled graph can\'t do. Use guard="skip" and metrics.skipped, '
+            "or compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    if looks and not strategy.shares_gradients(0):
         raise UnsupportedError(
             f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
             "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
@@ -436,9 +500,10 @@ def train_step(
     optimizer: Optimizer,
     *,
     donate: bool = True,
-    guard: Literal["off"] = "off",
+    guard: Literal["off", "skip", "raise"] = "off",
     overlap: Literal["backward", "update"] = "backward",
     has_aux: bool = False,
+    check_every: int | None = None,
 ) -> TrainStep:
     """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
 
@@ -447,12 +512,20 @@ def train_step(
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
             Off under transforms.
-        guard: only "off" so far.
+        guard: what becomes of a step whose gradients are NaN or infinite on any rank. "off": nobody looks. "skip":
+            parameters, buffers, optimizer state and what hooks carry are as they were, on all ranks alike; the step is
+            counted, ``metrics.skipped`` says so, and what a strategy does to parameters besides (averages) it still
+            does. "raise": the same NotFiniteError on every rank, which names ranks and leaves; the state may be used
+            again. Ranks that share gradients see it without asking one another; others ask at every step. With
+            :class:`ltx.DynamicLossScale`, which skips such steps anyway, "raise" raises once the scale has come down
+            to 1, where it isn't to blame.
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
             landed. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
             the state is torn. For optimizers that update leaf by leaf; refused for others (clipping).
         has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
+        check_every: before every so many steps, the first included, compare what should be the same on all ranks
+            (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
 
     Returns:
         A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
@@ -462,6 +535,8 @@ def train_step(
         DonatedStateError: the state was donated to an earlier step.
         RankMismatchError: ranks differ in their parameters, or have issued different collectives; before the update.
         WeightError: all weights of a Weighted step are 0; before the update.
+        ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
+        NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
 
     Example:
@@ -473,4 +548,4 @@ def train_step(
         >>> metrics.loss, state.params["w"]
         (tensor(2.5000), tensor(0.5000))
     """
-    return TrainStep(step, optimizer, donate, guard, overlap, has_aux)
+    return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every)

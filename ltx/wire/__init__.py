@@ -27,3 +27,4 @@ from ltx.wire.pulse import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature
 from ltx.wire.signature import list_values as list_values
+from ltx.wire.signature import mismatch as mismatch

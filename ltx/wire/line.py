@@ -24,6 +24,7 @@ from ltx.axis import Axis, GroupBacking, Part
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
+from ltx.wire.notes import NOTES, Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
 from ltx.wire.pulse import DEFAULT_HEARTBEAT_S, AskedStore, StoreGoneError, hold_pulse, release_pulse
@@ -66,6 +67,7 @@ class Line:
         self.background = self._open_channel("background")
         self.open_phases(1)
         self.pulse.reports[self._label] = lambda: {channel.address: channel.issued for channel in self.channels}
+        self.notes = Notes(self._store, self._posted, self._lost, self.rank, self.timeout_s)
 
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0) -> Channel:
         address = f"{name}.{generation}" if generation else name
@@ -139,6 +141,7 @@ class Line:
         """Give the channels' process groups back, and those of its parts."""
         if self.closed:
             return
+        self.notes.finish()
         self.closed = True
         self.pulse.reports.pop(self._label, None)
         release_pulse(self.pulse)
@@ -187,6 +190,17 @@ class Line:
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
         return self.exchange(place, Post(signature, offer))[0].value
+
+    def meet_aside(self, place: str, signature: Signature, value: Any) -> list[Any]:
+        """Every rank's `value`, JSON, at a place that `notes` began; nothing is issued. For the thread that trains.
+
+        A peer that waits in a collective instead finds this rank here, and both raise.
+
+        Raises:
+            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`exchange`.
+        """
+        issued = {channel.address: channel.issued for channel in self.channels}
+        return [post.value for post in self.exchange(place, Post(signature, value, issued=issued))]
 
     def exchange(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`, once all have come there.
@@ -272,12 +286,15 @@ class Line:
 
     def _refuse_lost(self, keys: list[str], post: Post) -> None:
         """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
-        lost = self.user.lane.lost_peers() if self.user.lane is not None else []
+        lost = self._lost()
         if lost and not self._posted(keys):
             raise PeerLostError(
                 f"rank {self.rank}: {post.signature.operation} on axis {self.name!r} failed while waiting for its "
                 f"peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
             )
+
+    def _lost(self) -> list[int]:
+        return self.user.lane.lost_peers() if self.user.lane is not None else []
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
@@ -316,7 +333,7 @@ class Line:
             if rank == self.rank or place == "" or place in self._answered:
                 continue
             address, _, position = place.rsplit("/", 2)
-            if address == CHECKS:
+            if address == CHECKS or address.startswith(NOTES):
                 self._answer_check(place, rank)
                 continue
             channel = next((c for c in self.channels if c.address == address), None)
@@ -333,12 +350,15 @@ class Line:
         theirs = self.read(place, rank)
         if theirs is None or self._posted([f"{place}/{self.rank}"]):
             return
+        checked = place.startswith(CHECKS)
         for channel in self.channels:
+            if channel is self.background and not checked:
+                continue  # where ranks may issue in their own time
             position = theirs.issued.get(channel.address, channel.issued)
             mine = dict(channel.recent).get(position) if channel.issued > position else None
             if mine is not None:
                 how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
-                operation = f"{mine.signature.operation} ({how})"
+                operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
                 self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
 
     def _compare_posted(self, place: str) -> None:

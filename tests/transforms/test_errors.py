@@ -212,7 +212,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "optimizer must be an ltx.optim.Optimizer, got <class 'torch.optim.sgd.SGD'>. Use "
         "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update).",
     ),
-    "guard": (lambda: train(guard="skip"), StrategyError, "guard must be \"off\", got 'skip'."),
+    "guard": (
+        lambda: train(guard="warn"),
+        StrategyError,
+        'guard must be "off", "skip" or "raise", got \'warn\'.',
+    ),
     "overlap": (
         lambda: train(overlap="step"),
         StrategyError,

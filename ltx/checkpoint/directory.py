@@ -1,0 +1,159 @@
+"""Checkpoints on disk: one directory a step, that is there whole or not at all.
+
+A checkpoint is written to a hidden directory beside the others, with a manifest that lists every file with its size and
+SHA-256, and renamed when all of it has reached the disk. What a crash leaves behind has no name that anybody looks for;
+what the disk spoils later doesn't match its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ltx.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "ltx checkpoint, version 1"
+_STEP = re.compile(r"step_(\d{8,})")
+_HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
+
+
+def step_path(path: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return path / f"step_{step:08d}"
+
+
+def steps(path: Path) -> list[int]:
+    """The steps of which there is a checkpoint, the latest first. Whether they are whole is another question."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return []
+    return sorted((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), reverse=True)
+
+
+def hidden(path: Path, what: str) -> Path:
+    """A new name that nobody looks for, which says who made it."""
+    return path / f".{what}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+
+
+def sha256(file: Path) -> str:
+    """A file's digest, as ``sha256sum`` prints it."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def describe(directory: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Size and digest of the files `names`, for the manifest."""
+    return {name: {"bytes": (directory / name).stat().st_size, "sha256": sha256(directory / name)} for name in names}
+
+
+def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Give `temporary` the name of a checkpoint, once all of it is on the disk. One of that name is replaced."""
+    sealed = dict(manifest, digest=_digest(manifest))
+    with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(sealed, file, indent=1)
+    for name in (*manifest["files"], MANIFEST):
+        _to_disk(temporary / name)
+    _to_disk(temporary)
+    replaced = hidden(final.parent, "old")
+    with suppress(FileNotFoundError):
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    _to_disk(final.parent)
+    discard(replaced)
+    sweep(final.parent)
+
+
+def prune(path: Path, keep: int, committed: int) -> None:
+    """Remove all but `keep` checkpoints: that of step `committed`, which is whole, and the latest before it."""
+    for step in [step for step in steps(path) if step < committed][keep - 1 :]:
+        going = hidden(path, "old")
+        with suppress(OSError):  # another thread's
+            os.rename(step_path(path, step), going)  # at once: a half removed checkpoint would look like a torn one
+        discard(going)
+
+
+def sweep(path: Path) -> None:
+    """Remove what processes that are no more have left unfinished."""
+    for name in os.listdir(path):
+        made_by = _HIDDEN.fullmatch(name)
+        if made_by and made_by["host"] == socket.gethostname() and not _is_alive(int(made_by["pid"])):
+            discard(path / name)
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory that nobody looks for, as far as that is possible."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest; raises CheckpointError if there is none that is whole."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / MANIFEST} can't be read: {error}") from error
+    expected = manifest.pop("digest", None) if isinstance(manifest, dict) else None
+    found = _digest(manifest)
+    if expected != found:
+        raise CheckpointError(f"{directory / MANIFEST}: expected digest {expected}, found {found}")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{directory / MANIFEST}: expected format {FORMAT!r}, found {manifest['format']!r}")
+    return dict(manifest)
+
+
+def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What is wrong with the files `names`: nothing, if they are what was written."""
+    problems = []
+    for name in names:
+        expected, file = manifest["files"][name], directory / name
+        try:
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                problems.append(f"{file}: expected {expected['bytes']} bytes, found {size}")
+            elif (found := sha256(file)) != expected["sha256"]:
+                problems.append(f"{file}: expected SHA-256 {expected['sha256']}, found {found}")
+        except OSError as error:
+            problems.append(f"{file}: {error}")
+    return problems
+
+
+@contextmanager
+def discarded_on_failure(directory: Path) -> Iterator[None]:
+    """Remove `directory` if what is inside fails."""
+    try:
+        yield
+    except BaseException:
+        discard(directory)
+        raise
+
+
+def _digest(manifest: Any) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _to_disk(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

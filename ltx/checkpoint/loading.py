@@ -1,0 +1,346 @@
+"""load: the latest checkpoint that is whole, as a state for the ranks that are there now."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+
+from ltx import tree
+from ltx.checkpoint import directory, extras, storage
+from ltx.checkpoint.contents import Leaf, leaves_of, name_on
+from ltx.checkpoint.storage import Piece
+from ltx.checkpoint.together import Together
+from ltx.errors import CheckpointError, InputError, StepError
+from ltx.transforms.train_state import TrainState, counted
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Restored:
+    """What :func:`load` gives.
+
+    Attributes:
+        state: the training state; the next step goes on from it.
+        data: what this rank gave to :func:`ltx.checkpoint.save` as its position in the data; with ``data="all"`` a list
+            of what each of the ranks that saved gave.
+        step: the number of steps that the state has behind it.
+        path: the directory of the checkpoint.
+    """
+
+    state: TrainState
+    data: Any
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint whose files are what was written, as this rank reads it."""
+
+    path: Path
+    manifest: dict[str, Any]
+    metadata: dcp.Metadata
+    rank: int
+    size: int
+
+    @property
+    def saved_ranks(self) -> int:
+        """How many ranks saved it."""
+        return int(self.manifest["ranks"])
+
+    def has(self, name: str) -> bool:
+        return name in self.metadata.state_dict_metadata
+
+    def like(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """(shape, dtype) of what is saved under `name`."""
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        return entry.size, entry.properties.dtype
+
+    def structure(self, name: str) -> Any:
+        """What :func:`extras.encode` made of a structure."""
+        names = {"": name}
+        while self.has(f"{name}.{len(names) - 1}"):
+            names[str(len(names) - 1)] = f"{name}.{len(names) - 1}"
+        pieces = {}
+        for part, full in names.items():
+            shape, dtype = self.like(full)
+            pieces[part] = Piece.whole(full, torch.empty(shape, dtype=dtype))
+        storage.read(self.path, self.metadata, list(pieces.values()))
+        return extras.decode({part: piece.tensor for part, piece in pieces.items()})
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """The directory of the latest checkpoint under `path`, or None if there is none. Asks nobody, and verifies nothing.
+
+    Example:
+        >>> import ltx
+        >>> ltx.checkpoint.latest("no/such/directory") is None
+        True
+    """
+    found = directory.steps(Path(path))
+    return directory.step_path(Path(os.path.abspath(path)), found[0]) if found else None
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    step: int | None = None,
+    data: Literal["own", "all"] = "own",
+    rng: bool = True,
+    per_rank: Literal["refuse", "mean"] = "refuse",
+    axis: Any = None,
+) -> Restored:
+    """The latest checkpoint under `path` that is whole. Every rank calls it.
+
+    Every file is compared with its SHA-256 first (the ranks share that work). A checkpoint of which something is
+    missing, cut off or changed is passed over with a warning that says what, and the one before it is taken. Nothing
+    that is read is unpickled but tensors and the metadata's own classes; files that want more are refused.
+
+    On as many ranks as saved, training goes on bit for bit as it would have without the interruption. Sizes of buckets
+    and the order of hooks may have changed: communication state is kept by parameter. On another number of ranks, what
+    was replicated is given to all, and sharded optimizer state is sharded anew; random number generators are left alone
+    then, with a warning.
+
+    Args:
+        path: as in :func:`ltx.checkpoint.save`.
+        state: a state of the same structure, such as ``train.init(params)``: it says what to read, to which devices. It
+            isn't changed.
+        step: the checkpoint of this step and no other. None: the latest that is whole.
+        data: "own": the position in the data that this rank saved, on as many ranks as saved or if they all saved the
+            same. "all": a list of those of all ranks that saved, to be divided anew.
+        rng: set the default random number generators as they were, if they were saved.
+        per_rank: what becomes of parts that were each rank's own (local SGD's parameters, batch norm's buffers, error
+            feedback) on another number of ranks, or where they should be the same on all: "refuse" raises; "mean" gives
+            every rank the mean of those saved, of integers rank 0's. That isn't bit-equal to anything.
+        axis: as in :func:`ltx.checkpoint.save`.
+
+    Returns:
+        A :class:`Restored`: ``.state``, ``.data``, ``.step``, ``.path``.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or none that is whole; on every rank.
+        InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; names leaf and way out.
+    """
+    if data not in ("own", "all"):
+        raise InputError(f'checkpoint.load: data must be "own" or "all", got {data!r}.')
+    if per_rank not in ("refuse", "mean"):
+        raise InputError(f'checkpoint.load: per_rank must be "refuse" or "mean", got {per_rank!r}.')
+    together, base = Together("checkpoint.load", axis), Path(os.path.abspath(path))
+    found: list[int] = _all(together, "the steps", lambda: _wanted(base, state, step))[0]
+    passed_over: list[str] = []
+    for at in found:
+        directory_of_step, problems = directory.step_path(base, at), list[str]()
+        opened = _attempt(together, "the files", partial(_open, directory_of_step, together), problems)
+        if not problems:
+            assert opened is not None
+            plan = _checked(together, partial(_plan, opened, state, per_rank, data, rng))
+            # All of it before the ranks meet once more: afterwards one of them may remove the checkpoint.
+            found_in = _attempt(together, "the tensors", partial(_read, opened, state, plan, data), problems)
+            if not problems:
+                assert found_in is not None
+                restored, drawn = found_in
+                if drawn is not None:
+                    extras.set_random_states(drawn)
+                elif rng and opened.manifest["rng"] and together.rank == 0:
+                    warnings.warn(
+                        f"checkpoint.load: random number generators were saved by {opened.saved_ranks} ranks, and here "
+                        f"are {together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed(seed)"
+                        ")), and say so with rng=False.",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                return restored
+        passed_over += problems
+        if together.rank == 0:
+            warnings.warn(
+                f"checkpoint.load: the checkpoint of step {at} isn't whole, and is passed over: {'; '.join(problems)}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    asked = "" if step is None else f" of step {step}"
+    if not found:
+        raise CheckpointError(f"there is no checkpoint{asked} under {base}.")
+    raise CheckpointError(f"no checkpoint{asked} under {base} is whole: {'; '.join(passed_over)}.")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank reads: for each leaf of the state one piece, or all ranks' to be averaged; and what besides."""
+
+    leaves: list[list[Piece]]
+    rng: bool
+
+
+def _wanted(base: Path, state: TrainState, step: int | None) -> list[int]:
+    if not isinstance(state, TrainState):
+        raise StepError(
+            f"checkpoint.load: the state is the ltx.TrainState of a train step, such as train.init(params), got "
+            f"{type(state).__name__}."
+        )
+    state.check_owned()
+    return [at for at in directory.steps(base) if step in (None, at)]
+
+
+def _all(together: Together, what: str, make: Callable[[], T]) -> list[T]:
+    """What `make` gives on every rank, JSON; the first error on all of them."""
+    mine, failure = None, None
+    try:
+        mine = make()
+    except Exception as error:
+        failure = error
+    posts = together.meet(what, [mine, f"{type(failure).__name__}: {failure}" if failure else ""])
+    if failure is not None:
+        raise failure
+    if errors := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(posts) if text]:
+        raise InputError(f"checkpoint.load: {'; '.join(errors)}")
+    return [value for value, _ in posts]
+
+
+def _checked(together: Together, make: Callable[[], T]) -> T:
+    """What `make` gives, which needn't be JSON, once it has gone well on all ranks."""
+    made: list[T] = []
+    _all(together, "what fits", lambda: made.append(make()))
+    return made[0]
+
+
+def _attempt(together: Together, what: str, make: Callable[[], T], problems: list[str]) -> T | None:
+    """What `make` gives; what it raises, on whichever rank, is a problem of the checkpoint's, appended on all ranks."""
+    made, mine = None, []
+    try:
+        made = make()
+    except CheckpointError as error:
+        mine = [str(error)]
+    except Exception as error:
+        mine = [f"rank {together.rank}: {type(error).__name__}: {error}"]
+    for texts in together.meet(what, mine):
+        problems += [text for text in texts if text not in problems]
+    return made
+
+
+def _open(path: Path, together: Together) -> _Opened:
+    """The checkpoint in `path`, of which this rank has verified its share of files."""
+    manifest = directory.read_manifest(path)
+    names = sorted(manifest["files"])
+    if problems := directory.verify(path, manifest, names[together.rank :: together.size]):
+        raise CheckpointError("; ".join(problems))
+    metadata = storage.read_metadata(path)
+    for index, where in metadata.storage_data.items():
+        if where.relative_path not in manifest["files"]:
+            raise CheckpointError(f"{path}: {index.fqn!r} is in {where.relative_path!r}, which isn't in the manifest")
+    return _Opened(path, manifest, metadata, together.rank, together.size)
+
+
+def _plan(opened: _Opened, state: TrainState, per_rank: str, data: str, rng: bool) -> _Plan:
+    """What to read for each leaf; raises InputError where the checkpoint doesn't fit."""
+    leaves = leaves_of(state)
+    _check_leaves(opened, leaves)
+    pieces = [_pieces(opened, leaf, per_rank) for leaf in leaves]
+    same_size = opened.saved_ranks == opened.size
+    if data == "own" and opened.manifest["data"] == "per_rank" and not same_size:
+        raise InputError(
+            f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
+            f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
+        )
+    return _Plan(pieces, rng and bool(opened.manifest["rng"]) and same_size)
+
+
+def _check_leaves(opened: _Opened, leaves: Sequence[Leaf]) -> None:
+    saved = set()
+    for name in opened.metadata.state_dict_metadata:
+        owner, _, path = name.partition(".")
+        path = path if owner.removeprefix("rank_").isdigit() and owner.startswith("rank_") else name
+        if path.partition(".")[0] not in ("data", "rng"):
+            saved.add(path)
+    wanted = {leaf.path for leaf in leaves}
+    for what, paths in (("isn't in the checkpoint", wanted - saved), ("isn't in the state", saved - wanted)):
+        if paths:
+            names = sorted(paths)
+            more = f", nor {'are' if len(names) > 2 else 'is'} {', '.join(names[1:8])}" if len(names) > 1 else ""
+            raise InputError(
+                f"checkpoint.load: leaf {names[0]!r} {what}{more}. It was saved by {opened.saved_ranks} ranks with "
+                f"{opened.manifest['strategy']}. Build the state with the model, optimizer and strategy that it was "
+                "saved with."
+            )
+
+
+def _pieces(opened: _Opened, leaf: Leaf, per_rank: str) -> list[Piece]:
+    own = name_on(0, leaf.path)
+    if opened.has(leaf.path):  # one value, of which this rank wants all or a part
+        shape, dtype = opened.like(leaf.path)
+        _check_like(opened, leaf, shape, dtype)
+        return [Piece(leaf.path, _room(leaf), leaf.size, leaf.offsets)]
+    if leaf.kind == "per_rank" and opened.saved_ranks == opened.size:
+        own = name_on(opened.rank, leaf.path)
+        _check_like(opened, leaf, *opened.like(own))
+        return [Piece.whole(own, _room(leaf))]
+    if per_rank == "refuse":
+        how = f"here are {opened.size} ranks" if leaf.kind == "per_rank" else "here it should be the same on every rank"
+        raise InputError(
+            f"checkpoint.load: leaf {leaf.path!r} was each rank's own, saved by {opened.saved_ranks} ranks with "
+            f"{opened.manifest['strategy']}, and {how}. Load it on {opened.saved_ranks} ranks, or give every rank the "
+            'mean of those saved: per_rank="mean".'
+        )
+    names = [name_on(rank, leaf.path) for rank in range(opened.saved_ranks)]
+    for name in names:
+        _check_like(opened, leaf, *opened.like(name))
+    averaged = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
+    return [Piece.whole(name, torch.empty_like(leaf.tensor)) for name in (names if averaged else names[:1])]
+
+
+def _check_like(opened: _Opened, leaf: Leaf, shape: torch.Size, dtype: torch.dtype) -> None:
+    here = leaf.size
+    if leaf.kind == "sharded" and len(shape) == 1:
+        # Both are the whole, padded for as many ranks as there were.
+        fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.ranks)
+    else:
+        fits = shape == here
+    if not fits or dtype != leaf.tensor.dtype:
+        saved = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        wanted = f"{str(leaf.tensor.dtype).removeprefix('torch.')}{list(here)}"
+        raise InputError(
+            f"checkpoint.load: leaf {leaf.path!r} was saved as {saved}, and is {wanted} in the state. Build the state "
+            f"with the model, optimizer and strategy that it was saved with ({opened.manifest['strategy']})."
+        )
+
+
+def _room(leaf: Leaf) -> torch.Tensor:
+    # Padding that nobody saved stays what init made of it.
+    return leaf.tensor.detach().clone() if leaf.kind == "sharded" else torch.empty_like(leaf.tensor)
+
+
+def _read(opened: _Opened, state: TrainState, plan: _Plan, data: str) -> tuple[Restored, dict[str, Any] | None]:
+    """What is read, and this rank's random number generators."""
+    single = [pieces[0] for pieces in plan.leaves if len(pieces) == 1]
+    storage.read(opened.path, opened.metadata, single)
+    tensors = []
+    for pieces in plan.leaves:
+        if len(pieces) == 1:
+            tensors.append(pieces[0].tensor)
+            continue
+        storage.read(opened.path, opened.metadata, pieces)
+        wide = torch.complex128 if pieces[0].tensor.is_complex() else torch.float64
+        total = sum(piece.tensor.to(wide) for piece in pieces)
+        assert isinstance(total, torch.Tensor)
+        tensors.append((total / len(pieces)).to(pieces[0].tensor.dtype))
+    spec = tree.flatten(state)[1]
+    manifest = opened.manifest
+    restored = counted(tree.unflatten(spec, tensors), manifest["step"], manifest["updates"])
+    common = manifest["data"] == "common"
+    if data == "own":
+        position = opened.structure("data" if common else name_on(opened.rank, "data"))
+    else:
+        ranks = range(opened.saved_ranks)
+        position = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]
+    drawn = opened.structure(name_on(opened.rank, "rng")) if plan.rng else None
+    return Restored(restored, position, manifest["step"], opened.path), drawn

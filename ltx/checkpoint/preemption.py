@@ -1,0 +1,85 @@
+"""preemption: a signal to one process stops all ranks after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from ltx import collectives
+from ltx.errors import InputError
+
+#: The exit code of a process that stopped because it was told to, and may be started again: EX_TEMPFAIL.
+RESUMABLE = os.EX_TEMPFAIL
+
+
+class Preemption:
+    """Whether this run is to stop; see :func:`preemption`."""
+
+    def __init__(self, every: int, axis: Any):
+        self._every, self._axis = every, axis
+        self._calls = 0
+        self._stops = False
+        self.received: signal.Signals | None = None
+
+    def __call__(self) -> bool:
+        """Whether any rank has been told to stop: the same on all. Every rank calls it after each step."""
+        self._calls += 1
+        if not self._stops and self._calls % self._every == 0:
+            told = self.received is not None
+            self._stops = collectives.reduce_boolean_decision(told, all=False, axis=self._axis)
+        return self._stops
+
+    def exit(self) -> NoReturn:
+        """End this process with the code :data:`ltx.checkpoint.RESUMABLE`, 75: start it again, and it goes on."""
+        raise SystemExit(RESUMABLE)
+
+
+@contextmanager
+def preemption(
+    *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1, axis: Any = None
+) -> Iterator[Preemption]:
+    """Turn a signal to stop, to any of the processes, into an answer that all ranks have after the same step.
+
+    Schedulers send SIGTERM some time before they take a machine away. Inside the ``with`` block the signal is only
+    noted; the step goes on, and the loop asks after it. Afterwards signals do what they did before.
+
+    Args:
+        signals: which ones.
+        every: ask the peers at every so many calls; each is one small all-reduce. In a world of one nobody is asked.
+        axis: the ranks that stop together, as in :func:`ltx.psum`.
+
+    Returns:
+        A :class:`Preemption`: call it after each step, on every rank. ``.exit()`` ends the process with code 75
+        (EX_TEMPFAIL), which says that it may be started again.
+
+    Raises:
+        InputError: `every` isn't a positive number, or this isn't the main thread, which alone can handle signals.
+
+    Example:
+        >>> import ltx
+        >>> with ltx.checkpoint.preemption() as preempted:
+        ...     for step in range(3):
+        ...         # state, metrics = train(state, batch)
+        ...         if preempted():
+        ...             # ltx.checkpoint.save(path, state)
+        ...             preempted.exit()
+    """
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise InputError(f"checkpoint.preemption: every must be a positive number of calls, got {every!r}.")
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError("checkpoint.preemption: signals are handled by the main thread alone. Call it there.")
+    asked = Preemption(every, axis)
+
+    def note(number: int, frame: object) -> None:
+        asked.received = signal.Signals(number)
+
+    before = {number: signal.signal(number, note) for number in signals}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

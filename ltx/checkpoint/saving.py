@@ -1,0 +1,345 @@
+"""save and save_async."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltx import wire
+from ltx.checkpoint import directory, extras, storage
+from ltx.checkpoint.contents import leaves_of, name_on, shared_out
+from ltx.checkpoint.storage import Piece
+from ltx.checkpoint.together import Together
+from ltx.errors import CheckpointError, InputError, StepError
+from ltx.transforms.train_state import TrainState, updates_of
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What one rank has to save: pieces of its own, and pieces that any rank could write."""
+
+    own: list[Piece]
+    common: list[Piece]
+    data: extras.Encoded
+    manifest: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Equal where ranks agree on what is common."""
+        text = repr([(p.name, str(p.tensor.dtype), list(p.size)) for p in self.common])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _told(error: BaseException) -> str:
+    """An error in the words of its cause: torch's writer hides why a file can't be written."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    told = cause or error
+    return f"{type(told).__name__}: {told}"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save that all ranks have agreed on, ready to be written."""
+
+    together: Together
+    temporary: Path
+    final: Path
+    pieces: list[Piece]
+    manifest: dict[str, Any]
+    keep: int | None
+
+    def run(self) -> Path:
+        """Write, on all ranks; raises CheckpointError on all of them if one fails."""
+        try:
+            written = storage.write(self.temporary, self.together.rank, self.pieces)
+            files = directory.describe(self.temporary, {entry[5] for entry in written})
+            said = {"written": written, "files": files}
+        except Exception as error:
+            said = {"error": _told(error)}
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        if problem := self._conclude(said):
+            raise CheckpointError(
+                f"the checkpoint of step {self.manifest['step']} wasn't saved to {self.final}: {problem}. Earlier ones "
+                "are as they were."
+            )
+        return self.final
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the peers that this rank writes nothing."""
+        self._conclude({"error": _told(error)})
+
+    def _conclude(self, said: dict[str, Any]) -> str:
+        """What went wrong on some rank; "" if nothing did, and the checkpoint is there."""
+        try:
+            texts = self.together.gather(json.dumps(said))
+            if texts is None:
+                return self.together.tell(None)
+        except BaseException:
+            if self.together.rank == 0:
+                directory.discard(self.temporary)
+            raise
+        try:
+            problem = self._commit([json.loads(text) for text in texts])
+        except Exception as error:
+            problem = f"rank 0: {_told(error)}"
+        if problem:
+            directory.discard(self.temporary)
+        return self.together.tell(problem)
+
+    def _commit(self, by_rank: Sequence[dict[str, Any]]) -> str:
+        """On rank 0: make a checkpoint of what the ranks have written."""
+        failed = [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if "error" in said]
+        if failed:
+            return "; ".join(failed)
+        files: dict[str, Any] = {}
+        for rank, said in enumerate(by_rank):
+            for name, described in said["files"].items():
+                try:
+                    size = (self.temporary / name).stat().st_size
+                except FileNotFoundError:
+                    size = None
+                if size != described["bytes"]:
+                    return (
+                        f"rank {rank} has written {self.temporary / name}, {described['bytes']} bytes, and rank 0 sees "
+                        f"{'no such file' if size is None else f'{size} bytes'}: all ranks need the same file system"
+                    )
+                files[name] = described
+        storage.write_metadata(self.temporary, [said["written"] for said in by_rank])
+        files |= directory.describe(self.temporary, [storage.METADATA])
+        directory.commit(self.temporary, self.final, {**self.manifest, "files": files})
+        if self.keep is not None:
+            directory.prune(self.final.parent, self.keep, self.manifest["step"])
+        return ""
+
+
+def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _Contents:
+    if not isinstance(state, TrainState):
+        raise StepError(f"checkpoint: the state is the ltx.TrainState of a train step, got {type(state).__name__}.")
+    state.check_owned()
+    if getattr(state.pending, "mean", state.pending) is not None:
+        raise InputError(
+            f"checkpoint: {state.kinds.strategy} has an exchange under way between two steps, which a file can't hold. "
+            "Land it first, on all ranks: state = train.settle(state)."
+        )
+    rank, own, common = together.rank, [], []
+    for leaf in leaves_of(state):
+        if leaf.kind == "sharded" and leaf.ranks > 1:
+            own.append(Piece(leaf.path, leaf.tensor, leaf.size, leaf.offsets))
+        elif leaf.kind == "per_rank":
+            own.append(Piece.whole(name_on(rank, leaf.path), leaf.tensor))
+        else:
+            common.append(Piece.whole(leaf.path, leaf.tensor))
+    if rng:
+        own += _pieces(name_on(rank, "rng"), extras.encode(extras.random_states(), "rng"))
+    manifest = {
+        "format": directory.FORMAT,
+        "step": state.step,
+        "updates": updates_of(state),
+        "ranks": together.size,
+        "strategy": state.kinds.strategy,
+        "torch": torch.__version__,
+        "rng": rng,
+    }
+    return _Contents(own, common, extras.encode(data, "data"), manifest)
+
+
+def _pieces(name: str, encoded: extras.Encoded) -> list[Piece]:
+    return [Piece.whole(f"{name}.{part}" if part else name, tensor) for part, tensor in encoded.items()]
+
+
+def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any) -> _Job:
+    """What the ranks agree on before anything is written."""
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise InputError(f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {keep!r}.")
+    together, base, temporary = Together(operation, axis), Path(os.path.abspath(path)), None
+    contents: _Contents | None = None
+    failure: Exception | None = None
+    try:
+        contents = _contents(state, together, data, rng)
+        if together.rank == 0:
+            base.mkdir(parents=True, exist_ok=True)
+            temporary = directory.hidden(base, directory.step_path(base, state.step).name)
+            temporary.mkdir()
+    except Exception as error:
+        failure = error
+    mine = {
+        "error": _told(failure) if failure else "",
+        "to": [str(base), contents.manifest["step"] if contents else -1],
+        "common": contents.digest if contents else "",
+        "data": extras.digest(contents.data) if contents else "",
+        "temporary": temporary.name if temporary else "",
+    }
+    try:
+        by_rank = together.meet("", mine)
+        if failure is not None:
+            raise failure
+        assert contents is not None
+        _check_same(by_rank)
+    except BaseException:
+        if temporary is not None:
+            directory.discard(temporary)
+        raise
+    own, common, manifest = list(contents.own), list(contents.common), dict(contents.manifest)
+    manifest["data"] = "common" if len({said["data"] for said in by_rank}) == 1 else "per_rank"
+    if manifest["data"] == "common":
+        common += _pieces("data", contents.data)
+    else:
+        own += _pieces(name_on(together.rank, "data"), contents.data)
+    writers = shared_out([(p.name, p.tensor.numel() * p.tensor.itemsize) for p in common], together.size)
+    own += [piece for piece, writer in zip(common, writers, strict=True) if writer == together.rank]
+    return _Job(
+        together,
+        base / by_rank[0]["temporary"],
+        directory.step_path(base, manifest["step"]),
+        own,
+        manifest,
+        keep,
+    )
+
+
+def _check_same(by_rank: Sequence[dict[str, Any]]) -> None:
+    errors = [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if said["error"]]
+    if errors:
+        raise CheckpointError(f"the checkpoint wasn't saved: {'; '.join(errors)}. Earlier ones are as they were.")
+    for what, key, fix in (
+        ("where and at which step to save", "to", "save the same step to the same path on every rank"),
+        ("what is replicated in the state", "common", "give every rank the state of the same train step"),
+    ):
+        values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
+        if len(set(values.values())) > 1:
+            raise wire.mismatch("of the checkpoint", what, values, fix)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    data: Any = None,
+    rng: bool = True,
+    keep: int | None = None,
+    axis: Any = None,
+) -> Path:
+    """Save a training state, so that :func:`load` goes on from it bit for bit. Every rank calls it.
+
+    The checkpoint is there whole or not at all: it is written to a hidden directory, each file with its SHA-256 in a
+    manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. What is the same on all ranks
+    (``state.kinds``) is written once, about as much by each rank; what is each rank's own, by that rank; sharded
+    optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools can read them.
+
+    Args:
+        path: the directory of all checkpoints of this run, on a file system that all ranks see.
+        state: the state of a train step. It is only read.
+        data: this rank's position in its data: dicts with string keys, lists, tuples, tensors, numbers, strings. Saved
+            once if it is the same on every rank.
+        rng: save the default random number generators too: torch's (CPU, and the current CUDA device), Python's, and
+            NumPy's if it is loaded; each rank's.
+        keep: remove all but so many of the latest checkpoints afterwards. None: keep all. The one just saved stays.
+        axis: the ranks that save together, as in :func:`ltx.psum`; those of the train step.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank couldn't write its part; on every rank, naming it. Earlier checkpoints are as they were.
+        DonatedStateError, InputError, StepError: the state or `data` can't be saved; peers get a CheckpointError.
+        RankMismatchError: ranks came with different paths, steps or states.
+
+    Example:
+        >>> import tempfile, torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).square().sum())
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
+        >>> state, _ = train(train.init(torch.ones(2)), torch.ones(2))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     saved = ltx.checkpoint.save(path, state, data={"epoch": 0, "batch": 1})
+        ...     restored = ltx.checkpoint.load(path, train.init(torch.zeros(2)))
+        >>> saved.name, restored.data, restored.state.step, restored.state.params.equal(state.params)
+        ('step_00000001', {'epoch': 0, 'batch': 1}, 1, True)
+    """
+    return _begin("checkpoint.save", path, state, data, rng, keep, axis).run()
+
+
+class Saving:
+    """A checkpoint that is being saved in the background; see :func:`save_async`."""
+
+    def __init__(self, job: _Job):
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(job,), name="ltx-checkpoint")
+        if job.together.line is not None:
+            job.together.line.notes.hold(self._thread)
+        self._thread.start()
+
+    def _run(self, job: _Job) -> None:
+        try:
+            self._path = job.run()
+        except BaseException as error:
+            self._error = error
+            warnings.warn(f"save_async: {error}", RuntimeWarning, stacklevel=1)
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`result` would return or raise at once."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout_s: float | None = None) -> Path:
+        """The directory of the checkpoint, once it is there on all ranks; what went wrong is raised, as by save.
+
+        Raises:
+            TimeoutError: it isn't there within `timeout_s`.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the checkpoint isn't saved within {timeout_s:g} s.")
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    data: Any = None,
+    rng: bool = True,
+    keep: int | None = None,
+    axis: Any = None,
+) -> Saving:
+    """:func:`save` in the background of the steps that follow. Every rank calls it.
+
+    It copies what this rank writes, and returns: `state` may go into the next step and be donated to it, while a
+    thread writes the copy. Ranks talk about it through the store alone, so nothing mixes with their collectives.
+
+    Args:
+        path, state, data, rng, keep, axis: as in :func:`save`.
+
+    Each one under way holds its copy: wait for the last one before the next, should the disk be slower than that.
+
+    Returns:
+        A handle: ``.done``, and ``.result()``, which waits and raises what went wrong, on all ranks alike. A failure is
+        a RuntimeWarning besides, lest nobody asks. ``ltx.shutdown()`` and the end of the process wait for it.
+    """
+    job = _begin("checkpoint.save_async", path, state, data, rng, keep, axis)
+    try:
+        pieces = [replace(piece, tensor=_copied(piece.tensor)) for piece in job.pieces]
+    except BaseException as error:
+        job.give_up(error)
+        raise
+    return Saving(replace(job, pieces=pieces))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,149 @@
+"""guard: what becomes of a training step whose gradients aren't finite.
+
+Every hook delivers what isn't finite as such to every rank, so ranks that share gradients see it alike and needn't ask.
+Whose it was is asked only then: each rank takes its own gradients once more, and they meet in the store.
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ltx import tree, wire
+from ltx.axis import GroupBacking, VmapBacking
+from ltx.errors import NotFiniteError
+from ltx.strategies.base import Moment
+from ltx.transforms.landing import any_not_finite
+from ltx.transforms.replicas import with_ranks
+from ltx.transforms.sync_state import unwrapped
+from ltx.transforms.train_state import TrainState
+from ltx.transforms.weighted import Weighted
+from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.transforms.train_step import TrainStep
+
+_SHOWN = 4
+
+
+def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A sum of each: not finite if an element isn't, and hardly ever otherwise. One pass over memory."""
+    return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in grads]
+
+
+def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+    """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: their :func:`probes`, if at hand."""
+    sums = probes(grads) if sums is None else sums
+    if all(x.device.type == "cpu" for x in sums):
+        suspicious = not all(cmath.isfinite(x.item()) for x in sums)
+    else:
+        suspicious = not bool(torch.stack([x.isfinite() for x in sums]).all())
+    # Sums of finite numbers overflow, too.
+    return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
+
+
+@contextmanager
+def random_numbers_from(states: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Draw what was drawn after :func:`random_states`, and go on afterwards as if nothing had been."""
+    now = random_states()
+    _set(states)
+    try:
+        yield
+    finally:
+        _set(now)
+
+
+def random_states() -> list[torch.Tensor]:
+    """torch's default generators: the CPU's, and the current CUDA device's if there is one in use."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def _set(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def not_finite_error(
+    train: TrainStep,
+    state: TrainState,
+    batch: Sequence[Any],
+    at: Moment,
+    reduced: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+    factor: Any,
+) -> NotFiniteError:
+    """The error of a step whose `reduced` gradients aren't finite; the same on every rank, each of which comes here.
+
+    `states`: the random numbers' before the step; `factor`: what the loss is multiplied by.
+    """
+    paths = tree.leaf_paths(state.params)
+    with random_numbers_from(states):
+        own = _own_gradients(train, state, batch, at, factor)
+    match at.axis.backing:
+        case GroupBacking(line=line):
+            place, signature = line.notes.begin(), wire.Signature("whose gradients aren't finite", ())
+            told = line.meet_aside(place, signature, [_described(paths, own), _described(paths, reduced)])
+            by_rank = [texts for texts, _ in told]
+            together = sorted({text for _, texts in told for text in texts})
+        case VmapBacking(level=level):
+            split = [with_ranks(g, level) for g in own]
+            by_rank = [
+                _described(paths, [g if dim is None else g.select(dim, rank) for g, dim in split])
+                for rank in range(at.axis.size)
+            ]
+            together = _described(paths, reduced)
+        case _:
+            by_rank, together = [_described(paths, own)], []
+    found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
+    if not found:
+        found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
+    return NotFiniteError(
+        f"train_step: gradients of step {at.step} aren't finite. {'; '.join(found)}. The state is as it was before the "
+        'step, and may be used again. guard="skip" leaves such steps out; torch.autograd.detect_anomaly() finds the '
+        "operation."
+    )
+
+
+def _own_gradients(train: TrainStep, state: TrainState, batch: Sequence[Any], at: Moment, factor: Any) -> list[Any]:
+    """This rank's gradients, before anything is reduced; zeros for those it doesn't use."""
+    local = replace(train.step, blocked=True)
+
+    def loss(params: Tree) -> torch.Tensor:
+        run = local.run(train._arguments(params, state.buffers, batch), {}, step=at.step)
+        found, _, _ = train._outputs(run, state.buffers)
+        total = found.total if isinstance(found, Weighted) else found
+        return total if factor is None else total * factor
+
+    leaves, spec = tree.flatten(state.params)
+    if torch._C._are_functorch_transforms_active():
+        grads: list[Any] = tree.flatten(torch.func.grad(loss)(state.params))[0]
+        return grads
+    with torch.enable_grad():  # as the step itself does, whatever torch.func may think of the user's function
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        total = loss(tree.unflatten(spec, leaves))
+    found = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:
+    """Each leaf that isn't finite, and how."""
+    found = []
+    for path, grad in zip(paths, grads, strict=True):
+        values = unwrapped(grad)
+        bad = int(values.isfinite().logical_not().sum())
+        if bad:
+            what = "NaN" if bool(values.isnan().any()) else "infinite"
+            found.append(f"leaf {path!r} ({what}, {bad} of {values.numel()} elements)")
+    return found
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more

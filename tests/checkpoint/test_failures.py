@@ -1,0 +1,486 @@
+"""A rank that can't write, dies, or is told to stop: all ranks know, and what was there before still is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.checkpoint import RESUMABLE, storage
+from ltx.checkpoint.together import Together
+from ltx.errors import CheckpointError, DonatedStateError, InputError, RankMismatchError
+from ltx.wire.notes import Notes
+
+Ranks = Callable[[int], ltx.Pool]
+Torn = Callable[..., Any]
+
+SIZE = 20_000
+ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
+
+
+def trainer(**kwargs: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square()), ADAM, **kwargs)
+
+
+def start(train: Any) -> Any:
+    return train.init({name: torch.ones(SIZE) for name in ("w", "x", "y", "z")})
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing beyond fails, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+SAVES: dict[str, Callable[..., Path]] = {
+    "save": ltx.checkpoint.save,
+    "save_async": lambda *args, **kwargs: ltx.checkpoint.save_async(*args, **kwargs).result(),
+}
+
+
+@pytest.mark.parametrize("how", SAVES)
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.filterwarnings("ignore:save_async:RuntimeWarning")
+def test_a_full_disk_on_one_rank_is_the_same_error_on_all(how: str, failing: int, ranks: Ranks, tmp_path: Path) -> None:
+    def on_a_rank() -> tuple[str, float, int]:
+        train, rank = trainer(donate=False), int(ltx.axis_index())
+        first = start(train)
+        ltx.checkpoint.save(tmp_path, first)
+        state, _ = train(first, torch.ones(SIZE))
+        began = time.monotonic()
+        limits = files_of_at_most(10_000) if rank == failing else contextlib.nullcontext()
+        with limits, pytest.raises(CheckpointError) as raised:
+            SAVES[how](tmp_path, state, keep=1)
+        took = time.monotonic() - began
+        ltx.barrier()
+        back = ltx.checkpoint.load(tmp_path, first).step
+        ltx.checkpoint.save(tmp_path, state)  # the next one works
+        return str(raised.value), took, back + 10 * ltx.checkpoint.load(tmp_path, first).step
+
+    results = ranks(2).run(on_a_rank)
+    (said,) = {said for said, _, _ in results}
+    where = re.escape(str(tmp_path / "step_00000001"))
+    assert re.match(f"the checkpoint of step 1 wasn't saved to {where}: rank {failing}: ", said)
+    assert "File too large" in said
+    assert said.endswith("Earlier ones are as they were.")
+    assert all(took < 5 for _, took, _ in results)
+    assert [steps for _, _, steps in results] == [10, 10]
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_no_place_to_write(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def on_a_rank() -> str:
+        with pytest.raises((CheckpointError, OSError)) as raised:
+            ltx.checkpoint.save(tmp_path / "file", start(trainer()))
+        return str(raised.value)
+
+    first, second = ranks(2).run(on_a_rank)
+    assert "File exists" in first
+    assert "the checkpoint wasn't saved: rank 0: FileExistsError:" in second
+
+
+def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 1's files aren't where rank 0 looks."""
+
+    def on_a_rank() -> str:
+        write = storage.write
+        with pytest.MonkeyPatch.context() as patch:
+            if int(ltx.axis_index()) == 1:
+
+                def elsewhere(path: Path, rank: int, pieces: Any) -> Any:
+                    (tmp_path / "elsewhere").mkdir()
+                    written = write(tmp_path / "elsewhere", rank, pieces)
+                    for file in (tmp_path / "elsewhere").iterdir():
+                        (path / file.name).write_bytes(file.read_bytes())
+                        # Seen by rank 1 alone, which has described it when rank 0 looks.
+                    patch.setattr(ltx.checkpoint.directory, "describe", lambda *a: described(path, *a))
+                    return written
+
+                def described(path: Path, *args: Any) -> Any:
+                    found = describe(*args)
+                    for name in found:
+                        (path / name).unlink()
+                    return found
+
+                describe = ltx.checkpoint.directory.describe
+                patch.setattr(storage, "write", elsewhere)
+            with pytest.raises(CheckpointError) as raised:
+                ltx.checkpoint.save(tmp_path, start(trainer()))
+        return str(raised.value)
+
+    (said,) = set(ranks(2).run(on_a_rank))
+    assert re.search("rank 1 has written .*, and rank 0 sees no such file: all ranks need the same file system", said)
+
+
+@pytest.mark.parametrize("then", ["step", "psum", "barrier"])
+def test_one_rank_that_saves_alone_is_told(then: str, torn: Torn, tmp_path: Path) -> None:
+    """The mistake that everyone makes once: `if rank == 0: save(...)`, and then the next step, which all ranks know."""
+
+    def on_a_rank() -> tuple[str, float]:
+        train = trainer(donate=False)
+        state = start(train)
+        going_on = {
+            "step": lambda: train(state, torch.ones(SIZE)),
+            "psum": lambda: ltx.psum(torch.ones(3)),
+            "barrier": ltx.barrier,
+        }[then]
+        going_on()
+        began = time.monotonic()
+        with pytest.raises(RankMismatchError) as error:
+            ltx.checkpoint.save(tmp_path, state) if int(ltx.axis_index()) == 0 else going_on()
+        return str(error.value), time.monotonic() - began
+
+    what = {"step": "data_parallel"}.get(then, then)
+    for sockets in (False, True):
+        (said, took), (other, other_took) = torn(on_a_rank, sockets=sockets)
+        assert said == other
+        assert "ranks disagree on the operation: rank 0: checkpoint.save; rank 1: " + what in said
+        assert max(took, other_took) < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_donated_state_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    def on_a_rank() -> tuple[type, str]:
+        train = trainer()
+        old = start(train)
+        state, _ = train(old, torch.ones(SIZE))
+        with pytest.raises((CheckpointError, DonatedStateError)) as raised:
+            ltx.checkpoint.save(tmp_path, old if int(ltx.axis_index()) else state)
+        return raised.type, str(raised.value)
+
+    (first, said), (second, own) = ranks(2).run(on_a_rank)
+    assert (first, second) == (CheckpointError, DonatedStateError)
+    assert said.startswith(f"the checkpoint wasn't saved: rank 1: DonatedStateError: {own[:40]}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_round_under_way_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    strategy = ltx.BaguaStrategy("async", schedule=(4, 2))
+
+    def on_a_rank() -> tuple[str, int]:
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), ADAM)
+        state, _ = train(train.init(torch.ones(3)), torch.ones(3))
+        with pytest.raises(InputError) as raised:
+            ltx.checkpoint.save(tmp_path, state)
+        ltx.checkpoint.save(tmp_path, train.settle(state))
+        return str(raised.value), ltx.checkpoint.load(tmp_path, train.init(torch.ones(3))).step
+
+    for said, step in ranks(2).run(on_a_rank):
+        assert re.match(r"checkpoint: BaguaStrategy\(.* has an exchange under way between two steps", said)
+        assert step == 1
+
+
+def test_nothing_is_read_after_the_ranks_have_met(ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 0 may go on and remove the checkpoint before rank 1 has returned from loading it."""
+
+    def on_a_rank() -> int:
+        train = trainer()
+        ltx.checkpoint.save(tmp_path, start(train), data=int(ltx.axis_index()))
+        with pytest.MonkeyPatch.context() as patch:
+            if int(ltx.axis_index()) == 1:
+                meet = Together.meet
+
+                def meets(together: Together, what: str, value: Any) -> list[Any]:
+                    met = meet(together, what, value)
+                    if what == "the tensors":
+                        ltx.barrier("removed")
+                    return met
+
+                patch.setattr(Together, "meet", meets)
+            data: int = ltx.checkpoint.load(tmp_path, start(train)).data
+        if int(ltx.axis_index()) == 0:
+            shutil.rmtree(tmp_path)
+            ltx.barrier("removed")
+        return data
+
+    assert list(ranks(2).run(on_a_rank)) == [0, 1]
+
+
+def test_rank_0_stays_until_all_have_heard(ranks: Ranks, tmp_path: Path) -> None:
+    """Its process may end next, and with it the store in which the others would read what came of it."""
+
+    def on_a_rank() -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            take, heard = Notes.take, [0.0]
+
+            def late(notes: Notes, *args: Any) -> list[str]:
+                time.sleep(0.5)
+                heard[0] = time.monotonic()
+                return take(notes, *args)
+
+            if int(ltx.axis_index()) == 1:
+                patch.setattr(Notes, "take", late)
+            ltx.checkpoint.save(tmp_path, start(trainer()))
+            return heard[0] or time.monotonic()
+
+    end, heard = ranks(2).run(on_a_rank)
+    assert end > heard
+
+
+# --- in the background -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=["ddp", "zero"])
+def test_steps_overwrite_nothing_that_is_being_saved(
+    strategy: ltx.Strategy, ranks: Ranks, seed: int, tmp_path: Path
+) -> None:
+    """Donated steps race with writers, of which every other one begins when the steps are done."""
+
+    def on_a_rank() -> list[bool]:
+        train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square(), strategy), ADAM)
+        state, kept, savings = train.init({"w": torch.randn(100_000)}), [], []
+        write, may_write = storage.write, threading.Event()
+
+        def waits(*args: Any) -> Any:
+            assert may_write.wait(30)
+            return write(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for at in range(6):
+                kept.append(ltx.tree.map(torch.clone, (state.params, state.opt_state)))
+                patch.setattr(storage, "write", waits if at % 2 else write)
+                savings.append(ltx.checkpoint.save_async(tmp_path, state))
+                for _ in range(2):
+                    state, _ = train(state, torch.rand(100_000))
+                    ltx.psum(torch.ones(3))
+            may_write.set()
+            names = [saving.result().name for saving in savings]
+        assert names == [f"step_{2 * at:08d}" for at in range(6)]
+        same = []
+        for at, expected in enumerate(kept):
+            got = ltx.checkpoint.load(tmp_path, train.init({"w": torch.zeros(100_000)}), step=2 * at).state
+            leaves = ltx.tree.flatten((got.params, got.opt_state))[0]
+            same.append(all(map(torch.equal, leaves, ltx.tree.flatten(expected)[0])))
+        return same
+
+    assert list(ranks(2).run(on_a_rank)) == [[True] * 6] * 2
+
+
+def test_it_returns_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, may_write = storage.write, threading.Event()
+
+    def waits(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(storage, "write", waits)
+    train = trainer()
+    saving = ltx.checkpoint.save_async(tmp_path, start(train))
+    assert not saving.done
+    with pytest.raises(TimeoutError, match=re.escape("isn't saved within 0.01 s")):
+        saving.result(timeout_s=0.01)
+    assert ltx.checkpoint.latest(tmp_path) is None
+    may_write.set()
+    assert saving.result() == ltx.checkpoint.latest(tmp_path)
+    assert saving.done
+
+
+def test_a_failure_that_nobody_asks_for_is_a_warning(tmp_path: Path) -> None:
+    def saves() -> None:
+        with files_of_at_most(10_000):
+            saving = ltx.checkpoint.save_async(tmp_path, start(trainer()))
+            while not saving.done:
+                time.sleep(0.01)
+
+    with pytest.warns(RuntimeWarning, match="save_async: the checkpoint of step 0 wasn't saved to"):
+        saves()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- processes that end ----------------------------------------------------------------------------------------------
+
+
+def run_processes(code: str, n: int, *args: str) -> list[subprocess.Popen[str]]:
+    """`code` in n processes that find each other as torchrun's do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *args],
+            env={**env, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+
+
+#: Starting Python and torch anew takes a while on a busy machine.
+STARTS_PROCESSES = pytest.mark.timeout(200)
+
+
+def finished(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """(exit code, output, errors) of each."""
+    try:
+        outputs = [process.communicate(timeout=150) for process in processes]
+        return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+DIES = """
+import os, sys, time, torch, ltx
+from ltx.checkpoint import storage
+with ltx.init() as world:
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.Adam))
+    state = train.init(torch.ones(1000))
+    ltx.checkpoint.save(sys.argv[1], state)
+    state, _ = train(state, torch.ones(1000))
+    if world.rank == 1:
+        storage.write = lambda *args: os._exit(9)
+    began = time.monotonic()
+    try:
+        ltx.checkpoint.save(sys.argv[1], state)
+    except ltx.errors.PeerLostError as error:
+        print(time.monotonic() - began < 5, error, flush=True)
+        os._exit(3)
+"""
+
+
+@STARTS_PROCESSES
+def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
+    (code, said, errors), (other, _, _) = finished(run_processes(DIES, 2, str(tmp_path)))
+    assert (code, other) == (3, 9), errors
+    assert said.strip() == "True rank 0: checkpoint.save failed: the process of rank 1 is gone."
+    assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
+
+
+ENDS = """
+import sys, torch, ltx
+with ltx.init() as world:
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.Adam))
+    ltx.checkpoint.save_async(sys.argv[1], train.init(torch.ones(1000)))
+"""
+
+
+@STARTS_PROCESSES
+def test_the_end_of_the_world_waits_for_it(tmp_path: Path) -> None:
+    for code, _, errors in finished(run_processes(ENDS, 2, str(tmp_path))):
+        assert (code, errors) == (0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
+
+
+# --- preemption ------------------------------------------------------------------------------------------------------
+
+TRAINS = """
+import sys, torch, ltx
+path, last = sys.argv[1], int(sys.argv[2])
+def loss(p, x):
+    return torch.nn.functional.dropout(p["w"] * x, 0.3).square().sum()
+def run():
+    rank = ltx.world().rank
+    torch.manual_seed(rank)
+    train = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.Adam, lr=0.01))
+    state = train.init({"w": torch.ones(100)})
+    if ltx.checkpoint.latest(path):
+        restored = ltx.checkpoint.load(path, state)
+        state = restored.state
+        assert restored.data == state.step
+    with ltx.checkpoint.preemption() as preempted:
+        while state.step < last:
+            state, _ = train(state, torch.full((100,), 1.0 + rank + state.step % 7))
+            if state.step == 3:
+                print("begun", flush=True)
+            if preempted():
+                ltx.checkpoint.save(path, state, data=state.step)
+                print("stopped after", state.step, flush=True)
+                preempted.exit()
+    return state.params["w"]
+"""
+
+
+@STARTS_PROCESSES
+def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
+    processes = run_processes(f"{TRAINS}\nwith ltx.init():\n    run()", 2, str(tmp_path), "1000000000")
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+    processes[1].send_signal(signal.SIGTERM)
+    (code, said, errors), (other_code, other_said, other_errors) = finished(processes)
+    assert (errors, other_errors) == ("", "")
+    assert (code, other_code) == (RESUMABLE, RESUMABLE) == (75, 75)
+    assert said == other_said
+    stopped = int(re.fullmatch(r"stopped after (\d+)\n", said)[1])  # type: ignore[index]
+    assert [file.name for file in tmp_path.iterdir()] == [f"step_{stopped:08d}"]
+
+    def again(path: Path) -> Tensor:
+        """In processes that were there before, whose generators are elsewhere."""
+        names: dict[str, Any] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["", str(path), str(stopped + 5)])
+            exec(TRAINS, names)
+        trained: Tensor = names["run"]()
+        return trained
+
+    resumed, undisturbed = (
+        ranks(2).run(again, tmp_path).replicated(),
+        ranks(2).run(again, tmp_path / "new").replicated(),
+    )
+    assert torch.equal(resumed, undisturbed)
+
+
+def test_signals_do_afterwards_what_they_did() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with ltx.checkpoint.preemption(signals=(signal.SIGUSR1,), every=2) as preempted:
+            assert not preempted()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert preempted.received == signal.SIGUSR1
+            assert [preempted() for _ in range(3)] == [True] * 3
+            assert seen == []
+            with pytest.raises(SystemExit) as raised:
+                preempted.exit()
+            assert raised.value.code == 75
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_preemption_refuses() -> None:
+    with (
+        pytest.raises(InputError, match="every must be a positive number of calls, got 0"),
+        ltx.checkpoint.preemption(every=0),
+    ):
+        pass
+    raised: list[Exception] = []
+
+    def on_a_thread() -> None:
+        try:
+            with ltx.checkpoint.preemption():
+                pass
+        except InputError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=on_a_thread)
+    thread.start()
+    thread.join()
+    assert "signals are handled by the main thread alone" in str(raised[0])

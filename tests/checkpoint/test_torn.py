@@ -1,0 +1,270 @@
+"""Checkpoints that something happened to: they are seen, named and passed over, and nothing in them is run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.checkpoint import directory
+from ltx.errors import CheckpointError
+
+Ranks = Callable[[int], ltx.Pool]
+
+TRAIN = ltx.train_step(
+    ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square()),
+    ltx.optim.from_torch(torch.optim.Adam, lr=0.1),
+    donate=False,
+)
+
+
+def start() -> Any:
+    return TRAIN.init({"w": torch.ones(50)})
+
+
+def saved(path: Path, count: int = 2, **kwargs: Any) -> list[Any]:
+    """The states after 1, 2, ... steps, each saved."""
+    states = [start()]
+    for _ in range(count):
+        states.append(TRAIN(states[-1], torch.linspace(0, 1, 50))[0])
+        ltx.checkpoint.save(path, states[-1], data={"at": states[-1].step}, **kwargs)
+    return states
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def emptied(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def flipped(file: Path) -> None:
+    """One bit, in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("harm", [truncated, emptied, flipped, Path.unlink])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_the_one_before_is_taken(name: str, harm: Callable[[Path], None], tmp_path: Path) -> None:
+    states = saved(tmp_path)
+    harm(tmp_path / "step_00000002" / name)
+    where = re.escape(str(tmp_path / "step_00000002" / name))
+    with pytest.warns(RuntimeWarning, match=f"the checkpoint of step 2 isn't whole, and is passed over: {where}"):
+        restored = ltx.checkpoint.load(tmp_path, start())
+    assert (restored.step, restored.data, restored.path) == (1, {"at": 1}, tmp_path / "step_00000001")
+    assert torch.equal(restored.state.params["w"], states[1].params["w"])
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(CheckpointError, match=f"no checkpoint of step 2 under .* is whole: {where}"),
+    ):
+        ltx.checkpoint.load(tmp_path, start(), step=2)
+
+
+def test_the_warning_names_file_and_digests(tmp_path: Path) -> None:
+    saved(tmp_path)
+    file = tmp_path / "step_00000002" / "__0_0.distcp"
+    expected = hashlib.sha256(file.read_bytes()).hexdigest()
+    flipped(file)
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{file}: expected SHA-256 {expected}, found {found}")):
+        ltx.checkpoint.load(tmp_path, start())
+    truncated(file)
+    size = file.stat().st_size
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{file}: expected {size + 1} bytes, found {size}")):
+        ltx.checkpoint.load(tmp_path, start())
+
+
+def test_a_flipped_digit_of_the_manifest(tmp_path: Path) -> None:
+    saved(tmp_path)
+    file = tmp_path / "step_00000002" / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 3'))
+    with pytest.warns(RuntimeWarning, match=r"manifest.json: expected digest [0-9a-f]{64}, found [0-9a-f]{64}"):
+        assert ltx.checkpoint.load(tmp_path, start()).step == 1
+
+
+def test_none_is_whole(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for step in (1, 2):
+        truncated(tmp_path / f"step_0000000{step}" / "__0_0.distcp")
+    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match="is whole: ") as e:
+        ltx.checkpoint.load(tmp_path, start())
+    assert "step_00000001" in str(e.value)
+    assert "step_00000002" in str(e.value)
+
+
+def test_there_is_none(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert ltx.checkpoint.latest(path) is None
+        with pytest.raises(CheckpointError, match=re.escape(f"there is no checkpoint under {path}.")):
+            ltx.checkpoint.load(path, start())
+
+
+def test_processes_pass_over_together(ranks: Ranks, tmp_path: Path) -> None:
+    """Each verifies a part of the files, and all of them know."""
+    ranks(3).run(lambda: [None for _ in saved(tmp_path)])
+    files = sorted((tmp_path / "step_00000002").iterdir())
+    assert len(files) == 5  # of three ranks, and two for all
+    whole = tmp_path / "step_00000002"
+    for file in files:
+        shutil.copytree(whole, tmp_path / "kept")
+        flipped(file)
+
+        def on_a_rank() -> tuple[int, list[str]]:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                step = ltx.checkpoint.load(tmp_path, start()).step
+            return step, [str(w.message) for w in seen]
+
+        (step, said), *others = ranks(3).run(on_a_rank)
+        assert step == 1
+        assert len(said) == 1
+        assert str(file) in said[0]
+        assert others == [(1, [])] * 2
+        shutil.rmtree(whole)
+        (tmp_path / "kept").rename(whole)
+
+
+# --- keep, and what a crash leaves -----------------------------------------------------------------------------------
+
+
+def test_keep(tmp_path: Path) -> None:
+    saved(tmp_path, 5, keep=2)
+    assert directory.steps(tmp_path) == [5, 4]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
+    assert ltx.checkpoint.latest(tmp_path) == tmp_path / "step_00000005"
+
+
+def test_keep_counts_from_the_one_just_saved(tmp_path: Path) -> None:
+    """After going back from a torn checkpoint, that one doesn't push out good ones."""
+    states = saved(tmp_path, 4)
+    for step in (3, 4):
+        truncated(tmp_path / f"step_0000000{step}" / "__0_0.distcp")
+    with pytest.warns(RuntimeWarning):
+        assert ltx.checkpoint.load(tmp_path, start()).step == 2
+    ltx.checkpoint.save(tmp_path, states[3], keep=1)
+    assert directory.steps(tmp_path) == [4, 3]
+    with pytest.warns(RuntimeWarning, match="step 4 isn't whole"):
+        assert ltx.checkpoint.load(tmp_path, start()).step == 3
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    (_, state) = saved(tmp_path, 1)
+    ltx.checkpoint.save(tmp_path, state, data="again")
+    assert ltx.checkpoint.load(tmp_path, start()).data == "again"
+    assert [file.name for file in tmp_path.iterdir()] == ["step_00000001"]
+
+
+LOOP = """
+import sys, torch, ltx
+from pathlib import Path
+train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square()),
+                       ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
+state = train.init({"w": torch.ones(300_000)})
+while True:
+    state, _ = train(state, torch.full((300_000,), 1e-3))
+    saving = ltx.checkpoint.save_async(sys.argv[1], state, data=float(state.params["w"].double().sum()), keep=2)
+    print(state.step, flush=True)
+    state, _ = train(state, torch.full((300_000,), 1e-3))
+    saving.result()
+"""
+
+
+@pytest.mark.timeout(200)  # starts processes
+def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+    """What is there after kill -9 is whole, and what isn't is swept away by the next run."""
+    train = ltx.train_step(
+        ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square()), ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
+    )
+    left = 0
+    for delay in torch.rand(2).tolist():
+        process = subprocess.Popen([sys.executable, "-c", LOOP, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        for _ in range(3):
+            process.stdout.readline()
+        time.sleep(0.1 * delay)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        left += len(list(tmp_path.glob(".*")))
+        restored = ltx.checkpoint.load(tmp_path, train.init({"w": torch.zeros(300_000)}))  # without a warning
+        assert restored.data == float(restored.state.params["w"].double().sum())
+        ltx.checkpoint.save(tmp_path, restored.state)
+        assert list(tmp_path.glob(".*")) == []
+        shutil.rmtree(tmp_path)
+    print(f"{left} unfinished ones were left")
+
+
+# --- malice ----------------------------------------------------------------------------------------------------------
+
+
+class Malice:
+    """A pickle that makes a directory."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def sealed(path: Path) -> None:
+    """Make a manifest that fits the files, as whoever can write files can."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["digest"]
+    manifest["files"] = directory.describe(path, manifest["files"])
+    manifest["digest"] = directory._digest(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("where", [".metadata", "__0_0.distcp"])
+def test_a_pickle_that_runs_code_is_refused(where: str, tmp_path: Path) -> None:
+    saved(tmp_path / "run")
+    harmed = tmp_path / "run" / "step_00000002"
+    if where == ".metadata":
+        (harmed / where).write_bytes(pickle.dumps(Malice(tmp_path / "made")))
+    else:
+        size = (harmed / where).stat().st_size
+        torch.save(Malice(tmp_path / "made"), harmed / where)
+        os.truncate(harmed / where, max(size, (harmed / where).stat().st_size))
+        # Every tensor is read from there.
+        metadata = pickle.loads((harmed / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.offset, info.length = 0, (harmed / where).stat().st_size
+        torch.save(Malice(tmp_path / "made"), harmed / where)
+        for info in metadata.storage_data.values():
+            info.length = (harmed / where).stat().st_size
+        (harmed / ".metadata").write_bytes(pickle.dumps(metadata))
+    sealed(harmed)
+    with pytest.warns(RuntimeWarning, match="step 2 isn't whole") as seen:
+        assert ltx.checkpoint.load(tmp_path / "run", start()).step == 1
+    assert any(re.search(r"mkdir", str(w.message)) for w in seen)
+    assert not (tmp_path / "made").exists()
+
+
+def test_files_outside_are_not_read(tmp_path: Path) -> None:
+    saved(tmp_path)
+    harmed = tmp_path / "step_00000002"
+    metadata = pickle.loads((harmed / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../step_00000001/__0_0.distcp"
+    (harmed / ".metadata").write_bytes(pickle.dumps(metadata))
+    sealed(harmed)
+    with pytest.warns(RuntimeWarning, match="which isn't in the manifest"):
+        assert ltx.checkpoint.load(tmp_path, start()).step == 1
