@@ -84,6 +84,10 @@ class DonatedStateError(LtxError, RuntimeError):
     """A train state whose tensors were given away to the next state was used again."""
 
 
+class TornStateError(LtxError, RuntimeError):
+    """A train state whose update failed halfway, with ``overlap="step"``."""
+
+
 class ReplicaDivergedError(LtxError, RuntimeError):
     """A value that should be the same on every rank isn't."""
 

@@ -6,6 +6,7 @@ in bucket order, so that all ranks issue alike whatever order their gradients ar
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from ltx import wire
 from ltx.axis import GroupBacking
 from ltx.errors import StrategyError
 from ltx.sync.reduction import LeafState, Reducer, Reduction, Share, collective_alone
+
+_PAUSED = inspect.GEN_SUSPENDED
 
 #: (sum of the shares, next states)
 Landed = tuple[torch.Tensor, Sequence[LeafState]]
@@ -98,7 +101,7 @@ class Flights:
                 self._advance(place)
 
     def _may_issue(self, place: int, phase: int) -> bool:
-        return all(f.landed is not None or f.phase > phase for f in self._flights[:place])
+        return all(self._is_past(earlier, phase) for earlier in range(place))
 
     @property
     def done(self) -> bool:
@@ -109,6 +112,26 @@ class Flights:
     def landed(self, place: int) -> Landed | None:
         """What became of a bucket, if it has landed."""
         return self._flights[place].landed
+
+    @property
+    def intact(self) -> bool:
+        """Whether no reduction was left halfway by an exception in it."""
+        return all(f.landed is not None or inspect.getgeneratorstate(f.reduction) == _PAUSED for f in self._flights)
+
+    def land(self, place: int) -> Landed:
+        """What became of one bucket, once it has landed. Those before it go on as far as the order of issues asks."""
+        flight = self._flights[place]
+        while flight.landed is None:
+            if flight.phase < flight.hook.phases_on(self._line.size):  # it may issue once more
+                for earlier in range(place):
+                    while not self._is_past(earlier, flight.phase):
+                        self._advance(earlier)
+            self._advance(place)
+        return flight.landed
+
+    def _is_past(self, place: int, phase: int) -> bool:
+        flight = self._flights[place]
+        return flight.landed is not None or flight.phase > phase
 
     def land_each(self) -> Iterator[Landed]:
         """The buckets in order, each as soon as it has landed."""

@@ -165,6 +165,8 @@ class WireSchedule(Schedule):
         self.deferred = deferred
         self.line: wire.Line = plan.axis.backing.line
         self.header: wire.HeaderTicket | None = None
+        #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
+        self.states: Sequence[LeafState] | None = None
         self._passage: wire.BackwardPass | None = None
         self._flights = Flights(self.line)
         self._batches: list[torch.Size] = []
@@ -172,6 +174,7 @@ class WireSchedule(Schedule):
 
     def send_header(self, total: torch.Tensor, weight: torch.Tensor) -> wire.HeaderTicket:
         """Issue the header ahead of the buckets."""
+        self.line.land_earlier()
         self.line.passes.rejoin()
         channel = self.line.bucket_channel(0)
         if self.plan.agreement is not None:
@@ -222,6 +225,8 @@ class WireSchedule(Schedule):
         grads = tensors[:count]
         self._check_batchable(dims, tensors[count:])
         states = self.plan.states_of(bucket, tensors[count:])
+        if self.states is not None:
+            states = [self.states[member] for member in bucket.members]
         flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)])
         self._packed[index] = (flat, states)
         if self._passage is not None and hook.phases_on(self.plan.axis.size) > 1:
@@ -240,6 +245,40 @@ class WireSchedule(Schedule):
         ):
             grads = unpack(flat.view(*batch, bucket.numel), bucket)
             yield bucket, grads, self.plan.flatten_states(bucket, states)
+
+    def land_bucket(self, index: int) -> tuple[list[torch.Tensor], list[LeafState]]:
+        """(reduced gradients, next states) of one bucket, each by leaf, once it has landed."""
+        bucket = self.plan.buckets[index]
+        flat, states = self._flights.land(index)
+        self._flights.poll()
+        grads = unpack(flat.view(*self._batches[index], bucket.numel), bucket)
+        names = [self.plan.state_names[member] for member in bucket.members]
+        if not any(names):
+            return grads, [{} for _ in names]
+        return grads, [{name: state[name] for name in held} for held, state in zip(names, states, strict=True)]
+
+    @property
+    def several_phases(self) -> bool:
+        """Whether a bucket may issue more than one collective."""
+        return self.hook.phases_on(self.plan.axis.size) > 1
+
+    @property
+    def moves_by_hand(self) -> bool:
+        """Whether buckets go through shared memory, where nothing moves but while a rank waits for it."""
+        return self.line.bucket_channel(0).lane is not None and self.plan.buckets[0].device.type == "cpu"
+
+    @property
+    def intact(self) -> bool:
+        """Whether what has been launched can still be landed, after an exception in the middle of that."""
+        return not self.several_phases and self._flights.intact
+
+    def poll(self) -> None:
+        """Let later phases of the buckets go on, where they can without waiting."""
+        self._flights.poll()
+
+    def flush(self) -> None:
+        """Wait until all that was launched has landed, for whoever asks for it then."""
+        self._flights.flush()
 
     def finish(self) -> wire.Header | None:
         """After the last bucket: the header, checked; and forget this pass, so that another may follow."""

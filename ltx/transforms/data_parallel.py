@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,6 +31,7 @@ from ltx.typing import Step, Tree
 from ltx.wire.debug import under_way
 
 if TYPE_CHECKING:
+    from ltx.transforms.in_flight import InFlight
     from ltx.transforms.precision import Precision
 
 
@@ -119,12 +120,18 @@ class DataParallel:
         return SyncState.new(states)
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, deferred: bool = False, step: int | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        deferred: bool = False,
+        step: int | None = None,
+        flight: InFlight | None = None,
     ) -> Run:
         """Call the step on marked parameters and tie its output.
 
         `deferred`: the fence won't wait (see WireSchedule). `step`: the number of steps so far, in a whole training
-        step, which counts them; else the communication state does.
+        step, which counts them; else the communication state does. `flight`: whose parameters the given ones stand for.
         """
         params, sync_state = self._params_of(args)
         leaves, spec = tree.flatten(params)
@@ -139,7 +146,8 @@ class DataParallel:
             marked = self._mark(params, leaves, spec, sync_state, hook, counted if step is None else step, deferred)
             local = hook is None
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
-        output = self.fn(*self._replaced(args, given), **kwargs)
+        with nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn):
+            output = self.fn(*self._replaced(args, given), **kwargs)
         if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
             refuse_captured(self.fn, output, (marked.leaves, args, kwargs))
         refuse_gradients(output, leaves, spec)

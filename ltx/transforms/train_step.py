@@ -10,11 +10,13 @@ import torch
 
 from ltx import collectives, hooks, tree, wire
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import OptimError, StepError, StrategyError, TreeError, UnsupportedError
+from ltx.errors import StepError, TreeError, UnsupportedError
 from ltx.optim import Optimizer, grad_norm
-from ltx.strategies.base import Moment, Strategy, Update, Updated
+from ltx.strategies.base import Moment, Update, Updated
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.fitting import check_overlap, check_pieces, refuse_in_graph
+from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.landing import Work, any_not_finite, mean_at_once
 from ltx.transforms.run import Run
 from ltx.transforms.sync_state import Synced, SyncState
@@ -34,51 +36,12 @@ class TrainStep:
     optimizer: Optimizer
     donate: bool = True
     guard: Literal["off"] = "off"
-    overlap: Literal["backward", "update"] = "backward"
+    overlap: Literal["backward", "update", "step"] = "backward"
     has_aux: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.step, DataParallel):
-            raise StepError(
-                f"train_step takes a step made by ltx.data_parallel, got {type(self.step).__name__}. Wrap it: "
-                "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
-            )
-        if self.step.blocked:
-            raise StepError(
-                "train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge."
-            )
-        if self.step.returns != "value":
-            raise StepError('train_step differentiates the step itself: wrap the loss, without returns="grads".')
-        if self.step.argnums != 0:
-            raise StepError(
-                f"train_step passes the parameters first: the step needs argnums=0, got {self.step.argnums!r}."
-            )
-        if not isinstance(self.optimizer, Optimizer):
-            raise OptimError(
-                f"optimizer must be an ltx.optim.Optimizer, got {self.optimizer!r}. Use "
-                "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
-            )
-        if self.guard != "off":
-            raise StrategyError(f'guard must be "off", got {self.guard!r}.')
-        if self.overlap not in ("backward", "update"):
-            raise StrategyError(f'overlap must be "backward" or "update", got {self.overlap!r}.')
-        strategy = self.step.strategy
-        strategy.check_optimizer(self.optimizer)
-        if self.overlap == "update" and not strategy.updates_in_buckets:
-            raise StrategyError(
-                f'overlap="update" applies the optimizer bucket by bucket, and {type(strategy).__name__} does its part '
-                'on all parameters together. Use overlap="backward".'
-            )
-        if self.overlap == "update" and not self.optimizer.leafwise:
-            raise StrategyError(
-                f'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
-                f'{self.optimizer!r} needs all of them. Use overlap="backward".'
-            )
-        if self.overlap == "update" and self._scaling is not None:
-            raise StrategyError(
-                f'overlap="update" applies the optimizer bucket by bucket, before it is known whether all gradients '
-                f'are finite, which {self._scaling!r} asks. Use overlap="backward".'
-            )
+        check_pieces(self.step, self.optimizer, self.guard)
+        check_overlap(self.overlap, self.step, self.optimizer)
 
     @property
     def _scaling(self) -> DynamicLossScale | None:
@@ -133,13 +96,14 @@ class TrainStep:
             return self._transformed(state, batch)
         state.check_owned()
         axis = wire.resolve(self.step.axis)
-        sync: SyncState = state.sync_state
-        strategy, moment = self.step.strategy, Moment(sync.checked_step(), axis)
+        start = start_of(state, self.step.fn, late=self.overlap == "step")
+        strategy, moment = self.step.strategy, Moment(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
-        pending = strategy.begin(state.params, sync.leaves, moment, state.pending)
+        begins = strategy.talks_besides
+        pending = strategy.begin(state.params, start.sync.leaves, moment, state.pending) if begins else state.pending
         late = axis.size > 1 and strategy.talks_late(moment.step)
         try:
-            return self._step(state, batch, moment, pending, late)
+            return self._step(state, start, batch, moment, pending, late)
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
             if (late or begun or self._asks(moment)) and isinstance(axis.backing, GroupBacking):
@@ -147,12 +111,11 @@ class TrainStep:
             raise
 
     def _step(
-        self, state: TrainState, batch: Sequence[Any], at: Moment, pending: Any, late: bool
+        self, state: TrainState, start: Start, batch: Sequence[Any], at: Moment, pending: Any, late: bool
     ) -> tuple[TrainState, Metrics]:
         """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
-        sync, strategy = state.sync_state, self.step.strategy
-        leaves, spec = tree.flatten(state.params)
-        leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
+        sync, spec, strategy = start.sync, start.spec, self.step.strategy
+        leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in start.leaves]
         trained = [i for i, x in enumerate(leaves) if x.requires_grad]
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
         sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
@@ -160,22 +123,29 @@ class TrainStep:
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with torch.enable_grad():
-            run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=at.step)
+            arguments = self._arguments(given, state.buffers, batch)
+            run = self.step.run(arguments, {}, deferred=True, step=at.step, flight=start.flight)
             loss, buffers, aux = self._outputs(run, state.buffers)
         if isinstance(loss, Weighted):
             strategy.check_weighted(at.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
+        if start.flight is not None:
+            start.flight.land_all()
         if schedule is not None:
+            if start.flight is not None:
+                schedule.states = start.flight.states_for(schedule.plan, trained)
             schedule.send_header(total.detach(), torch.ones_like(total) if weight is None else weight)
         loss_scale = self._loss_scale(state)
         factor = 1.0 if loss_scale is None else float(loss_scale)
         mine = [leaves[i] for i in trained]
-        by_bucket, donate = self.overlap == "update", self.donate and not late
+        by_bucket, donate = self.overlap != "backward", self.donate and not late
         work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, donate, factor)
         if schedule is not None:
             try:
                 work.backward(total)
+                if self.overlap == "step" and not schedule.moves_by_hand:
+                    return self._later(state, start, work, schedule, loss, buffers, aux, at)
                 done, header = work.land(schedule, weighted=weight is not None)
             except BaseException as error:
                 schedule.abandon(error)
@@ -200,6 +170,38 @@ class TrainStep:
         if self.donate:
             state.donate()
         return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
+
+    def _later(
+        self,
+        state: TrainState,
+        start: Start,
+        work: Work,
+        schedule: WireSchedule,
+        loss: torch.Tensor | Weighted,
+        buffers: Tree,
+        aux: Any,
+        at: Moment,
+    ) -> tuple[TrainState, Metrics]:
+        """The next state and metrics, while the step lands."""
+        total, scale, header = (
+            loss.total if isinstance(loss, Weighted) else loss,
+            work.scale(schedule, weighted=isinstance(loss, Weighted)),
+            schedule.header,
+        )
+        assert header is not None
+        sync = replace(state.sync_state, step=at.step + 1)
+        flight = InFlight(work, schedule, scale, sync, None if start.flight is None else start.flight.kind)
+        if self.donate:
+            state.donate()
+        following = TrainState.later(
+            flight,
+            buffers=buffers,
+            step=state.step + 1,
+            kinds=self.step.strategy.kinds,
+            loss_scale=state.loss_scale,
+            pending=state.pending,
+        )
+        return following, Metrics.later(header, total.dtype, total.device, aux)
 
     def _finished(
         self,
@@ -331,7 +333,7 @@ class TrainStep:
             state.check_owned()
         strategy, sync = self.step.strategy, state.sync_state
         if torch.compiler.is_compiling():
-            _refuse_in_graph(strategy, self._scaling is not None)
+            refuse_in_graph(strategy, self._scaling is not None, self.overlap)
             axis = Axis("data", 1)
         else:
             axis = wire.resolve(self.step.axis)
@@ -396,23 +398,6 @@ class TrainStep:
         return replace(state, opt_state=opt_state, kinds=replace(state.kinds, opt_state="replicated"))
 
 
-def _refuse_in_graph(strategy: Strategy, dynamic: bool) -> None:
-    """Run by Dynamo at trace time, where its axis isn't there."""
-    if dynamic and not strategy.shares_gradients(0):
-        raise UnsupportedError(
-            f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
-            "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
-    if strategy.talks_besides or not strategy.updates_in_buckets:
-        raise UnsupportedError(
-            f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
-            "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
-
-
-_refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _unshared(tensors: Tree, others: Tree) -> Tree:
     """`tensors`, those that share memory with one of `others` as copies."""
     owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
@@ -435,7 +420,7 @@ def train_step(
     *,
     donate: bool = True,
     guard: Literal["off"] = "off",
-    overlap: Literal["backward", "update"] = "backward",
+    overlap: Literal["backward", "update", "step"] = "backward",
     has_aux: bool = False,
 ) -> TrainStep:
     """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
