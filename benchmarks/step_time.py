@@ -100,6 +100,8 @@ class Setting:
         def step() -> None:
             state[0], _ = train(state[0], self.inputs, self.targets)
 
+        if options.get("overlap") == "step":
+            step.settle = lambda: state[0].params
         return step
 
     def ltx_gradients(self) -> Variant:
@@ -133,6 +135,7 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "ltx": setting.ltx_step,
         "ltx alone": setting.ltx_step,
         "ltx update": lambda: setting.ltx_step(overlap="update"),
+        "ltx step": lambda: setting.ltx_step(overlap="step"),
         "ltx func.grad": setting.ltx_gradients,
         "ltx compiled": setting.ltx_compiled,
     }
@@ -145,7 +148,7 @@ def worker(arguments: argparse.Namespace) -> None:
     with ltx.init() as world:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         made = variants(Setting(world.rank), arguments.variants)
-        times = interleaved(made, arguments.iterations, warmup=arguments.warmup)
+        times = interleaved(made, arguments.iterations, arguments.warmup, arguments.block)
         peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
         if dist.is_initialized():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -154,11 +157,17 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def measure(
-    names: list[str], link: str, ranks: int, iterations: int, warmup: int = 5, keep_memory: bool = True
+    names: list[str],
+    link: str,
+    ranks: int,
+    iterations: int,
+    warmup: int = 5,
+    keep_memory: bool = True,
+    block: int = 1,
 ) -> dict[str, object]:
     """Run `names` interleaved on `link`."""
     arguments = ["-m", "benchmarks.step_time", "--worker", "--variants", *names]
-    arguments += ["--iterations", str(iterations), "--warmup", str(warmup)]
+    arguments += ["--iterations", str(iterations), "--warmup", str(warmup), "--block", str(block)]
     with links.link(link, ranks) as made:
         printed = run_ranks(arguments, made, ranks, keep_memory=keep_memory)
     found: dict[str, object] = json.loads(printed.strip().splitlines()[-1])
@@ -183,6 +192,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--block", type=int, help="iterations a turn; 10 where something is left under way, else 1")
     parser.add_argument("--compiled", action="store_true", help="compiled steps")
     parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
     parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
@@ -214,7 +224,8 @@ def main() -> None:
         )
     names = arguments.variants or names
     keep = not arguments.default_malloc
-    times = measure(names, arguments.link, ranks, arguments.iterations, arguments.warmup, keep)["times"]
+    block = arguments.block or (10 if "ltx step" in names else 1)
+    times = measure(names, arguments.link, ranks, arguments.iterations, arguments.warmup, keep, block)["times"]
     print("\n".join(table(times, base if base in times else names[0], arguments.link)))
 
 

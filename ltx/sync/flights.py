@@ -6,7 +6,6 @@ in bucket order, so that all ranks issue alike whatever order their gradients ar
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ from ltx import wire
 from ltx.axis import GroupBacking
 from ltx.errors import StrategyError
 from ltx.sync.reduction import LeafState, Reducer, Reduction, Share, collective_alone
-
-_PAUSED = inspect.GEN_SUSPENDED
 
 #: (sum of the shares, next states)
 Landed = tuple[torch.Tensor, Sequence[LeafState]]
@@ -32,6 +29,7 @@ class _Flight:
     ticket: wire.Ticket | None = None
     phase: int = 0
     landed: Landed | None = None
+    halfway: bool = False  # between two collectives
 
     @property
     def may_go_on(self) -> bool:
@@ -70,6 +68,11 @@ class Flights:
         """Wait for a reduction's collective, run it up to its next one, and issue that."""
         flight = self._flights[place]
         result = flight.ticket.wait() if flight.ticket is not None else None
+        flight.halfway = True
+        self._run_on(flight, place, result)
+        flight.halfway = False
+
+    def _run_on(self, flight: _Flight, place: int, result: torch.Tensor | None) -> None:
         while True:
             try:
                 ask = next(flight.reduction) if result is None else flight.reduction.send(result)
@@ -115,8 +118,8 @@ class Flights:
 
     @property
     def intact(self) -> bool:
-        """Whether no reduction was left halfway by an exception in it."""
-        return all(f.landed is not None or inspect.getgeneratorstate(f.reduction) == _PAUSED for f in self._flights)
+        """Whether no reduction was left halfway, by an exception that came while it wasn't waiting."""
+        return not any(flight.halfway for flight in self._flights)
 
     def land(self, place: int) -> Landed:
         """What became of one bucket, once it has landed. Those before it go on as far as the order of issues asks."""

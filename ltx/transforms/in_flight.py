@@ -31,6 +31,7 @@ from ltx.errors import LtxError, TornStateError
 from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Plan, WireSchedule
 from ltx.transforms.landing import Work
+from ltx.transforms.progress import look_after
 from ltx.transforms.sync_state import SyncState
 from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
@@ -131,11 +132,18 @@ class InFlight:
         self._error: BaseException | None = None
         self._lock = threading.RLock()
         schedule.line.in_flight.append(self)
+        if schedule.several_phases and schedule.plan.buckets[0].device.type == "cpu":
+            look_after(self)
 
     @property
     def landed(self) -> bool:
         """Whether all of it has."""
         return self._result is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether all of it has landed, or won't."""
+        return self.landed or self._error is not None
 
     def result(self) -> tuple[Tree, Tree, SyncState]:
         """(parameters, optimizer state, communication state), once all of them are there.
@@ -168,7 +176,7 @@ class InFlight:
     def hidden_in(self, leaves: Sequence[torch.Tensor], fn: Any) -> Iterator[None]:
         """While `fn` runs: `leaves`, made of the stand-ins, land where they are used."""
         kind = self.kind
-        if kind is None or kind.flight is not None:
+        if kind is None or kind.flight not in (None, self):
             kind = self.kind = _Asked("Unlanded", (Unlanded,), {"__module__": __name__, "flight": None})
         kind.flight = self
         for place, index in self._bucket_of.items():
@@ -218,7 +226,7 @@ class InFlight:
         """Let later phases of the hook go on, unless somebody is at it."""
         if self._lock.acquire(blocking=False):
             try:
-                if self._left and self._error is None:
+                if self._left and not self.over:
                     self._guarded(self._schedule.poll)
             finally:
                 self._lock.release()

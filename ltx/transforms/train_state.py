@@ -176,19 +176,19 @@ class Metrics:
     skipped: torch.Tensor | None = None
 
     @staticmethod
-    def later(header: HeaderTicket, dtype: torch.dtype, device: torch.device, aux: Any) -> Metrics:
+    def later(header: HeaderTicket, dtype: torch.dtype, aux: Any) -> Metrics:
         """Metrics whose loss waits for `header` when it is read, and for nothing else."""
         metrics = object.__new__(Metrics)
-        metrics.__dict__.update(aux=aux, _later=(header, dtype, device))
+        metrics.__dict__.update(aux=aux, _later=(header, dtype))
         return metrics
 
     def __getattr__(self, name: str) -> Any:
         later = self.__dict__.get("_later")
         if later is None or name != "loss":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        header, dtype, device = later
+        header, dtype = later
         summed = header.wait()
-        self.__dict__.update(loss=(summed.total / summed.weight).to(device, dtype), _later=None)
+        self.__dict__.update(loss=(summed.total / summed.weight).to(dtype), _later=None)
         return self.__dict__["loss"]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class TrainStep:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with torch.enable_grad():
             arguments = self._arguments(given, state.buffers, batch)
-            run = self.step.run(arguments, {}, deferred=True, step=at.step, flight=start.flight)
+            ahead = self.overlap == "step"
+            run = self.step.run(arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight)
             loss, buffers, aux = self._outputs(run, state.buffers)
         if isinstance(loss, Weighted):
             strategy.check_weighted(at.step)
@@ -144,7 +145,7 @@ class TrainStep:
         if schedule is not None:
             try:
                 work.backward(total)
-                if self.overlap == "step" and not schedule.moves_by_hand:
+                if ahead and schedule.moves_by_itself:
                     return self._later(state, start, work, schedule, loss, buffers, aux, at)
                 done, header = work.land(schedule, weighted=weight is not None)
             except BaseException as error:
@@ -201,7 +202,7 @@ class TrainStep:
             loss_scale=state.loss_scale,
             pending=state.pending,
         )
-        return following, Metrics.later(header, total.dtype, total.device, aux)
+        return following, Metrics.later(header, total.dtype, aux)
 
     def _finished(
         self,
