@@ -44,20 +44,17 @@ class _Trigger:
     """``Unlanded.__torch_function__``: to look at it is to land."""
 
     def __get__(self, tensor: torch.Tensor | None, owner: type[Unlanded]) -> Any:
-        if tensor is None or owner.flight is None:
+        flight = owner.flight
+        if flight is None or (tensor is None and flight.unseen is None):
             return _NOTHING_TO_CALL
-        try:
-            owner.flight.land_for(tensor)
-        except BaseException as error:  # torch takes an error here for a no
-            return _raising(error)
-        return _NOTHING_TO_CALL
-
-
-def _raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return fail
+        # Torch takes an error here for a no. So the answer is yes, and it raises when torch comes back to call it.
+        if tensor is not None and flight.unseen is None:
+            try:
+                flight.land_for(tensor)
+                return _NOTHING_TO_CALL
+            except BaseException as error:
+                flight.unseen = error
+        return flight.raise_unseen
 
 
 class _Asked(type(torch.Tensor)):  # type: ignore[misc]
@@ -65,8 +62,9 @@ class _Asked(type(torch.Tensor)):  # type: ignore[misc]
 
     def __hash__(cls) -> int:
         if cls.flight is not None:
-            with suppress(BaseException):  # it shows at the next look at a parameter
-                cls.flight.land_all()
+            if cls.flight.unseen is not None:
+                cls.flight.raise_unseen()
+            cls.flight.land_all()
         return type.__hash__(cls)
 
 
@@ -131,6 +129,7 @@ class InFlight:
         self._result: tuple[Tree, Tree, SyncState] | None = None
         self._error: BaseException | None = None
         self._lock = threading.RLock()
+        self.unseen: BaseException | None = None  # what a look at a parameter is going to raise
         schedule.line.in_flight.append(self)
         if schedule.several_phases and schedule.plan.buckets[0].device.type == "cpu":
             look_after(self)
@@ -198,6 +197,12 @@ class InFlight:
             if place is not None:
                 self._hide(leaf, place)
             return leaf
+
+    def raise_unseen(self, *_: Any, **__: Any) -> Any:
+        """What a parameter has for ``__torch_function__`` when its landing failed."""
+        error, self.unseen = self.unseen, None
+        assert error is not None
+        raise error
 
     # --- landing -----------------------------------------------------------------------------------------------------
 

@@ -76,9 +76,10 @@ class TrainState:
     def __getattr__(self, name: str) -> Any:
         """A part that is still in flight: nobody has asked before."""
         flight = self.flight
+        if name in _LATE and "_lease" in self.__dict__:
+            self.check_owned()
         if flight is None or name not in _LATE:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.check_owned()
         self.__dict__.update(zip(_LATE, flight.result(), strict=True), _flight=None)
         return self.__dict__[name]
 
@@ -96,9 +97,14 @@ class TrainState:
                 "train_step(..., donate=False) to keep old states."
             )
 
-    def donate(self) -> None:
-        """Give the tensors away: from now on :meth:`check_owned` raises."""
+    def donate(self, later: bool = False) -> None:
+        """Give the tensors away: from now on :meth:`check_owned` raises.
+
+        `later`: they are written to after this, at any time, so they can't be looked at either.
+        """
         self._lease.donated_at = self.step + 1
+        for name in _LATE if later else ():
+            self.__dict__.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""

@@ -184,16 +184,14 @@ class TrainStep:
         at: Moment,
     ) -> tuple[TrainState, Metrics]:
         """The next state and metrics, while the step lands."""
-        total, scale, header = (
-            loss.total if isinstance(loss, Weighted) else loss,
-            work.scale(schedule, weighted=isinstance(loss, Weighted)),
-            schedule.header,
-        )
+        total = loss.total if isinstance(loss, Weighted) else loss
+        scale, header = work.scale(schedule, weighted=isinstance(loss, Weighted)), schedule.header
+        work = replace(work, state=replace(state))  # a copy, which can still be read when that one is given away
         assert header is not None
         sync = replace(state.sync_state, step=at.step + 1)
         flight = InFlight(work, schedule, scale, sync, None if start.flight is None else start.flight.kind)
         if self.donate:
-            state.donate()
+            state.donate(later=True)
         following = TrainState.later(
             flight,
             buffers=buffers,
