@@ -164,8 +164,9 @@ class WireSchedule(Schedule):
         super().__init__(plan)
         assert isinstance(plan.axis.backing, GroupBacking)
         self.deferred = deferred
-        self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
         self.line: wire.Line = plan.axis.backing.line
+        ahead = ahead and self.moves_by_itself
+        self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
         self.header: wire.HeaderTicket | None = None
         #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
         self.states: Sequence[LeafState] | None = None

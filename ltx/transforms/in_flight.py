@@ -108,15 +108,15 @@ class InFlight:
         schedule: that of its backward pass.
         scale: what reduced gradients are multiplied by.
         sync: the communication state after it, whose leaves are still those before it.
-        kind: the class that an earlier flight's stand-ins had, to be used again.
+        stand_in: the class that an earlier flight's stand-ins had, to be used again.
     """
 
     def __init__(
-        self, work: Work, schedule: WireSchedule, scale: float, sync: SyncState, kind: type[Unlanded] | None = None
+        self, work: Work, schedule: WireSchedule, scale: float, sync: SyncState, stand_in: type[Unlanded] | None = None
     ):
         assert schedule.header is not None
         self.sync = sync
-        self.kind = kind
+        self.stand_in = stand_in
         self._work, self._schedule, self._scale, self._header = work, schedule, scale, schedule.header
         self._params, self._opt_state, self._targets = work.in_place()
         self._leaves, self.spec = tree.flatten(self._params)
@@ -174,10 +174,10 @@ class InFlight:
     @contextmanager
     def hidden_in(self, leaves: Sequence[torch.Tensor], fn: Any) -> Iterator[None]:
         """While `fn` runs: `leaves`, made of the stand-ins, land where they are used."""
-        kind = self.kind
-        if kind is None or kind.flight not in (None, self):
-            kind = self.kind = _Asked("Unlanded", (Unlanded,), {"__module__": __name__, "flight": None})
-        kind.flight = self
+        stand_in = self.stand_in
+        if stand_in is None or stand_in.flight not in (None, self):
+            stand_in = self.stand_in = _Asked("Unlanded", (Unlanded,), {"__module__": __name__, "flight": None})
+        stand_in.flight = self
         for place, index in self._bucket_of.items():
             if index in self._left:
                 self._hide(leaves[place], place)
@@ -187,7 +187,7 @@ class InFlight:
     def _hide(self, leaf: torch.Tensor, place: int) -> None:
         self._hidden[self._bucket_of[place]].append((leaf, place))
         self._places[id(leaf)] = place
-        leaf.__class__ = self.kind  # type: ignore[assignment]
+        leaf.__class__ = self.stand_in  # type: ignore[assignment]
 
     def leaf_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A leaf of a graph of its own in the place of an unlanded `tensor`."""
@@ -282,13 +282,14 @@ class InFlight:
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
-            self._schedule.abandon(error)
             self._schedule.line.in_flight.remove(self)
+            with suppress(LtxError, RuntimeError):  # peers can't be told where the store is gone too
+                self._schedule.abandon(error)
 
     def _end(self) -> None:
         self._schedule.line.in_flight.remove(self)
-        if self.kind is not None and self.kind.flight is self:
-            self.kind.flight = None
+        if self.stand_in is not None and self.stand_in.flight is self:
+            self.stand_in.flight = None
 
     def _check(self) -> None:
         if self._error is None:

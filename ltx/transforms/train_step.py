@@ -18,7 +18,7 @@ from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.fitting import check_overlap, check_pieces, refuse_in_graph
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.landing import Work, any_not_finite, mean_at_once
-from ltx.transforms.run import Run
+from ltx.transforms.outputs import Outputs, outputs_of, unshared
 from ltx.transforms.sync_state import Synced, SyncState
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
@@ -71,7 +71,7 @@ class TrainStep:
         buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
         sync_state = self.step.init(params)
         if not torch._C._are_functorch_transforms_active():
-            sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))
+            sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         loss_scale = () if self._scaling is None else self._scaling.start()
         return TrainState(params, buffers, opt_state, sync_state, kinds=strategy.kinds, loss_scale=loss_scale)
@@ -126,7 +126,8 @@ class TrainStep:
             arguments = self._arguments(given, state.buffers, batch)
             ahead = self.overlap == "step"
             run = self.step.run(arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight)
-            loss, buffers, aux = self._outputs(run, state.buffers)
+            returned = outputs_of(run, state.buffers, self.has_aux)
+            loss, buffers, aux = returned
         if isinstance(loss, Weighted):
             strategy.check_weighted(at.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
@@ -146,7 +147,7 @@ class TrainStep:
             try:
                 work.backward(total)
                 if ahead and schedule.moves_by_itself:
-                    return self._later(state, start, work, schedule, loss, buffers, aux, at)
+                    return self._later(state, start, work, returned, schedule, at)
                 done, header = work.land(schedule, weighted=weight is not None)
             except BaseException as error:
                 schedule.abandon(error)
@@ -166,40 +167,29 @@ class TrainStep:
         states = updated.states
         if self.donate and done.sync_flat:
             # The next step writes into the parameters; a strategy may have returned one tensor as both.
-            states = _unshared(states, updated.params)
+            states = unshared(states, updated.params)
         next_sync = SyncState(states, sync.uses, sync.clock, at.step + 1)
         if self.donate:
             state.donate()
         return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
 
     def _later(
-        self,
-        state: TrainState,
-        start: Start,
-        work: Work,
-        schedule: WireSchedule,
-        loss: torch.Tensor | Weighted,
-        buffers: Tree,
-        aux: Any,
-        at: Moment,
+        self, state: TrainState, start: Start, work: Work, returned: Outputs, schedule: WireSchedule, at: Moment
     ) -> tuple[TrainState, Metrics]:
         """The next state and metrics, while the step lands."""
-        total = loss.total if isinstance(loss, Weighted) else loss
-        scale, header = work.scale(schedule, weighted=isinstance(loss, Weighted)), schedule.header
-        work = replace(work, state=replace(state))  # a copy, which can still be read when that one is given away
+        loss, header = returned.loss, schedule.header
         assert header is not None
+        scale = work.scale(schedule, weighted=isinstance(loss, Weighted))
+        total = loss.total if isinstance(loss, Weighted) else loss
+        work = replace(work, state=replace(state))  # a copy, which can still be read when that one is given away
         sync = replace(state.sync_state, step=at.step + 1)
-        flight = InFlight(work, schedule, scale, sync, None if start.flight is None else start.flight.kind)
+        flight = InFlight(work, schedule, scale, sync, None if start.flight is None else start.flight.stand_in)
+        # What the step returned mustn't change when the parameters do.
+        buffers, aux = unshared((returned.buffers, returned.aux), state.params)
         if self.donate:
             state.donate(later=True)
-        following = TrainState.later(
-            flight,
-            buffers=buffers,
-            step=state.step + 1,
-            kinds=self.step.strategy.kinds,
-            loss_scale=state.loss_scale,
-            pending=state.pending,
-        )
+        others = {"step": state.step + 1, "kinds": self.step.strategy.kinds, "loss_scale": state.loss_scale}
+        following = TrainState.later(flight, buffers=buffers, pending=state.pending, **others)
         return following, Metrics.later(header, total.dtype, aux)
 
     def _finished(
@@ -303,29 +293,6 @@ class TrainStep:
     def _arguments(self, params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
         return (params, *batch) if buffers is None else (params, buffers, *batch)
 
-    def _outputs(self, run: Run, buffers: Tree) -> tuple[torch.Tensor | Weighted, Tree, Any]:
-        """(loss, next buffers, aux) of what the step returned."""
-        output = run.output
-        wanted = 1 + (buffers is not None) + self.has_aux
-        if wanted == 1:
-            parts: tuple[Any, ...] = (output,)
-        elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == wanted:
-            parts = output
-        else:
-            names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if self.has_aux else [])]
-            raise StepError(f"train_step: the step must return ({', '.join(names)}), got {_what(output)}.")
-        loss = parts[0]
-        if not isinstance(loss, Weighted) and not (
-            isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
-        ):
-            raise StepError(
-                f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its "
-                "mean or sum; a step that returns (loss, aux) wants has_aux=True."
-            )
-        if buffers is not None:
-            return loss, tree.map(_detach, parts[1]), tree.map(_detach, parts[2]) if self.has_aux else None
-        return loss, None, tree.map(_detach, parts[1]) if self.has_aux else None
-
     def _transformed(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
         if not torch.compiler.is_compiling():
@@ -344,7 +311,7 @@ class TrainStep:
 
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=at.step)
-            loss, buffers, aux = self._outputs(run, state.buffers)
+            loss, buffers, aux = outputs_of(run, state.buffers, self.has_aux)
             if isinstance(loss, Weighted):
                 strategy.check_weighted(at.step)
             value = run.value()
@@ -395,22 +362,6 @@ class TrainStep:
         at = Moment(state.sync_state.checked_step(), wire.resolve(self.step.axis))
         opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.params, state.opt_state, at)
         return replace(state, opt_state=opt_state, kinds=replace(state.kinds, opt_state="replicated"))
-
-
-def _unshared(tensors: Tree, others: Tree) -> Tree:
-    """`tensors`, those that share memory with one of `others` as copies."""
-    owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
-    return tree.map(lambda x: x.clone() if x.untyped_storage().data_ptr() in owned else x, tensors)
-
-
-def _detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-def _what(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 def train_step(
