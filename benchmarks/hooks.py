@@ -87,7 +87,7 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with ltx.init() as world:
         made = variants(Setting(world.rank), arguments.hooks)
-        times = interleaved(made, arguments.iterations, block=arguments.block)
+        times = interleaved(made, arguments.iterations, warmup=1, block=arguments.block)
         if world.is_global_zero:
             print(json.dumps(times))
 

@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--link", choices=["loopback", *links.RATES], default="loopback")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--warmup", type=int, help="turns; 5, or 1 of several iterations")
     parser.add_argument("--block", type=int, help="iterations a turn; 10 where something is left under way, else 1")
     parser.add_argument("--compiled", action="store_true", help="compiled steps")
     parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
@@ -229,7 +229,8 @@ def main() -> None:
     names = arguments.variants or names
     keep = not arguments.default_malloc
     block = arguments.block or (10 if "ltx step" in names else 1)
-    times = measure(names, arguments.link, ranks, arguments.iterations, arguments.warmup, keep, block)["times"]
+    warmup = arguments.warmup or (5 if block == 1 else 1)
+    times = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block)["times"]
     print("\n".join(table(times, base if base in times else names[0], arguments.link)))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ltx import tree
 from ltx.errors import LtxError, TornStateError
@@ -333,7 +334,7 @@ def _undisturbed(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+            stack.enter_context(_disable_current_modes())
         yield
 
 

@@ -384,7 +384,8 @@ def train_step(
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
             landed. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
-            the state is torn. For optimizers that update leaf by leaf; refused for others (clipping).
+            the state is torn. For optimizers that update leaf by leaf; refused for others (clipping). "step": they
+            also land between steps and during the next forward pass, see below.
         has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
 
     Returns:
@@ -395,7 +396,24 @@ def train_step(
         DonatedStateError: the state was donated to an earlier step.
         RankMismatchError: ranks differ in their parameters, or have issued different collectives; before the update.
         WeightError: all weights of a Weighted step are 0; before the update.
+        TornStateError: with overlap="step", something failed while the last step landed.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
+
+    With ``overlap="step"`` a step returns when its backward pass is done. Its buckets land where the next one first
+    uses their parameters, and the optimizer runs there; values are the same, bit for bit, as with the others. Nobody
+    sees a tensor in flight: whoever reads, flattens, saves, pickles or prints the state waits for all of it, and
+    ``metrics.loss`` for the loss alone. ltx.shutdown and the end of the process wait too. So:
+
+    * it pays where a link is slow. Through shared memory nothing moves while no rank waits, and it is "update".
+    * a step that looks at all of its parameters before it begins waits for all of them: a cast of mixed precision, or a
+      compiled function, which is found out at the first such step.
+    * an error of the network comes up in the next step, or in whoever reads the state, which is torn then and says so
+      to all who come later. Keep checkpoints.
+    * a state that was donated can't be looked at any more.
+    * code that takes tensors without torch's knowledge, such as a C++ extension, finds NaN in a parameter that nothing
+      else has used before in this step.
+    * refused besides: strategies that do something with parameters between two steps, dynamic loss scaling, and to
+      compile the train step as a whole.
 
     Example:
         >>> import torch, ltx

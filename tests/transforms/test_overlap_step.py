@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ltx
@@ -151,6 +152,26 @@ def looked_at(module: nn.Module) -> Loss:
     return loss
 
 
+class Counting(TorchDispatchMode):
+    """Sees every operation of the step, and none of what lands in it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "adam" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def under_modes(module: nn.Module) -> Loss:
+    """All of it where other things would be computed than outside."""
+
+    def loss(p: Params, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), Counting():
+            value = cross_entropy(functional_call(module, p, (x,)).float(), y)
+        with torch.device("meta"):
+            return value + p["unused.weight"].square().sum() + p["unused.bias"].sum()
+
+    return loss
+
+
 class Through(torch.autograd.Function):
     """Keeps a parameter for its backward pass, and doesn't look at it before."""
 
@@ -207,6 +228,7 @@ LOSSES: dict[str, Callable[[nn.Module], Loss]] = {
     "torch.func inside": inner_steps,
     "jvp first": jvp_first,
     "looked at": looked_at,
+    "under modes": under_modes,
     "kept by a Function": kept_by,
     "routed": routed,
     "psum inside": reducing,
@@ -289,6 +311,13 @@ def test_every_model_is_trained_as_without(loss: str, accumulate: int, torn: Tor
 def test_every_hook_gives_what_it_gives_without(hook: str, accumulate: int, torn: Torn, seed: int) -> None:
     options = {"hook": HOOKS[hook], "accumulate": accumulate, "loss": "routed"}
     for expected, got, flew in torn(lambda: both(seed, options), sockets=True):
+        assert_same_bits(expected, got)
+        assert flew
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "bytegrad", "topk with feedback"])
+def test_a_hook_is_not_disturbed_by_where_it_lands(hook: str, torn: Torn, seed: int) -> None:
+    for expected, got, flew in torn(lambda: both(seed, {"hook": HOOKS[hook], "loss": "under modes"}), sockets=True):
         assert_same_bits(expected, got)
         assert flew
 
@@ -527,6 +556,30 @@ def kept(seed: int) -> tuple[Any, ...]:
 
 def test_donation(torn: Torn, seed: int) -> None:
     torn(lambda: kept(seed), sockets=True).replicated()
+
+
+def aliases(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a step returns of its parameters is what they were."""
+
+    def loss(p: Params, x: Tensor) -> Any:
+        return (p["w"] * x).sum(), p["w"]
+
+    train = ltx.train_step(ltx.data_parallel(loss), adamw(), overlap="step", has_aux=True)
+    torch.manual_seed(seed)
+    given = torch.randn(5)
+    state, metrics = train(train.init({"w": given}), torch.ones(5))
+    assert torch.equal(metrics.aux, given)
+    before = state.params["w"].clone()
+    assert torch.equal(metrics.aux, given)
+    assert not torch.equal(before, given)
+    state, metrics = train(state, torch.ones(5))
+    _ = state.params
+    assert torch.equal(metrics.aux, before)
+    return given, before, state.params["w"]
+
+
+def test_what_a_step_returns_does_not_change_later(torn: Torn, seed: int) -> None:
+    torn(lambda: aliases(seed), sockets=True).replicated()
 
 
 def weighted(seed: int, overlap: Any) -> Any:
