@@ -51,8 +51,11 @@ from ltx.runtime.init import init as init
 from ltx.runtime.init import shutdown as shutdown
 from ltx.runtime.init import to_device as to_device
 from ltx.runtime.init import world as world
+from ltx.runtime.launch import launch as launch
 from ltx.runtime.per_rank import PerRank as PerRank
 from ltx.runtime.pool import Pool as Pool
+from ltx.runtime.show import progress as progress
+from ltx.runtime.show import show as show
 from ltx.runtime.world import World as World
 
 # --- strategies
@@ -104,6 +107,10 @@ if TYPE_CHECKING:
     from ltx.transforms.precision import Precision as Precision
     from ltx.transforms.recommend import recommend as recommend
 
+    # --- the wire
+    from ltx.wire.timeline import Timeline as Timeline
+    from ltx.wire.timeline import timeline as timeline
+
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
     "DiLoCoStrategy": "ltx.strategies.diloco",
@@ -118,6 +125,8 @@ _LATER = {
     "Cost": "ltx.transforms.plan",
     "plan": "ltx.transforms.plan",
     "recommend": "ltx.transforms.recommend",
+    "Timeline": "ltx.wire.timeline",
+    "timeline": "ltx.wire.timeline",
 }
 
 __version__ = "0.1.0"
@@ -127,6 +136,11 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """``%load_ext ltx``: cells that begin with ``%%ltx`` run on workers. See :mod:`ltx.notebook`."""
+    import_module("ltx.notebook").load_ipython_extension(ipython)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""The command line: ``ltx run`` starts a script on several ranks, ``ltx demo`` the demo.
+"""The command line: ``ltx run`` starts a script on several ranks, ``ltx demo`` the demo, ``ltx doctor`` looks around.
 
-Both go through torch's own elastic launcher, the one behind ``torchrun``. It is imported by the command that needs it.
+The first two go through torch's own elastic launcher, the one behind ``torchrun``. Each command imports what it needs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ltx.demo import options as demo_options
 
@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["run"]:  # everything behind it belongs to torchrun and to the script
         return launch(arguments[1:])
     parsed = _parser().parse_args(arguments)
-    return _demo(parsed)
+    command: Callable[[argparse.Namespace], int] = parsed.function
+    return command(parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,6 +39,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--ranks", type=demo_options.positive, default=2, help="worker processes (default: %(default)s)")
     demo_options.add_arguments(demo)
+    demo.set_defaults(function=_demo)
+    doctor = commands.add_parser(
+        "doctor",
+        help="what world is chosen here and why, and whether a collective works",
+        description="Print what world is chosen and why, what this machine has, and the time of a collective: of this "
+        "world's ranks (srun ltx doctor; ltx run -n 2 -m ltx doctor), alone of two workers. Its exit status is 1 if "
+        "something is wrong.",
+    )
+    doctor.add_argument("--json", action="store_true", help="the same as JSON, of every rank")
+    doctor.add_argument(
+        "--timeout",
+        type=demo_options.positive,
+        default=30,
+        metavar="SECONDS",
+        help="how long ranks may take to meet, and a collective to complete (default: %(default)s)",
+    )
+    doctor.set_defaults(function=_doctor)
     return parser
 
 
@@ -46,6 +64,12 @@ def _demo(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # unset, torchrun warns
     options = demo_options.options_of(parsed)
     return launch(["-n", str(parsed.ranks), "-m", "ltx.demo.train", *options.arguments()])
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from ltx.runtime.doctor import doctor
+
+    return doctor(as_json=parsed.json, timeout_s=parsed.timeout)
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -63,6 +87,7 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     parser = torchrun.get_args_parser()
     parser.prog = "ltx run"
@@ -75,6 +100,9 @@ def launch(arguments: Sequence[str]) -> int:
         torchrun.run(parsed)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
+        return 1
+    except RendezvousError as error:  # the launchers of several machines: this one's ranks have been ended
+        print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
         print(f"ltx run: stopped by {error.sigval.name}", file=sys.stderr)

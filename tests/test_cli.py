@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 import ltx.cli
 from ltx.demo.options import Options, options_of
@@ -34,7 +35,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     return calls
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"], ["run", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         ltx.cli.main(arguments)
@@ -49,6 +50,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["dance"], "invalid choice: 'dance'"),
         (["run"], "the following arguments are required: training_script"),
         (["demo", "--ranks", "0"], "argument --ranks: expected an integer of at least 1, got 0"),
+        (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
         (["demo", "--steps", "-1"], "argument --steps: expected an integer of at least 1, got -1"),
         (["demo", "--strategy", "int4"], "argument --strategy: invalid choice: 'int4'"),
     ],
@@ -89,6 +91,17 @@ def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Nam
 def test_a_meeting_point_that_is_asked_for_is_kept(arguments: list[str], launched: list[argparse.Namespace]) -> None:
     ltx.cli.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
     assert not launched[0].standalone
+
+
+def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def lose(_: argparse.Namespace) -> None:
+        raise RendezvousConnectionError("the store is gone")
+
+    monkeypatch.setattr(torchrun, "run", lose)
+    assert ltx.cli.main(["run", "--nnodes", "2", "--rdzv-backend", "c10d", "script.py"]) == 1
+    assert capsys.readouterr().err == (
+        "ltx run: this machine couldn't meet the others, or lost them: the store is gone\n"
+    )
 
 
 def test_demo_starts_its_module(launched: list[argparse.Namespace]) -> None:

@@ -104,7 +104,7 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         "process_group_backend": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
         "timeout": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
-        "start_method": "strategies/test_ddp.py::test_bad_fields",
+        "start_method": "runtime/test_launch.py::test_a_strategys_way_to_start",
         "**kwargs": HERE + "test_ddps_own_arguments_are_refused",
         **shared("barrier", "broadcast", "reduce", "teardown", "root_device"),
         "on_exception(exception)": HERE + "test_ranks_may_use_different_parameters",

@@ -51,6 +51,7 @@ def test_simulated_ranks_agree_with_one_process(names: dict[str, Any]) -> None:
     for name, per_rank in names["per_rank"].items():
         for gradient in per_rank:
             torch.testing.assert_close(gradient, whole[name])
+        torch.testing.assert_close(names["grads"][name], whole[name])
 
 
 def test_the_bytes_of_each_hook() -> None:

@@ -1,19 +1,19 @@
-"""A call as it travels to the workers, and the answer as it comes back.
+"""A call as it travels to the workers.
 
 Functions and classes are sent by value (cloudpickle) if they are of the called function's own module, which a notebook
 or an editor may have changed since a worker imported it, or of a module that the workers can't import. Those of all
-other modules are imported by the workers.
+other modules are imported by the workers. The source of functions that are in no file, those of notebook cells, goes
+along, so that tracebacks on workers show its lines.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import io
-import pickle
+import linecache
 import sys
 import sysconfig
-import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,19 +21,33 @@ from types import FunctionType
 from typing import Any
 
 import cloudpickle
+import torch
 
 from ltx.errors import WorkerError
-from ltx.runtime.messages import Failure
+from ltx.runtime.messages import Call
+from ltx.runtime.parcels import Parcel, Pickler, pack
 
 _LTX_HOME = Path(__file__).resolve().parents[1]
+#: A function that carries more than this along, in its closure or in globals, is warned about.
+LARGE_BYTES = 16 << 20
 
 
-def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """The frame that asks a worker for ``fn(*args, **kwargs)``. Raises WorkerError for what can't be pickled."""
-    stream = io.BytesIO()
-    pickler = _Pickler(stream, _module_name(fn))
+def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parcel:
+    """The parcel of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, and what that names.
+
+    Raises:
+        WorkerError: something in it can't be pickled.
+
+    Warns:
+        UserWarning: the function itself carries more than :data:`LARGE_BYTES` along.
+    """
+    pickler = _Pickler(_module_name(fn))
     try:
-        pickler.dump((fn, args, kwargs))
+        pickler.dump(Call(number))
+        pickler.dump(fn)
+        _warn_if_large(fn, pickler.nbytes)
+        pickler.dump((args, kwargs))
+        pickler.dump(pickler.sources)
     except Exception as error:
         raise WorkerError(
             f"{name_of(fn)} and its arguments can't be sent to the workers: {type(error).__name__}: {error}. Open "
@@ -41,15 +55,12 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         ) from error
     finally:
         pickler.unregister()
-    return stream.getvalue()
+    return pickler.parcel()
 
 
-def unpickle_answer(frame: bytes) -> Any:
-    try:
-        return pickle.loads(frame)
-    except Exception as error:
-        message = f"the driver couldn't unpickle the result: {error}"
-        return Failure(type(error).__qualname__, message, message, time.monotonic())
+def inherited_call(number: int) -> Parcel:
+    """The parcel of a call to the function that a fork has inherited."""
+    return pack(Call(number, inherited=True))
 
 
 def name_of(fn: Any) -> str:
@@ -57,11 +68,16 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or fn)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, which sends by value what is registered with it: here, for the time of one dump."""
+class _Pickler(Pickler):
+    """The parcel's, which sends by value what is registered with cloudpickle: here, for the time of one call.
 
-    def __init__(self, stream: io.BytesIO, own_module: str):
-        super().__init__(stream)
+    Attributes:
+        sources: what is in no file: by name, what to call it and its lines.
+    """
+
+    def __init__(self, own_module: str):
+        super().__init__()
+        self.sources: dict[str, tuple[str, list[str]]] = {}
         self._seen: set[str] = set()
         self._registered: list[str] = []
         self._look_at(own_module, importable=False)
@@ -69,12 +85,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType | type):
             self._look_at(getattr(obj, "__module__", None) or "")
+        if isinstance(obj, functools._lru_cache_wrapper) and self._goes_by_value(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, FunctionType):
+            name = obj.__code__.co_filename
+            entry = linecache.cache.get(name)
+            if entry is not None and len(entry) == 4 and entry[1] is None:  # no time of change: it isn't a file
+                self.sources[name] = (_cell_of(name), entry[2])
         return super().reducer_override(obj)
 
     def unregister(self) -> None:
         for name in self._registered:
             with suppress(ValueError, KeyError):
                 cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def _goes_by_value(self, obj: Any) -> bool:
+        name = getattr(obj, "__module__", None) or ""
+        self._look_at(name)
+        return name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
 
     def _look_at(self, name: str, importable: bool | None = None) -> None:
         if name in self._seen:
@@ -88,6 +116,51 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not importable and name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self._registered.append(name)
+
+
+def _cell_of(name: str) -> str:
+    """What a notebook calls the cell whose code is named `name`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    count = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
+    return name if count is None else f"<cell In[{count}]>"
+
+
+def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """`fn` with an empty cache of its own."""
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _warn_if_large(fn: Any, nbytes: int) -> None:
+    if nbytes <= LARGE_BYTES:
+        return
+    held = sorted(_tensors_of(fn).items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name!r} with {size / 1e6:.0f} MB" for name, size in held)
+    warnings.warn(
+        f"{name_of(fn)} carries {nbytes / 1e6:.0f} MB along to the workers at each call"
+        + (f": {named}" if named else "")
+        + ". Make it on the workers (in a %%ltx cell, or kept in a module), or pass only the part that they need.",
+        stacklevel=4,
+    )
+
+
+def _tensors_of(fn: Any) -> dict[str, int]:
+    """The bytes of the tensors, arrays and modules that `fn` finds in its closure and globals, by name."""
+    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
+        fn = getattr(fn, "func", None) or fn.__wrapped__
+    try:
+        found = inspect.getclosurevars(fn)
+    except TypeError:  # not a Python function
+        return {}
+    values = {**found.globals, **found.nonlocals}
+    return {name: size for name, value in values.items() if (size := _nbytes(value))}
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.nn.Module):
+        return sum(p.nbytes for p in (*value.parameters(), *value.buffers()))
+    size = getattr(value, "nbytes", 0)
+    return size if isinstance(size, int) else 0
 
 
 def _module_name(fn: Any) -> str:

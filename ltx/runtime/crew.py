@@ -1,4 +1,4 @@
-"""The processes of a pool: n fresh interpreters, each on one end of a connection.
+"""The processes of a pool or of a launch, each on one end of a connection.
 
 The connection is a pair of anonymous Unix sockets whose one end the worker inherits: there is no address that another
 process could connect to, and no file to clean up. When the driver ends, in whatever way, the system closes its end, the
@@ -8,46 +8,64 @@ worker sees that and ends too. Only processes that this process started are ever
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import subprocess
 import sys
-import sysconfig
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 from ltx.errors import WorkerError
-from ltx.runtime.messages import STOP, Failure, Meeting, Ready, Setup
-from ltx.runtime.world import POOL_VARIABLE
+from ltx.runtime import parcels
+from ltx.runtime.described import failure_of
+from ltx.runtime.messages import Cancel, Failure, Meeting, Ready, Renew, Setup, Stop
+from ltx.runtime.output import Output, open_pipe
+from ltx.runtime.show import Bar
+from ltx.runtime.starting import Process, Starter
 
-# The folder that ltx is imported from.
-_IMPORT_HOME = str(Path(__file__).resolve().parents[2])
 _STOP_GRACE_S = 3.0
-# Collecting garbage while torch is imported takes a fifth of the time; the worker enables it when it is up.
-_WORKER = "import gc, sys; gc.disable(); from ltx.runtime.worker import main; main(int(sys.argv[1]))"
+# How often the driver looks whether a process it waits for has been stopped, and for how long it must have been.
+_LOOK_S = 0.5
+_STOPPED_S = 2.0
 
 
 class Crew:
     """`size` workers whose world is up. They end with :meth:`stop`, with this object, or with this process.
 
+    Args:
+        size: how many.
+        start: starts one of them.
+        threads: how many threads each computes on.
+        start_timeout_s: how long they may take to be up.
+        shows_output: what they print is shown by the driver, with their rank.
+
+    Attributes:
+        torn: whether a call has failed on some ranks, so that their world is in pieces.
+
     Raises:
         WorkerError: a worker failed to start, or they weren't all up after `start_timeout_s`.
     """
 
-    def __init__(self, size: int, threads: int, start_timeout_s: float):
+    def __init__(self, size: int, start: Starter, threads: int, start_timeout_s: float, shows_output: bool = False):
         self.size = size
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.torn = False
+        self._worlds = 1
+        self._bars: dict[str, Bar] = {}
+        self._stopped_since: dict[int, float] = {}
+        self._start_timeout_s = start_timeout_s
+        self._processes: list[Process] = []
         self._connections: list[Connection] = []
-        self._end = weakref.finalize(self, _end, os.getpid(), self._processes, self._connections, _STOP_GRACE_S)
+        self._output = Output()
+        self._end = weakref.finalize(
+            self, _end, os.getpid(), self._processes, self._connections, self._output, _STOP_GRACE_S
+        )
         try:
             for rank in range(size):
-                self._spawn(rank, threads)
-            self._await_start(time.monotonic() + start_timeout_s, start_timeout_s)
+                self._spawn(rank, start, threads, shows_output)
+            self._await_start(time.monotonic() + start_timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -55,7 +73,7 @@ class Crew:
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank."""
-        return [process.pid for process in self._processes]
+        return [process.pid or 0 for process in self._processes]
 
     @property
     def is_ours(self) -> bool:
@@ -63,30 +81,68 @@ class Crew:
         details = self._end.peek()
         return details is not None and details[2][0] == os.getpid()
 
-    def send(self, rank: int, frame: bytes) -> bool:
-        """Send `frame` to a worker; False if it is gone."""
+    def send(self, rank: int, parcel: parcels.Parcel) -> bool:
+        """Send `parcel` to a worker; False if it is gone."""
         try:
-            self._connections[rank].send_bytes(frame)
+            parcel.send(self._connections[rank])
         except OSError:
             return False
         return True
 
-    def receive(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, bytes | None]:
-        """The frames that have arrived from `ranks`, None from one that is gone; empty once `timeout_s` is over."""
-        by_connection: dict[Any, int] = {self._connections[rank]: rank for rank in ranks}
-        frames: dict[int, bytes | None] = {}
-        for connection in wait(list(by_connection), timeout_s):
-            try:
-                frames[by_connection[connection]] = self._connections[by_connection[connection]].recv_bytes()
-            except (EOFError, OSError):
-                frames[by_connection[connection]] = None
-        return frames
+    def cancel(self, ranks: Collection[int], number: int) -> None:
+        """Have `ranks` give up call `number`."""
+        for rank in ranks:
+            self.send(rank, parcels.pack(Cancel(number)))
+
+    def receive(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
+        """What `ranks` have answered; words on how its process ended for one that is gone, or has been stopped.
+
+        Waits for `timeout_s` at most; what they print and show is shown meanwhile. Empty if none has answered.
+        """
+        end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        while not answers:
+            left_s = end - time.monotonic()
+            by_connection: dict[Any, int] = {self._connections[rank]: rank for rank in ranks}
+            ready = wait([*by_connection, *self._output.fds], max(0.0, min(_LOOK_S, left_s)))
+            for connection in ready:
+                if connection in by_connection:
+                    self._take(by_connection[connection], answers)
+            self._output.show()
+            if not ready:
+                self._look_for_stopped(ranks, answers)
+                if left_s <= 0:
+                    break
+        return answers
+
+    def finish_output(self) -> None:
+        """A call is over: show what is left of its output."""
+        self._output.show(finish=True)
+        self._bars.clear()
+
+    def renew(self) -> None:
+        """A new world for all workers, which keep what else they have.
+
+        Raises:
+            WorkerError: not all of them managed to.
+        """
+        self._worlds += 1
+        for rank in range(self.size):
+            # Far above what a user's own calls of ltx.init may have counted up to.
+            self.send(rank, parcels.pack(Renew(self._worlds * 1_000_000)))
+        deadline, waiting = time.monotonic() + self._start_timeout_s, set(range(self.size))
+        while waiting:
+            answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
+            bad = {rank: answer for rank, answer in answers.items() if not isinstance(answer, Ready)}
+            if bad or not answers:
+                raise WorkerError(f"ranks {sorted(bad or waiting)} couldn't make a new world: {bad or 'no answer'}.")
+            waiting -= answers.keys()
+        self.torn = False
 
     def exit_text(self, rank: int) -> str:
         """How the process of a rank that is gone ended, in words."""
-        try:
-            code = self._processes[rank].wait(timeout=_STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
+        code = self._processes[rank].ended(_STOP_GRACE_S)
+        if code is None:
             return "closed its connection to the driver"
         if code >= 0:
             return f"exited with status {code}"
@@ -105,39 +161,65 @@ class Crew:
         """End the workers at once, whatever they are doing."""
         if self.is_ours:
             self._end.detach()
-            _end(os.getpid(), self._processes, self._connections, 0.0)
+            _end(os.getpid(), self._processes, self._connections, self._output, 0.0)
 
-    def _spawn(self, rank: int, threads: int) -> None:
+    def _spawn(self, rank: int, start: Starter, threads: int, shows_output: bool) -> None:
         ours, theirs = Pipe()
         with theirs:
             self._connections.append(ours)
-            self._processes.append(
-                subprocess.Popen(
-                    # -P: modules in the working directory shadow nothing while the worker starts.
-                    [sys.executable, "-P", "-c", _WORKER, str(theirs.fileno())],
-                    env=_worker_environment(rank, self.size, threads),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
-                )
-            )
-        self.send(rank, pickle.dumps(Setup([path or os.getcwd() for path in sys.path], threads)))
+            streams: list[int] = []
+            try:
+                for name in ("stdout", "stderr") if shows_output else ():
+                    reading, writing = open_pipe()
+                    streams.append(writing)
+                    self._output.add(reading, rank, name)
+                self._processes.append(start(rank, theirs, self._connections, streams))
+            finally:
+                for writing in streams:
+                    os.close(writing)
+        self.send(rank, parcels.pack(Setup([path or os.getcwd() for path in sys.path], threads, shows_output)))
 
-    def _await_start(self, deadline: float, start_timeout_s: float) -> None:
+    def _take(self, rank: int, answers: dict[int, Any]) -> None:
+        """Read one message of `rank`'s: show it, or put it among `answers`."""
+        try:
+            load: Callable[[], Any] = parcels.receive(self._connections[rank])
+        except (EOFError, OSError):
+            self._output.show()
+            answers[rank] = self.exit_text(rank)
+            return
+        try:
+            message = load()
+        except Exception as error:
+            message = failure_of(error, "the driver couldn't unpickle the result: ")
+        self._output.show()  # what was printed before it
+        if hasattr(message, "shown"):
+            message.shown(rank, self.size, self._bars)
+        else:
+            answers[rank] = message
+
+    def _look_for_stopped(self, ranks: Collection[int], answers: dict[int, Any]) -> None:
+        """A stopped process never answers; nobody else tells (Linux alone says so, in /proc)."""
+        now = time.monotonic()
+        for rank in ranks:
+            if not _is_stopped(self._processes[rank].pid):
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) >= _STOPPED_S:
+                answers[rank] = "has been stopped (SIGSTOP, or Ctrl-Z)"
+
+    def _await_start(self, deadline: float) -> None:
         waiting = set(range(self.size))
         while waiting:
-            frames = self.receive(waiting, max(0.0, deadline - time.monotonic()))
-            if not frames:
+            answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
+            if not answers:
                 raise WorkerError(
-                    f"the workers of ranks {sorted(waiting)} of {self.size} weren't up after {start_timeout_s:g} s. "
-                    "Starting takes a few seconds on an idle machine: give a larger start_timeout_s, or look for what "
-                    "loads this one."
+                    f"the workers of ranks {sorted(waiting)} of {self.size} weren't up after "
+                    f"{self._start_timeout_s:g} s. Starting takes a few seconds on an idle machine: give a larger "
+                    "start_timeout_s, or look for what loads this one."
                 )
-            for rank, frame in frames.items():
-                message = pickle.loads(frame) if frame is not None else None
+            for rank, message in answers.items():
                 if isinstance(message, Meeting):
                     for other in range(1, self.size):
-                        self.send(other, pickle.dumps(message))
+                        self.send(other, parcels.pack(message))
                 elif isinstance(message, Ready):
                     waiting.discard(rank)
                 elif isinstance(message, Failure):
@@ -147,12 +229,19 @@ class Crew:
                     )
                 else:
                     raise WorkerError(
-                        f"the worker of rank {rank} of {self.size} {self.exit_text(rank)} while it started. What it "
-                        f"wrote to stderr says more; `{sys.executable} -c 'import ltx'` should work."
+                        f"the worker of rank {rank} of {self.size} {message} while it started. What it wrote to stderr "
+                        f"says more; `{sys.executable} -c 'import ltx'` should work."
                     )
 
 
-def _end(owner: int, processes: list[subprocess.Popen[bytes]], connections: list[Connection], grace_s: float) -> None:
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def _end(owner: int, processes: list[Process], connections: list[Connection], output: Output, grace_s: float) -> None:
     """Stop the workers, kill those that are left after `grace_s`, and wait for all of them to be gone."""
     if os.getpid() != owner:  # a fork of the driver: the workers aren't its children
         return
@@ -160,39 +249,15 @@ def _end(owner: int, processes: list[subprocess.Popen[bytes]], connections: list
     try:
         for connection in connections if grace_s else ():
             with suppress(OSError):
-                connection.send_bytes(STOP)
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+                parcels.pack(Stop()).send(connection)
+        for process in processes if grace_s else ():
+            process.ended(max(0.0, deadline - time.monotonic()))
     finally:
         for process in processes:
             process.kill()  # does nothing to one that has ended
         for process in processes:
-            process.wait()
+            process.ended(None)
         for connection in connections:
             connection.close()
-
-
-def _worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
-    """The driver's environment, with what torchrun would say to rank `rank` of `size` on one node."""
-    import torch
-
-    # What torchrun said to the driver about its own store isn't about the workers'.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
-    environment |= {
-        POOL_VARIABLE: str(size),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "OMP_NUM_THREADS": str(threads),
-    }
-    if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
-    if torch.cuda.is_available() and torch.cuda.device_count() < size:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # NCCL takes one device for each rank: all on the CPU then
-    if _IMPORT_HOME not in sysconfig.get_paths().values():  # a checkout, not an installed package
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_IMPORT_HOME, os.environ.get("PYTHONPATH")]))
-    return environment
+        output.show(finish=True)
+        output.close()

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ltx.errors import WorkerError
 from ltx.runtime.messages import Failure, Result
 
-#: After one rank failed, how long the others get to answer before they are given up.
-GRACE_S = 2.0
+_ENDED = "The workers were ended, with what they had kept; the next run starts new ones."
+_KEPT = "The workers keep their state, and the next run begins with a new world."
 
 
-class CallFailedError(WorkerError):
+class _Rendered:
+    """Notebooks show the message alone: the frames of the driver say nothing about what happened on the workers."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class CallFailedError(_Rendered, WorkerError):
     """A call raised, or its process ended, on at least one rank; the fields are about the first to fail.
 
     Attributes:
         rank: the first rank to fail.
         type_name: the name of its exception's class; "" if its process ended without one.
-        traceback_text: its traceback, with the worker's own frames left out.
+        traceback_text: its traceback, with the frames of ltx left out.
     """
 
     rank: int = -1
@@ -27,29 +34,58 @@ class CallFailedError(WorkerError):
     traceback_text: str = ""
 
 
-class CallTimeoutError(WorkerError, TimeoutError):
+class CallTimeoutError(_Rendered, WorkerError, TimeoutError):
     """A call didn't return on all ranks within its ``timeout_s``."""
 
 
-def failure_error(name: str, answers: Mapping[int, Any], size: int, timeout_s: float | None) -> WorkerError:
-    """The error for a run that didn't succeed everywhere: the first failure in full, the others in a line."""
-    silent = [rank for rank in range(size) if rank not in answers]
-    # An ended process comes first: peers that fail because of it do so after it.
-    failed = {rank: (0.0 if isinstance(a, str) else a.at_s) for rank, a in answers.items() if not isinstance(a, Result)}
-    if not failed:
-        done = sorted(answers)
+class CallInterruptedError(_Rendered, KeyboardInterrupt):
+    """Ctrl-C during a call, and where it found each rank.
+
+    Attributes:
+        kept: whether all ranks have given up, and so the workers are still there.
+    """
+
+    def __init__(self, message: str, kept: bool):
+        super().__init__(message)
+        self.kept = kept
+
+
+def failure_error(
+    name: str, answers: Mapping[int, Any], ranks: Sequence[int], size: int, timeout_s: float | None, kept: bool | None
+) -> WorkerError:
+    """The error for a run that didn't succeed everywhere: the first failure in full, the others in a line.
+
+    Args:
+        name: what ran.
+        answers: what came from each rank; those that didn't answer are absent.
+        ranks: those that it ran on, of `size`.
+        size: the number of workers.
+        timeout_s: how long it could take.
+        kept: whether the workers are still there; None if nobody expects it.
+    """
+    after = "" if kept is None else _KEPT if kept else _ENDED
+    # An ended process comes first: peers that fail because of it do so after it. One that gave up when it was asked to
+    # comes last.
+    failed = {rank: _came(answer) for rank, answer in answers.items() if not isinstance(answer, Result)}
+    genuine = [rank for rank in failed if not getattr(answers[rank], "cancelled", False)]
+    silent = [rank for rank in ranks if rank not in answers]
+    if not genuine:
+        late = sorted({*silent, *failed})
+        done = sorted(answers.keys() - failed.keys())
         return CallTimeoutError(
-            f"{name} didn't return on rank{'s' * (len(silent) > 1)} {_listed(silent)} of {size} within {timeout_s:g} s"
+            f"{name} didn't return on rank{'s' * (len(late) > 1)} {_listed(late)} of {size} within {timeout_s:g} s"
             + (f", while it returned on {_listed(done)}" if done else "")
-            + ". A rank that waits in a collective waits for one that doesn't take part. The workers were ended; the "
-            "next run starts new ones. Give a larger timeout_s if it only needs longer."
+            + f": {'; '.join(f'rank {rank} {told_where(answers.get(rank))}' for rank in late)}. A rank that waits in a "
+            "collective waits for one that doesn't take part. Give a longer timeout if it only needs that."
+            + f" {after}".rstrip()
         )
-    first = min(failed, key=lambda rank: (failed[rank], rank))
+    first = min(genuine, key=lambda rank: (failed[rank], rank))
     answer = answers[first]
     others = [f"rank {rank} {_in_short(answers[rank])}" for rank in sorted(failed) if rank != first]
-    if silent:
-        others.append(f"no answer from {_listed(silent)} within {GRACE_S:g} s after it (waiting in a collective?)")
+    others += [f"rank {rank} {told_where(None)}" for rank in silent]
     rest = f"\nOther ranks: {'; '.join(others)}." if others else ""
+    if kept is False:
+        rest += f"\n{after}"
     error = CallFailedError()
     error.rank = first
     if isinstance(answer, str):
@@ -64,14 +100,31 @@ def failure_error(name: str, answers: Mapping[int, Any], size: int, timeout_s: f
     return error
 
 
+def told_where(answer: Any) -> str:
+    """Where a rank was that was asked to give up, in words; `answer` is None if it didn't."""
+    if answer is None:
+        return "didn't give up (it is in code that Python can't interrupt)"
+    if isinstance(answer, Result):
+        return "had returned"
+    if isinstance(answer, Failure) and answer.cancelled:
+        return f"was at {answer.where}" if answer.where else "was given up"
+    return _in_short(answer)
+
+
+def _came(answer: Failure | str) -> float:
+    return 0.0 if isinstance(answer, str) else answer.at_s
+
+
 def _in_short(answer: Failure | str) -> str:
     if isinstance(answer, str):
         return answer
-    line = answer.message.partition("\n")[0]
+    if answer.cancelled:
+        return f"was given up{f' at {answer.where}' if answer.where else ''}"
+    line = answer.message.partition("\n")[0].rstrip(".")
     return f"raised {answer.type_name}: {line[:160]}{'...' * (len(line) > 160)}"
 
 
-def _listed(ranks: list[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 

@@ -9,6 +9,7 @@ import gc
 import math
 import sys
 import threading
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,7 +23,9 @@ from torch.distributed.rendezvous import rendezvous
 from ltx import wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import WorldError
-from ltx.runtime.world import Placement, World, world_of
+from ltx.runtime.launchers import UNSURE
+from ltx.runtime.placement import Placement
+from ltx.runtime.world import World, world_of
 from ltx.wire import close_axis, open_axis
 
 #: The sizes of a world's axes by name, outermost first.
@@ -48,8 +51,16 @@ class _Meetings:
 _meetings = _Meetings()
 
 
-def adopted_world(placement: Placement, backend: str | None) -> World:
-    """The world of a process group that the user has initialised; the environment may know more than the group."""
+def meet_as(count: int) -> None:
+    """Have the next world be the `count`-th: ranks whose counts differ wouldn't find one another."""
+    _meetings.count = count - 1
+
+
+def adopted_world(placement: Placement, backend: str | None, told: bool) -> World:
+    """The world of a process group that the user has initialised; the environment may know more than the group.
+
+    `told`: the caller of ``ltx.init`` said where this process is, so that must agree.
+    """
     rank, size, used = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     if backend is not None and backend != used:
         raise WorldError(
@@ -57,6 +68,12 @@ def adopted_world(placement: Placement, backend: str | None) -> World:
             f"backend={backend!r}. Leave backend out to use what is there, or destroy that process group first."
         )
     if (placement.rank, placement.size) != (rank, size):
+        if told:
+            raise WorldError(
+                f"rank {rank}: torch.distributed is initialised already with {size} ranks, and ltx.init was asked for "
+                f"rank={placement.rank}, size={placement.size}. Leave these out to use what is there, or destroy that "
+                "process group first."
+            )
         placement = Placement("user", rank, size, local_rank=rank, local_size=size)
     return world_of(replace(placement, launcher="user"), backend=used)
 
@@ -94,11 +111,45 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
     return meeting
 
 
-def settle(meeting: PrefixStore, world: World) -> None:
-    """Rank 0, which hosts the store, waits for all: it may end at once, while a peer still needs the store."""
+def settle(meeting: PrefixStore, world: World, placement: Placement) -> None:
+    """Rank 0, which hosts the store, waits for all: it may end at once, while a peer still needs the store.
+
+    Where ranks can't be sure of their nodes they compare them first.
+    """
+    wrong = _compare_nodes(meeting, placement) if placement.launcher in UNSURE else ""
     meeting.set(f"settled/{world.rank}", "")
     if world.rank == 0:
         meeting.wait([f"settled/{rank}" for rank in range(world.size)])
+    if wrong:
+        raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
+
+
+def _compare_nodes(meeting: PrefixStore, mine: Placement) -> str:
+    """What doesn't fit together in where the ranks think that they are; the same words on all of them."""
+    place = (mine.node_rank, mine.num_nodes, mine.local_rank, mine.local_size)
+    meeting.set(f"place/{mine.rank}", " ".join(map(str, place)))
+    if mine.rank == 0:
+        places = [tuple(map(int, meeting.get(f"place/{rank}").split())) for rank in range(mine.size)]
+        meeting.set("places", _misfit(places))
+    return meeting.get("places").decode()
+
+
+def _misfit(places: list[tuple[int, ...]]) -> str:
+    """What is wrong with the (node, number of nodes, local rank, local size) of all ranks; "" if nothing is."""
+    taken: dict[tuple[int, int], int] = {}
+    on_node = Counter(place[0] for place in places)
+    for rank, (node, num_nodes, local_rank, local_size) in enumerate(places):
+        other = taken.setdefault((node, local_rank), rank)
+        if other == rank and (num_nodes, local_size) == (len(on_node), on_node[node]):
+            continue
+        found = f"rank {other} is there too" if other != rank else f"{len(on_node)} with {on_node[node]} on this one"
+        return (
+            f"rank {rank} takes itself for local rank {local_rank} of {local_size} on node {node} of {num_nodes}, but "
+            f"all together found {found}. Where nodes have unequal numbers of ranks, which node it is doesn't follow "
+            "from what mpirun or arguments say. Under mpirun, set GROUP_RANK to the index of the node and "
+            "GROUP_WORLD_SIZE to the number of nodes; instead of arguments, set torchrun's environment variables."
+        )
+    return ""
 
 
 def _destroy(group: Any) -> None:
@@ -121,7 +172,7 @@ def check_mesh(mesh: Mesh, world: World) -> None:
         )
 
 
-def open_axes(mesh: Mesh, world: World, timeout: timedelta, undo: ExitStack) -> tuple[Axis, ...]:
+def open_axes(mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack) -> tuple[Axis, ...]:
     """One axis for each entry of `mesh`, over the ranks that differ from this one in that coordinate alone."""
     axes = []
     ranks = torch.arange(world.size).reshape([size for _, size in mesh])
@@ -135,7 +186,7 @@ def open_axes(mesh: Mesh, world: World, timeout: timedelta, undo: ExitStack) -> 
                     group = made
                     undo.callback(_destroy_subgroup, made)
         assert group is not None
-        axes.append(open_axis(name, group, timeout))
+        axes.append(open_axis(name, group, timeout, heartbeat.total_seconds()))
         undo.callback(_close, axes[-1], dist.group.WORLD)
     return tuple(axes)
 

@@ -19,21 +19,27 @@ import optree
 import torch
 import torch.distributed as dist
 
-from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
+from ltx import wire
+from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
 from ltx.errors import WorldError
+from ltx.runtime.described import message_of
 from ltx.runtime.groups import (
     adopted_world,
     check_mesh,
     close_others,
     let_go,
     make_group,
+    meet_as,
     open_axes,
     settle,
 )
-from ltx.runtime.world import Placement, World, placement_from_env, world_of
+from ltx.runtime.launchers import placement_from_arguments, placement_from_env
+from ltx.runtime.placement import Placement
+from ltx.runtime.world import World, world_of
 from ltx.typing import Tree
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
+_DEFAULT_HEARTBEAT = timedelta(seconds=wire.DEFAULT_HEARTBEAT_S)
 
 
 @dataclass
@@ -63,11 +69,18 @@ def init(
     backend: str | None = None,
     timeout: timedelta = _DEFAULT_TIMEOUT,
     mesh: Mapping[str, int] | None = None,
+    heartbeat_timeout: timedelta = _DEFAULT_HEARTBEAT,
+    rank: int | None = None,
+    size: int | None = None,
+    master: str | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
 ) -> World:
     """Set up this process' part of the world that its launcher describes, and put the world's axes in scope.
 
-    Without a launcher (no torchrun, no pool) it is a world of one and no process group is made. A process group that
-    torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.
+    Launchers are torchrun, srun of SLURM, mpirun of Open MPI, MPICH, Intel MPI and MVAPICH2, and :class:`ltx.Pool`;
+    ``ltx doctor`` tells which was found. Without one it is a world of one and no process group is made. A process group
+    that torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.
 
     As a context manager it takes everything down at the end of the block, also after an exception. As a plain call it
     lasts until :func:`shutdown` or the end of the process. A second call gives the same world; an inner
@@ -81,6 +94,15 @@ def init(
         mesh: the sizes of the world's axes by name, outermost first, ``{"node": 2, "data": 4}`` for example. Rank
             ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
             ``{"data": size}``.
+        heartbeat_timeout: a rank that waits for a peer without a sign of life for so long (its process was stopped, its
+            machine or the link to it is down) raises :class:`ltx.errors.PeerLostError`. `timeout` is for peers that
+            live and don't come.
+        rank: with `size` and `master`, which rank this is, whatever a launcher says: for processes that were started
+            by hand. ``rank=0, size=1`` is a process alone.
+        size: the number of ranks.
+        master: where they meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
+        local_rank: this rank's index among those of its node.
+        local_size: their number, the same on each node; by default all ranks are on one node.
 
     Returns:
         The world, which is a context manager too.
@@ -95,7 +117,10 @@ def init(
         ...     world.size, ltx.psum(torch.tensor(3.0))
         (1, tensor(3.))
     """
-    asked = _asked(strategy, backend, timeout, mesh)
+    asked = _asked(strategy, backend, timeout, mesh, heartbeat_timeout)
+    told = placement_from_arguments(rank, size, master, local_rank, local_size)
+    if told is not None:
+        asked["placement"] = told
     session = _process.session
     if session is None:
         session = _process.session = _start(asked)
@@ -116,6 +141,35 @@ def shutdown() -> None:
     session, _process.session = _process.session, None
     if session is not None and session.pid == os.getpid():  # a fork has none of the groups' threads
         session.teardown.close()
+
+
+def abandon(error: BaseException) -> None:
+    """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
+    for axis in wire.open_axes():
+        if isinstance(axis.backing, GroupBacking):
+            axis.backing.line.passes.abandon(f"{type(error).__name__}: {message_of(error)}")
+
+
+def forget() -> None:
+    """In a fork: the world that is up is the parent's."""
+    _process.session = None
+
+
+def renew(count: int) -> None:
+    """Make a new world in place of one that an exception has left in pieces, with the same settings.
+
+    Args:
+        count: which world of this process it is, a number above all before, equal on all ranks. They may have counted
+            differently.
+    """
+    session = _process.session
+    settings = dict(session.settings) if session is not None else {}
+    settings.pop("placement", None)  # as the environment says
+    shutdown()
+    if dist.is_initialized():  # the user's own, in pieces as well
+        dist.destroy_process_group()
+    meet_as(count)
+    _process.session = _start(settings)
 
 
 def world() -> World:
@@ -150,23 +204,35 @@ def check_current(entered: World) -> None:
         )
 
 
-def release(left: World) -> None:
-    """The end of a ``with`` block on `left`: take the world down if no other call of :func:`init` holds it."""
+def release(left: World, error: BaseException | None = None) -> None:
+    """The end of a ``with`` block on `left`, by `error` or not: take the world down if nobody else holds it."""
     session = _process.session
     if session is not None and session.world is left:
         session.holds -= 1
         if session.holds == 0:
+            if error is not None:
+                abandon(error)
             shutdown()
 
 
-def _asked(strategy: Any, backend: str | None, timeout: timedelta, mesh: Mapping[str, int] | None) -> dict[str, Any]:
+def _asked(
+    strategy: Any,
+    backend: str | None,
+    timeout: timedelta,
+    mesh: Mapping[str, int] | None,
+    heartbeat: timedelta,
+) -> dict[str, Any]:
     """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
     if timeout is _DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
         timeout = getattr(strategy, "timeout", None) or _DEFAULT_TIMEOUT
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise WorldError(f"timeout={timeout!r}: expected a positive datetime.timedelta, such as timedelta(minutes=5).")
+    for name, duration in {"timeout": timeout, "heartbeat_timeout": heartbeat}.items():
+        if not isinstance(duration, timedelta) or duration <= timedelta(0):
+            raise WorldError(
+                f"{name}={duration!r}: expected a positive datetime.timedelta, such as timedelta(minutes=5)."
+            )
     asked: dict[str, Any] = {"backend": backend or getattr(strategy, "process_group_backend", None)}
     asked["timeout"] = None if timeout is _DEFAULT_TIMEOUT else timeout
+    asked["heartbeat_timeout"] = None if heartbeat is _DEFAULT_HEARTBEAT else heartbeat
     asked["mesh"] = None if mesh is None else tuple(mesh.items())
     return {name: value for name, value in asked.items() if value is not None}
 
@@ -174,6 +240,8 @@ def _asked(strategy: Any, backend: str | None, timeout: timedelta, mesh: Mapping
 def _check_same(asked: Mapping[str, Any], session: _Session) -> None:
     for name, new in asked.items():
         old = session.settings[name]
+        if name == "placement":
+            name, old, new = "(rank, size, master)", _place(old), _place(new)
         if new != old:
             old, new = (dict(value) if name == "mesh" else value for value in (old, new))
             raise WorldError(
@@ -182,12 +250,17 @@ def _check_same(asked: Mapping[str, Any], session: _Session) -> None:
             )
 
 
+def _place(placement: Placement) -> tuple[Any, ...]:
+    return placement.rank, placement.size, placement.master and f"{placement.master[0]}:{placement.master[1]}"
+
+
 def _start(asked: Mapping[str, Any]) -> _Session:
     with ExitStack() as undo:
         timeout = asked.get("timeout", _DEFAULT_TIMEOUT)
-        placement = placement_from_env(os.environ)
+        heartbeat = asked.get("heartbeat_timeout", _DEFAULT_HEARTBEAT)
+        placement = asked.get("placement") or placement_from_env(os.environ)
         if dist.is_initialized():
-            world = adopted_world(placement, asked.get("backend"))
+            world = adopted_world(placement, asked.get("backend"), told="placement" in asked)
         else:
             world = world_of(placement, backend=asked.get("backend"))
         mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))
@@ -200,13 +273,19 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         if not dist.is_initialized() and placement.master is not None:
             meeting = make_group(placement, world, timeout, undo)
         if dist.is_initialized():
-            axes = open_axes(mesh, world, timeout, undo)
+            axes = open_axes(mesh, world, timeout, heartbeat, undo)
         else:
             axes = tuple(Axis(name, size) for name, size in mesh)
         undo.callback(set_world_axes, ())
         set_world_axes(axes)
         undo.callback(close_others, axes, held)
         if meeting is not None:
-            settle(meeting, world)
-        settings = {"backend": world.backend, "timeout": timeout, "mesh": mesh}
+            settle(meeting, world, placement)
+        settings = {
+            "backend": world.backend,
+            "timeout": timeout,
+            "heartbeat_timeout": heartbeat,
+            "mesh": mesh,
+            "placement": placement,
+        }
         return _Session(world, settings, undo.pop_all())

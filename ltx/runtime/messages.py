@@ -1,15 +1,13 @@
-"""What a pool's driver and its workers say to each other, each a pickled frame on their connection.
+"""What a pool's driver and its workers say to each other, each a parcel on their connection.
 
-The driver sends one :class:`Setup`, then calls, each a cloudpickled ``(fn, args, kwargs)``; the worker answers each
-with a :class:`Result` or a :class:`Failure`. An empty frame asks it to end.
+The driver sends one :class:`Setup`, then calls; the worker answers each with a :class:`Result` or a :class:`Failure`,
+and may send what is to be seen meanwhile: anything with a method ``shown(rank, size)``, see :mod:`ltx.runtime.show`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-STOP = b""
 
 
 @dataclass(frozen=True)
@@ -18,6 +16,7 @@ class Setup:
 
     sys_path: list[str]
     threads: int
+    shows_output: bool
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,36 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Do a call. In the same parcel: the function, ``(args, kwargs)``, and what :mod:`ltx.runtime.calls` calls sources.
+
+    ``inherited``: they aren't, since the worker is a fork that has them from the driver.
+    """
+
+    number: int
+    inherited: bool = False
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Give that call up: KeyboardInterrupt is raised in it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Take the world down and make a new one, the `count`-th: a call left the old one in pieces."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End."""
+
+
+@dataclass(frozen=True)
 class Result:
     """A call returned."""
 
@@ -43,12 +72,19 @@ class Result:
 class Failure:
     """A call raised. What matters is text, so that it arrives whatever the exception is made of.
 
-    ``at_s`` is on the monotonic clock, which the processes of one machine share, so the driver can tell which rank
-    failed first. ``pickled`` is the exception itself where it pickles.
+    Attributes:
+        traceback_text: of the user's own frames, if there are any; the frames of ltx and of the worker are left out.
+        where: the innermost of them, in words.
+        at_s: on the monotonic clock, which the processes of one machine share, so the driver can tell which rank
+            failed first.
+        pickled: the exception itself where it pickles.
+        cancelled: whether it was given up because the driver asked for it.
     """
 
     type_name: str
     message: str
     traceback_text: str
     at_s: float
+    where: str = ""
     pickled: bytes | None = None
+    cancelled: bool = False

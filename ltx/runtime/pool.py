@@ -1,25 +1,31 @@
 """``ltx.Pool``: run a function on worker processes that stay alive between calls.
 
 The workers are one world: collectives work in the function. A failure on any rank may leave the others in the middle of
-a collective, and the order in which they issue collectives torn. So the rule is simple: after a failure, a timeout or
-an interrupt all workers are ended, and the next run starts new ones.
+a collective, and the order in which they issue collectives torn. So after a failure, a timeout or an interrupt the
+ranks that are still busy are asked to give up (KeyboardInterrupt is raised in them), and before the next run all make a
+new world; what they keep in their modules and cells is still there. Only if a worker is gone, or doesn't give up, all
+are ended, and the next run starts new ones.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ltx.errors import WorkerError
-from ltx.runtime.calls import name_of, pickle_call, unpickle_answer
+from ltx.runtime.calls import name_of, pack_call
+from ltx.runtime.collecting import collect
 from ltx.runtime.crew import Crew
-from ltx.runtime.failures import GRACE_S, failure_error
+from ltx.runtime.failures import CallInterruptedError, failure_error
 from ltx.runtime.messages import Failure, Result
+from ltx.runtime.parcels import Parcel
 from ltx.runtime.per_rank import PerRank
+from ltx.runtime.starting import starter
 from ltx.runtime.world import POOL_VARIABLE
 
 T = TypeVar("T")
@@ -29,14 +35,17 @@ class Pool:
     """`n` worker processes that run functions together, as ranks 0 to ``n - 1`` of one world.
 
     The workers are fresh interpreters, so nothing needs to be guarded by ``if __name__ == "__main__"``. They start in
-    parallel, stay alive between calls and keep their state; each computes on one thread. They end with
-    :meth:`close`, with the ``with`` block, and with this process, however it ends.
+    parallel, stay alive between calls and keep their state, also after a call that failed or was interrupted; each
+    computes on one thread. They end with :meth:`close`, with the ``with`` block, and with this process, however it
+    ends.
 
     Args:
         n: the number of workers.
         start_timeout_s: how long they may take to start.
         timeout_s: how long a run may take unless it says otherwise; None is without limit.
         threads: the number of threads that each worker computes on.
+        show_output: show what workers print line by line, with their rank, where this process prints; False leaves it
+            to the workers, which print where this process was started. None is True in IPython and notebooks.
 
     Raises:
         WorkerError: they don't start, or this process is itself a worker of a pool.
@@ -49,22 +58,23 @@ class Pool:
     """
 
     def __init__(
-        self, n: int, *, start_timeout_s: float = 60.0, timeout_s: float | None = None, threads: int = 1
+        self,
+        n: int,
+        *,
+        start_timeout_s: float = 60.0,
+        timeout_s: float | None = None,
+        threads: int = 1,
+        show_output: bool | None = None,
     ) -> None:
-        if POOL_VARIABLE in os.environ:
-            raise WorkerError(
-                f"rank {os.environ.get('RANK')}: ltx.Pool({n}) was called inside a worker of an ltx.Pool, and a pool "
-                "of pools is refused: its processes would multiply. Make the pool in the driver, and let workers "
-                "talk through collectives."
-            )
-        if not isinstance(n, int) or n < 1:
-            raise WorkerError(f"ltx.Pool({n!r}): expected a number of workers of at least 1.")
+        check_size("ltx.Pool", n)
         self._size = n
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._threads = threads
+        self._show_output = "IPython" in sys.modules if show_output is None else show_output
         self._lock = threading.Lock()
         self._closed = False
+        self._calls = 0
         self._crew: Crew | None = self._start()
 
     def __len__(self) -> int:
@@ -86,6 +96,11 @@ class Pool:
     ) -> None:
         self.close()
 
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids, by rank; empty while there are none."""
+        return [] if self._crew is None else self._crew.pids
+
     def close(self) -> None:
         """End the workers and wait for them. Harmless the second time."""
         with self._lock:
@@ -94,27 +109,19 @@ class Pool:
                 self._crew.stop()
                 self._crew = None
 
-    def run(
-        self,
-        fn: Callable[..., T],
-        *args: Any,
-        timeout_s: float | None = None,
-        keep_on_error: bool = False,
-        **kwargs: Any,
-    ) -> PerRank[T]:
+    def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PerRank[T]:
         """Call ``fn(*args, **kwargs)`` on every worker and wait for all of them.
 
         `fn`, with all that its own module defines, is sent by value: functions of notebook cells and of test files
         work, and each call sees their latest definition. Other modules that are not installed are imported by the
-        workers, which have this process' ``sys.path``. Tensors travel by value.
+        workers, which have this process' ``sys.path``. Tensors travel by value. An interrupt (Ctrl-C) reaches all
+        workers, also those that wait in a collective.
 
         Args:
             fn: the function. What it assigns to globals is gone at the next call; what it keeps in an imported module
                 stays.
             args: its arguments, the same on every rank.
             timeout_s: how long the run may take; None is the pool's own limit.
-            keep_on_error: keep the workers after a failure if all of them have answered. Only right if no rank can
-                have issued a collective that another didn't.
             kwargs: its keyword arguments.
 
         Returns:
@@ -127,56 +134,95 @@ class Pool:
             WorkerError: `fn` or its arguments can't be pickled, the pool is closed, or workers don't start.
         """
         __tracebackhide__ = True
-        call = pickle_call(fn, args, kwargs)
         with self._lock:
-            if self._closed:
-                raise WorkerError(f"this {self!r} can't run {name_of(fn)}. Make a new one: ltx.Pool({self._size}).")
-            if self._crew is None:
-                self._crew = self._start()
-            elif not self._crew.is_ours:
-                raise WorkerError(
-                    f"this ltx.Pool was started by another process than {os.getpid()}, which is a fork of that one. "
-                    "Make a pool of its own in the fork."
-                )
-            try:
-                limit_s = self._timeout_s if timeout_s is None else timeout_s
-                answers = _collect(self._crew, call, limit_s)
-                by_rank = [answers.get(rank) for rank in range(self._size)]
-                if all(isinstance(answer, Result) for answer in by_rank):
-                    return PerRank(answer.value for answer in by_rank)  # type: ignore[union-attr]
-                if not (keep_on_error and all(isinstance(answer, Result | Failure) for answer in by_rank)):
-                    self._drop()
-            except BaseException:  # an interrupt among others
-                self._drop()
-                raise
-            raise failure_error(name_of(fn), answers, self._size, limit_s)
+            number = self._next(name_of(fn))
+            call = pack_call(number, fn, args, kwargs)
+            answers = self._do(number, call, range(self._size), name_of(fn), timeout_s)
+            return PerRank(answers[rank].value for rank in range(self._size))
 
-    def _start(self) -> Crew:
-        return Crew(self._size, self._threads, self._start_timeout_s)
+    def run_on(self, rank: int, fn: Callable[..., T], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> T:
+        """Call ``fn(*args, **kwargs)`` on the worker of `rank` alone. A collective in it would wait for the others.
+
+        Arguments and errors as for :meth:`run`.
+        """
+        __tracebackhide__ = True
+        if not 0 <= rank < self._size:
+            raise WorkerError(f"rank {rank}: {self!r} has the ranks 0 to {self._size - 1}.")
+        with self._lock:
+            number = self._next(name_of(fn))
+            call = pack_call(number, fn, args, kwargs)
+            value: T = self._do(number, call, [rank], name_of(fn), timeout_s)[rank].value
+            return value
+
+    def _next(self, name: str) -> int:
+        if self._closed:
+            raise WorkerError(f"this {self!r} can't run {name}. Make a new one: ltx.Pool({self._size}).")
+        if self._crew is not None and not self._crew.is_ours:
+            raise WorkerError(
+                f"this ltx.Pool was started by another process than {os.getpid()}, which is a fork of that one. "
+                "Make a pool of its own in the fork."
+            )
+        self._calls += 1
+        return self._calls
+
+    def _do(
+        self, number: int, call: Parcel, ranks: Sequence[int], name: str, timeout_s: float | None
+    ) -> dict[int, Result]:
+        __tracebackhide__ = True
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        crew = self._ready()
+        kept = False
+        try:
+            answers = collect(crew, number, call, ranks, name, limit_s)
+            kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
+            crew.torn = not all(isinstance(answers.get(rank), Result) for rank in ranks)
+        except CallInterruptedError as interrupt:
+            kept = crew.torn = interrupt.kept
+            raise
+        finally:
+            call.close()
+            crew.finish_output()
+            if not kept:
+                self._drop()
+        if crew.torn or not kept:
+            raise failure_error(name, answers, ranks, self._size, limit_s, kept)
+        return answers
+
+    def _ready(self) -> Crew:
+        """The workers, with a whole world."""
+        if self._crew is not None and self._crew.torn:
+            try:
+                self._crew.renew()
+            except BaseException as error:
+                self._drop()
+                if not isinstance(error, WorkerError):
+                    raise
+                warnings.warn(
+                    f"after the failure before, {error} All workers were ended, with what they had kept, and new ones "
+                    "are started.",
+                    stacklevel=4,
+                )
+        if self._crew is None:
+            self._crew = self._start()
+        return self._crew
 
     def _drop(self) -> None:
         if self._crew is not None:
             self._crew.kill()
             self._crew = None
 
+    def _start(self) -> Crew:
+        start = starter("popen", self._size, self._threads)
+        return Crew(self._size, start, self._threads, self._start_timeout_s, self._show_output)
 
-def _collect(crew: Crew, call: bytes, timeout_s: float | None) -> dict[int, Any]:
-    """Send `call` to all ranks and gather the answers: a Result, a Failure, or words on how its process ended.
 
-    Ranks that were silent until the time was over, or until a grace period after the first failure, are absent.
-    """
-    end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    answers: dict[int, Any] = {}
-    waiting = set(range(crew.size))
-    for rank in range(crew.size):
-        crew.send(rank, call)  # one that is gone is found out below
-    while waiting:
-        frames = crew.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
-        if not frames:
-            break
-        for rank, frame in frames.items():
-            waiting.discard(rank)
-            answers[rank] = crew.exit_text(rank) if frame is None else unpickle_answer(frame)
-            if not isinstance(answers[rank], Result):
-                end = min(end, time.monotonic() + GRACE_S)
-    return answers
+def check_size(caller: str, n: object) -> None:
+    """Raise :class:`ltx.errors.WorkerError` unless `caller` may start `n` workers in this process."""
+    if POOL_VARIABLE in os.environ:
+        raise WorkerError(
+            f"rank {os.environ.get('RANK')}: {caller}({n}) was called inside a worker of an ltx.Pool, and a pool "
+            "of pools is refused: its processes would multiply. Make the pool in the driver, and let workers "
+            "talk through collectives."
+        )
+    if not isinstance(n, int) or n < 1:
+        raise WorkerError(f"{caller}({n!r}): expected a number of workers of at least 1.")

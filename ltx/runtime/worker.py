@@ -1,66 +1,182 @@
-"""What a worker process of a pool runs: :func:`main`, given a file descriptor.
+"""What a worker process runs: :func:`serve`, given its end of a connection that the driver opened before it started.
 
-That is the worker's end of a connection that the driver opened before it started the process (see
-:mod:`ltx.runtime.messages`). The end of that connection means that the driver is gone, and ends the worker at once,
-whatever it is doing.
+The end of that connection means that the driver is gone, and ends the worker at once, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import gc
+import linecache
 import os
-import pickle
+import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from ltx.runtime.messages import STOP, Failure, Meeting, Ready, Result, Setup
+from ltx.runtime import init, parcels, show
+from ltx.runtime.described import failure_of
+from ltx.runtime.messages import Call, Cancel, Failure, Meeting, Ready, Renew, Result, Setup, Stop
+from ltx.runtime.output import Writer
 
 
 def main(fd: int) -> None:
-    """Serve calls from the connection `fd` until the driver ends it.
+    """What a fresh interpreter runs: :func:`serve` the connection `fd`.
 
     The driver has the garbage collector disabled before ltx is imported, which takes a fifth less time so.
     """
-    connection = Connection(fd)
-    setup: Setup = pickle.loads(connection.recv_bytes())
+    serve(Connection(fd))
+
+
+def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None = None) -> None:
+    """Do what the driver asks for until it says stop.
+
+    Args:
+        connection: this process' end.
+        inherited: (function, arguments) of the call that a fork does.
+    """
+    setup: Setup = parcels.receive(connection)()
     sys.path[:] = setup.sys_path
+    desk = _Desk(connection, inherited)
+    signal.signal(signal.SIGINT, desk.interrupt)
     try:
         _start_world(connection, setup.threads)
     except Exception as error:
-        connection.send_bytes(pickle.dumps(_failure(error)))
+        desk.send(failure_of(error))
         os._exit(1)
     # Modules live as long as the process: the collector needn't go through them, now and at the end of the process.
     gc.freeze()
     gc.enable()
-    connection.send_bytes(pickle.dumps(Ready()))
-
+    show.outbox = desk.send
+    if setup.shows_output:
+        sys.stdout, sys.stderr = Writer("stdout", 1, desk.send), Writer("stderr", 2, desk.send)
+    desk.send(Ready())
     # A thread of its own reads, so that the end of the driver is seen while a call runs or hangs in a collective.
-    frames: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_read, args=(connection, frames), name="ltx-worker-reader", daemon=True).start()
-    while (frame := frames.get()) != STOP:
-        reply = _answer(frame)
-        with suppress(OSError, ValueError):  # broken or closed: no reason to lose the answer
-            sys.stdout.flush()
-            sys.stderr.flush()
+    threading.Thread(target=desk.read, name="ltx-worker-reader", daemon=True).start()
+    while True:
+        message, load = desk.inbox.get()
+        if isinstance(message, Stop):
+            return
+        if isinstance(message, Renew):
+            desk.send(_renewed(message))
+        elif isinstance(message, Call):
+            desk.answer(message, load)
+
+
+class _Desk:
+    """Where a worker's messages come in and go out.
+
+    Attributes:
+        running: the number of the call that is being done.
+        cancelled: the number of the last call that the driver asked to give up.
+    """
+
+    def __init__(self, connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None):
+        self._inherited = inherited
+        self.inbox: SimpleQueue[tuple[Any, Callable[[], Any]]] = SimpleQueue()
+        self.running: int | None = None
+        self.cancelled: int | None = None
+        self._connection = connection
+        self._delivering = False
+        self._interrupted = False
+        self._sending = threading.Lock()  # threads of the user's may show things too
+
+    def read(self) -> None:
+        while True:
+            try:
+                load = parcels.receive(self._connection)
+            except (EOFError, OSError):
+                os._exit(1)
+            message = load()
+            if not isinstance(message, Cancel):
+                self.inbox.put((message, load))
+                continue
+            self.cancelled = message.number
+            if self.running == message.number:
+                # A signal, since nothing else wakes a thread that sleeps in a system call.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def interrupt(self, _signal: int, _frame: object) -> None:
+        """The handler of SIGINT: outside of calls there is nothing to interrupt, and half a message says nothing."""
+        self._interrupted = self.running is not None and self._delivering
+        if self.running is not None and not self._delivering:
+            raise KeyboardInterrupt
+
+    def send(self, message: Any) -> None:
+        self._deliver(parcels.pack(message))
+
+    def answer(self, call: Call, load: Callable[[], Any]) -> None:
+        """Do a call, and send what came of it."""
         try:
-            connection.send_bytes(reply)
-        except OSError:  # the driver is gone
-            os._exit(1)
+            reply = self._reply(call, load)
+        except KeyboardInterrupt as error:  # it came just when the call had ended
+            self.running = None
+            reply = parcels.pack(failure_of(error, cancelled=True))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # broken or closed: no reason to lose the answer
+                stream.finish() if isinstance(stream, Writer) else stream.flush()
+        self._deliver(reply)
+
+    def _reply(self, call: Call, load: Callable[[], Any]) -> parcels.Parcel:
+        """The parcel with a call's result. BaseException: a worker outlives ``sys.exit`` in a call."""
+        doing = "unpickling the function and its arguments: "
+        self.running = call.number
+        try:
+            if self.cancelled == call.number:
+                raise KeyboardInterrupt
+            fn, args, kwargs = self._asked(call, load)
+            doing = ""
+            value = fn(*args, **kwargs)
+            doing = f"pickling the result, which is of type {type(value).__name__}: "
+            reply = parcels.pack(Result(value))
+            self.running = None
+            return reply
+        except BaseException as error:
+            self.running = None
+            init.abandon(error)
+            return parcels.pack(failure_of(error, doing, cancelled=self.cancelled == call.number))
+
+    def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The function and its arguments."""
+        if call.inherited:
+            assert self._inherited is not None
+            return *self._inherited, {}
+        fn, (args, kwargs), sources = load(), load(), load()
+        for name, (label, lines) in sources.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, label)
+        return fn, args, kwargs
+
+    def _deliver(self, parcel: parcels.Parcel) -> None:
+        shields = threading.current_thread() is threading.main_thread()
+        with self._sending:
+            self._delivering = shields
+            try:
+                parcel.send(self._connection)
+            except OSError:  # the driver is gone
+                os._exit(1)
+            finally:
+                parcel.close()
+                self._delivering = False
+        if shields and self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+
+def _renewed(asked: Renew) -> Ready | Failure:
+    try:
+        init.renew(asked.count)
+    except Exception as error:
+        return failure_of(error)
+    return Ready()
 
 
 def _start_world(connection: Connection, threads: int) -> None:
     """Meet the other workers and initialise ltx."""
     import torch
     import torch.distributed as dist
-
-    from ltx.runtime.init import init
 
     torch.set_num_threads(threads)
     if os.environ["RANK"] == "0":
@@ -71,53 +187,11 @@ def _start_world(connection: Connection, threads: int) -> None:
         )
         _hosted.append(store)
         port = store.port
-        connection.send_bytes(pickle.dumps(Meeting(port)))
+        parcels.pack(Meeting(port)).send(connection)
     else:
-        port = pickle.loads(connection.recv_bytes()).port
+        port = parcels.receive(connection)().port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
-    init()
+    init.init()
 
 
 _hosted: list[Any] = []  # the store's server lives as long as this process
-
-
-def _read(connection: Connection, frames: SimpleQueue[bytes]) -> None:
-    while True:
-        try:
-            frames.put(connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(1)
-
-
-def _answer(frame: bytes) -> bytes:
-    """Run one call, and pickle what came of it. BaseException: a worker outlives ``sys.exit`` in a call."""
-    import cloudpickle
-
-    doing = "unpickling the function and its arguments: "
-    try:
-        fn: Callable[..., Any]
-        fn, args, kwargs = pickle.loads(frame)
-        doing = ""
-        value = fn(*args, **kwargs)
-        doing = f"pickling the result, which is of type {type(value).__name__}: "
-        reply: bytes = cloudpickle.dumps(Result(value))
-        return reply
-    except BaseException as error:
-        return pickle.dumps(_failure(error, doing))
-
-
-def _failure(error: BaseException, doing: str = "") -> Failure:
-    """`error` as it is sent. The outermost frame of the traceback, which is this file's, is left out."""
-    import cloudpickle
-
-    at_s = time.monotonic()
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    try:
-        message, text = str(error), "".join(traceback.format_exception(type(error), error, frames))
-    except Exception as broken:  # an exception whose own __str__ raises
-        message = text = f"<no text: its __str__ raised {type(broken).__name__}>"
-    try:
-        pickled = cloudpickle.dumps(error)
-    except Exception:
-        pickled = None
-    return Failure(type(error).__qualname__, doing + message, text, at_s, pickled)

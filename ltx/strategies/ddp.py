@@ -43,7 +43,7 @@ class DDPStrategy(Strategy):
         start_local_sgd_step: the first step, counted from 0, with local gradients; goes with the period. Lightning
             takes it from a ``PostLocalSGDState``, and that all-reduces gradients within each node:
             ``ltx.LocalSGDStrategy(period, start, subgroup=...)`` does.
-        start_method: how whoever launches processes for this strategy starts them: "popen", "spawn", "fork" or
+        start_method: how ``ltx.launch(..., strategy=strategy)`` starts processes: "popen", "spawn", "fork" or
             "forkserver". Checked and carried here; nothing in ltx reads it yet.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 

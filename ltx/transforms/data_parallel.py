@@ -80,14 +80,13 @@ class DataParallel:
             if not torch.compiler.is_compiling() and under_way:
                 self._check_given(args)
             return self._reduce_returned(self.fn(*args, **kwargs))
-        if (
-            torch._C._are_functorch_transforms_active()
-            and not torch.compiler.is_compiling()
-            and self._runs_below(args, kwargs)
-        ):
+        if torch.compiler.is_compiling():
+            return self.run(args, kwargs).value()
+        if torch._C._are_functorch_transforms_active() and self._runs_below(args, kwargs):
             with suppress(TracedValueError):
                 return below.call_below(self, args, kwargs)
-        return self.run(args, kwargs).value()
+        with wire.span("forward"):
+            return self.run(args, kwargs).value()
 
     def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not isinstance(wire.resolve(self.axis).backing, GroupBacking):

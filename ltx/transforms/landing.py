@@ -52,7 +52,8 @@ class Work:
             return [None] * len(inputs)
         # Not autograd.grad: accumulating lays each gradient out as its parameter, which the optimizers' kernels want,
         # while it is still in the cache.
-        torch.autograd.backward(total, inputs=inputs)
+        with wire.span("backward"):
+            torch.autograd.backward(total, inputs=inputs)
         return [x.grad for x in inputs]
 
     def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> Done:
@@ -137,7 +138,7 @@ class Work:
         _scaled(grads, scale)
         params, states, count = targets
         at = [self.trained[m] for m in members]
-        with torch.no_grad():
+        with torch.no_grad(), wire.span("update"):
             self.optimizer.apply_leaves(grads, [states[i] for i in at], [params[i] for i in at], count)
 
     def sync_leaves_after(

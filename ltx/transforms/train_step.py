@@ -103,7 +103,8 @@ class TrainStep:
         pending = strategy.begin(state.params, start.sync.leaves, moment, state.pending) if begins else state.pending
         late = axis.size > 1 and strategy.talks_late(moment.step)
         try:
-            return self._step(state, start, batch, moment, pending, late)
+            with wire.span("step"):
+                return self._step(state, start, batch, moment, pending, late)
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
             if (late or begun or self._asks(moment)) and isinstance(axis.backing, GroupBacking):
@@ -122,7 +123,7 @@ class TrainStep:
         given = tree.unflatten(spec, leaves)
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        with torch.enable_grad():
+        with wire.span("forward"), torch.enable_grad():
             arguments = self._arguments(given, state.buffers, batch)
             ahead = self.overlap == "step"
             run = self.step.run(arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight)
@@ -163,7 +164,8 @@ class TrainStep:
             updated = Updated(params, done.opt_state, states, pending)
         else:
             finite = self._finite(done.grads, at)
-            updated = strategy.update(work.update(done.grads, finite), states, at, pending)
+            with wire.span("update"):
+                updated = strategy.update(work.update(done.grads, finite), states, at, pending)
         states = updated.states
         if self.donate and done.sync_flat:
             # The next step writes into the parameters; a strategy may have returned one tensor as both.

@@ -9,8 +9,10 @@ from ltx.wire.header import Header as Header
 from ltx.wire.header import HeaderTicket as HeaderTicket
 from ltx.wire.header import send_header as send_header
 from ltx.wire.ledger import Event as Event
+from ltx.wire.ledger import Span as Span
 from ltx.wire.ledger import Trace as Trace
 from ltx.wire.ledger import record as record
+from ltx.wire.ledger import span as span
 from ltx.wire.line import Line as Line
 from ltx.wire.line import axis_from_group as axis_from_group
 from ltx.wire.line import close_axis as close_axis
@@ -21,6 +23,7 @@ from ltx.wire.line import size_and_rank as size_and_rank
 from ltx.wire.operations import bytes_sent as bytes_sent
 from ltx.wire.passes import BackwardPass as BackwardPass
 from ltx.wire.passes import nested_run as nested_run
+from ltx.wire.pulse import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature
 from ltx.wire.signature import list_values as list_values

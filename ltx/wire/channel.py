@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
+from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, PeerLostError, RankMismatchError
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
@@ -111,6 +111,8 @@ class Ticket:
         except RuntimeError as error:
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
                 raise self._timed_out() from error
+            with suppress(PeerLostError):  # the store being gone says less than what follows
+                channel.while_waiting()  # a peer that ended may have said why
             raise PeerLostError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers, "
                 f"one of which is gone: {error}"
@@ -120,12 +122,13 @@ class Ticket:
         channel = self._channel
         assert channel.lane is not None
         while not wait_for(passage, _TICK.total_seconds()):
-            if lost := channel.lane.lost_peers():
+            lost = channel.lane.lost_peers()
+            self._look_around(began)  # first: a peer that ended may have said why
+            if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
                     f"peers: the process of rank {', '.join(map(str, lost))} is gone."
                 )
-            self._look_around(began)
         if self._event is not None:
             self._event.landed_s = passage.landed_s
         if passage.refused:
@@ -138,7 +141,11 @@ class Ticket:
     def _look_around(self, began: float) -> None:
         """What a rank that has waited for a while does: see whether its peers wait for something else."""
         channel = self._channel
-        channel.while_waiting()
+        try:
+            channel.while_waiting()
+        except (DeadlockDetectedError, PeerLostError) as error:
+            error.args = (f"{error} It waited for {self._label} (issue {channel.issued}).",)
+            raise
         if time.perf_counter() - began > channel.timeout_s:
             raise self._timed_out()
 
@@ -146,8 +153,8 @@ class Ticket:
         channel = self._channel
         return CollectiveTimeoutError(
             f"rank {channel.rank}: {self._label} (issue {channel.issued}) on axis {channel.axis_name!r}, "
-            f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: a peer hasn't issued it. Every "
-            "rank must call the same collectives in the same order."
+            f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: "
+            f"{channel.behind(channel, channel.issued)}. Every rank must call the same collectives in the same order."
         )
 
 
@@ -162,6 +169,7 @@ class Channel:
         group: dist.ProcessGroup,
         timeout_s: float,
         while_waiting: Callable[[], None],
+        behind: Callable[[Channel, int], str],
         lane: Lane | None = None,
     ):
         self.name = name
@@ -172,6 +180,7 @@ class Channel:
         self.size = group.size()
         self.timeout_s = timeout_s
         self.while_waiting = while_waiting
+        self.behind = behind
         self.lane = lane  # the short way, where all ranks share a machine
         self.torn: LtxError | None = None  # what left an issue behind that never completed
         self.issued = 0

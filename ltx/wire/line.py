@@ -27,6 +27,7 @@ from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
+from ltx.wire.pulse import DEFAULT_HEARTBEAT_S, AskedStore, StoreGoneError, hold_pulse, release_pulse
 from ltx.wire.shared import open_lane, stride_everywhere
 from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
@@ -44,7 +45,7 @@ class Later(Protocol):
 class Line:
     """Channels and known signatures of one axis in this process."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, timeout: timedelta):
+    def __init__(self, name: str, group: dist.ProcessGroup, timeout: timedelta, heartbeat_s: float):
         self.name = name
         self.group = group
         self.rank = group.rank()
@@ -57,7 +58,8 @@ class Line:
         store = c10d._get_default_store()
         label = f"ltx/{name}/{hashlib.sha1(repr(self._global_ranks).encode()).hexdigest()}"
         self._label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
-        self._store = PrefixStore(f"{self._label}/", store)
+        self.pulse = hold_pulse(store, dist.get_rank(), heartbeat_s)
+        self._store = AskedStore(PrefixStore(f"{self._label}/", store), self.pulse)
         self._known: dict[Any, Agreement] = {}
         self._answered: set[str] = set()
         self._phases: list[Channel] = []
@@ -74,6 +76,7 @@ class Line:
         self.user = self._open_channel("user", lanes=True)
         self.background = self._open_channel("background")
         self.open_phases(1)
+        self.pulse.reports[self._label] = lambda: {channel.address: channel.issued for channel in self.channels}
 
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0) -> Channel:
         address = f"{name}.{generation}" if generation else name
@@ -86,8 +89,8 @@ class Line:
         )
         lane = None
         if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
-            lane = open_lane(self.rank, self.size, PrefixStore(f"{address}/", self._store))
-        return Channel(name, address, self.name, group, self.timeout_s, self._answer, lane)
+            lane = open_lane(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
+        return Channel(name, address, self.name, group, self.timeout_s, self._answer, self._behind, lane)
 
     def open_phases(self, count: int) -> None:
         """Have `count` bucket channels at least. Waits for all ranks where one is missing, so all must come here."""
@@ -101,7 +104,7 @@ class Line:
             ranks = [self._global_ranks[member] for member in part.members(self.rank)]
             label = f"{self._label}/{name} of ranks {ranks}"
             group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
-            self._parts[part] = open_axis(name, group, self._timeout)
+            self._parts[part] = open_axis(name, group, self._timeout, self.pulse.heartbeat_s)
         return self._parts[part]
 
     def bucket_channel(self, phase: int) -> Channel:
@@ -156,6 +159,8 @@ class Line:
         for later in list(self.in_flight):
             with suppress(LtxError):  # whoever reads what became of it is told then
                 later.land_all()
+        self.pulse.reports.pop(self._label, None)
+        release_pulse(self.pulse)
         for axis in self._parts.values():
             close_axis(axis)
             assert isinstance(axis.backing, GroupBacking)
@@ -220,6 +225,8 @@ class Line:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
             if pause == 0.05:
+                self.passes.look_for_abandonment()
+                self._refuse_silent()
                 self._refuse_elsewhere(place, post)
                 self._refuse_lost(everyone, post)
                 if self.passes.inside:
@@ -266,6 +273,22 @@ class Line:
                 continue
             self._reply(there, rank, post)
 
+    def _refuse_silent(self) -> None:
+        """Raise if a peer shows no sign of life."""
+        if silent := self.pulse.look(self._global_ranks):
+            peers = ", ".join(str(self._global_ranks.index(rank)) for rank in silent)
+            raise PeerLostError(
+                f"rank {self.rank}: rank {peers} on axis {self.name!r} has shown no sign of life for "
+                f"{self.pulse.heartbeat_s:g} s: its process has been stopped, or its machine or the link to it is down."
+            )
+
+    def _behind(self, channel: Channel, position: int) -> str:
+        """Which ranks haven't come to the `position`-th issue of `channel`, in words."""
+        reports = self.pulse.reported(self._global_ranks, self._label)
+        late = {rank: report.get(channel.address, position) for rank, report in enumerate(reports)}
+        words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < position]
+        return "; ".join(words) or "a peer hasn't issued it"
+
     def _refuse_lost(self, keys: list[str], post: Post) -> None:
         """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
         lost = self.user.lane.lost_peers() if self.user.lane is not None else []
@@ -291,12 +314,7 @@ class Line:
 
     def _posted(self, keys: list[str]) -> bool:
         """Whether all `keys` are in the store."""
-        try:
-            return bool(self._store.check(keys))
-        except dist.DistError as error:
-            raise PeerLostError(
-                f"rank {self.rank}: the store of axis {self.name!r} is gone, and with it the rank that held it: {error}"
-            ) from error
+        return self._store.check(keys)
 
     def _answer(self) -> None:
         """Called while this rank waits: may it wait for ever?
@@ -304,7 +322,14 @@ class Line:
         It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
         made with another signature, or at a call of ltx.debug_checks() before having issued what this rank waits for.
         """
+        try:
+            self._look_for_trouble()
+        except StoreGoneError:
+            return  # what is under way needs no store; a peer that is gone too breaks its connections
+
+    def _look_for_trouble(self) -> None:
         self.passes.look()
+        self._refuse_silent()
         for rank in range(self.size):
             place = self._standing(rank)
             if rank == self.rank or place == "" or place in self._answered:
@@ -349,14 +374,19 @@ class Line:
 _lines: dict[dist.ProcessGroup, Axis] = {}
 
 
-def open_axis(name: str, group: dist.ProcessGroup, timeout: timedelta = _DEFAULT_TIMEOUT) -> Axis:
+def open_axis(
+    name: str,
+    group: dist.ProcessGroup,
+    timeout: timedelta = _DEFAULT_TIMEOUT,
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+) -> Axis:
     """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
     if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name!r}: {_outsider()}")
     known = _lines.get(group)
     if known is not None and known.name == name:
         return known
-    line = Line(name, group, timeout)
+    line = Line(name, group, timeout, heartbeat_s)
     opened = Axis(name, line.size, GroupBacking(line.rank, line))
     _lines[group] = opened
     return opened

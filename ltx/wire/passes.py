@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
+from ltx.wire.pulse import AskedStore
 
 # The runs of the engine that the present one is inside of.
 _enclosing: list[int] = []
@@ -70,7 +70,7 @@ class Passes:
 
     def __init__(
         self,
-        store: Store,
+        store: AskedStore,
         posted: Callable[[list[str]], bool],
         rank: int,
         size: int,
@@ -135,8 +135,24 @@ class Passes:
             self._key(self._rank), json.dumps([self._completed, why, self.foreign_runs, self.foreign_error])
         )
 
+    def abandon(self, why: str) -> None:
+        """This rank won't issue anything on the line any more: its world ends, because of an exception."""
+        with suppress(RuntimeError):  # the store is gone: nobody is left to be told, or all see that
+            self._store.set("abandoned", json.dumps([self._rank, why]))
+
+    def look_for_abandonment(self) -> None:
+        """Raise if a peer has abandoned the line."""
+        if self._posted(["abandoned"]):
+            rank, why = json.loads(self._store.get("abandoned"))
+            if rank != self._rank:
+                raise DeadlockDetectedError(
+                    f"rank {self._rank}: rank {rank} has left axis {self._axis_name!r} because of an exception "
+                    f"({why}), so what this rank waits for won't come."
+                )
+
     def look(self) -> None:
         """Called while this rank waits: raise if what it waits for won't come."""
+        self.look_for_abandonment()
         if self._has_left:
             return
         for rank in range(self._size):

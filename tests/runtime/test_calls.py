@@ -6,14 +6,16 @@ import importlib.util
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import cloudpickle
 import pytest
+import torch
 
-from ltx.runtime.calls import pickle_call
+from ltx.runtime.calls import LARGE_BYTES, pack_call
 from ltx.runtime.pool import Pool
 
 
@@ -46,8 +48,9 @@ def _call_elsewhere(frame: bytes) -> str:
     program = (
         "import sys, pickle\n"
         "sys.path[:] = pickle.loads(sys.stdin.buffer.read(int(sys.argv[1])))\n"
-        "fn, args, kwargs = pickle.loads(sys.stdin.buffer.read())\n"
-        "print(fn(*args, **kwargs), *sorted(m for m in sys.modules if m.startswith(('here', 'there'))))"
+        "load = pickle.Unpickler(sys.stdin.buffer).load\n"
+        "_, fn, (args, kwargs), _ = load(), load(), load(), load()\n"
+        "print(fn(*args, **kwargs), *sorted(m for m in sys.modules if m.startswith(('here_', 'there_'))))"
     )
     path = pickle.dumps(sys.path)
     done = subprocess.run(
@@ -60,16 +63,36 @@ def _call_elsewhere(frame: bytes) -> str:
 @pytest.mark.parametrize("own", ["here_own", "there_own"])
 def test_the_functions_own_module_goes_by_value(own: str, modules: Callable[[str, str], ModuleType]) -> None:
     module = modules(own, "LIMIT = 3\ndef helper(x): return min(x, LIMIT)\ndef f(x): return helper(x) + 1\n")
-    assert _call_elsewhere(pickle_call(module.f, (5,), {})) == "4"
+    assert _call_elsewhere(pack_call(1, module.f, (5,), {}).pickled) == "4"
     vars(module)["LIMIT"] = 1  # as an editor or a notebook would
-    assert _call_elsewhere(pickle_call(module.f, (5,), {})) == "2"
+    assert _call_elsewhere(pack_call(1, module.f, (5,), {}).pickled) == "2"
 
 
 def test_other_modules_are_imported_if_they_can_be(modules: Callable[[str, str], ModuleType]) -> None:
     modules("here_other", "def g(x): return 10 * x\n")
     modules("there_other", "def h(x): return x + 1\n")
     own = modules("there_own", "from here_other import g\nfrom there_other import h\ndef f(x): return g(h(x))\n")
-    assert _call_elsewhere(pickle_call(own.f, (1,), {})) == "20 here_other"
+    assert _call_elsewhere(pack_call(1, own.f, (1,), {}).pickled) == "20 here_other"
+
+
+def test_cached_functions_begin_with_an_empty_cache(modules: Callable[[str, str], ModuleType]) -> None:
+    own = modules(
+        "there_own",
+        "import functools\ncalls = []\n@functools.lru_cache(maxsize=7)\ndef g(x):\n    calls.append(x)\n    return x\n"
+        "def f(x): return g(x) + g(x), len(calls), g.cache_info().maxsize\n",
+    )
+    own.g(3)
+    vars(own)["calls"].clear()
+    assert _call_elsewhere(pack_call(1, own.f, (3,), {}).pickled) == "(6, 1, 7)"
+
+
+def test_what_a_function_carries_along_is_warned_about() -> None:
+    big, small = torch.zeros(LARGE_BYTES), torch.zeros(2)
+    with pytest.warns(UserWarning, match=r"<lambda> carries 67 MB along to the workers at each call: 'big' with 67 MB"):
+        pack_call(1, lambda: big + small, (), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pack_call(1, lambda x: x + small, (big,), {})
 
 
 def test_nothing_stays_registered_with_cloudpickle(modules: Callable[[str, str], ModuleType]) -> None:
@@ -78,7 +101,7 @@ def test_nothing_stays_registered_with_cloudpickle(modules: Callable[[str, str],
     cloudpickle.register_pickle_by_value(users)
     registered = set(cloudpickle.list_registry_pickle_by_value())
     try:
-        pickle_call(own.f, (users.f,), {})
+        pack_call(1, own.f, (users.f,), {})
         assert "there_users" in registered
         assert cloudpickle.list_registry_pickle_by_value() == registered
     finally:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import resource
+import signal
 import sys
 import threading
 import time
@@ -16,7 +19,7 @@ import torch
 import ltx
 from ltx.errors import WorkerError
 from ltx.runtime.failures import CallFailedError, CallTimeoutError
-from ltx.runtime.init import world
+from ltx.runtime.init import init, shutdown, world
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]
@@ -47,10 +50,9 @@ def test_an_exception_arrives_with_rank_type_text_and_cause(ranks: Ranks) -> Non
     assert error.__cause__.args == ("no such luck",)
     assert 'raise ValueError("no such luck")' in error.traceback_text
     assert "in fails_on_one" in str(error)
-    assert "worker.py" not in str(error), "the worker's own frames are no news"
+    assert "worker.py" not in str(error), "ltx's own frames are no news"
     assert "Other ranks" not in str(error)
     assert pickle.loads(pickle.dumps(error)).rank == 1
-    assert repr(ranks(2)) == "<ltx.Pool of 2: starts new workers at the next run>"
     assert _works(ranks(2))
 
 
@@ -61,39 +63,83 @@ def test_the_first_to_fail_is_shown_and_the_others_listed(ranks: Ranks) -> None:
         raise KeyError(f"from {world().rank}")
 
     with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised KeyError") as caught:
-        ranks(2).run(fails_in_turn, keep_on_error=True)
+        ranks(2).run(fails_in_turn)
     assert str(caught.value).endswith("Other ranks: rank 0 raised KeyError: 'from 0'.")
 
 
-def test_workers_are_kept_when_asked_for(ranks: Ranks) -> None:
+def test_workers_keep_their_state_after_a_failure(ranks: Ranks) -> None:
     def fails() -> None:
+        torch.ltx_test_note = os.getpid()  # type: ignore[attr-defined]
         raise RuntimeError("everywhere")
 
     before = list(ranks(2).run(os.getpid))
     with pytest.raises(CallFailedError):
-        ranks(2).run(fails, keep_on_error=True)
-    assert list(ranks(2).run(os.getpid)) == before
-    with pytest.raises(CallFailedError):
         ranks(2).run(fails)
-    assert set(ranks(2).run(os.getpid)).isdisjoint(before)
+    assert list(ranks(2).run(lambda: torch.__dict__.pop("ltx_test_note"))) == before
+    assert _works(ranks(2))
 
 
-@pytest.mark.parametrize("keep_on_error", [False, True])
-def test_a_peer_that_waits_in_a_collective(ranks: Ranks, keep_on_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pool", "failures"):
-        monkeypatch.setattr(f"ltx.runtime.{module}.GRACE_S", 0.5)
-
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets: bool) -> None:
     def torn() -> None:
+        if sockets:
+            os.environ["LTX_SHARED_MEMORY"] = "0"
+            shutdown()
+            init()
+            ltx.psum(torch.ones(3))
         if world().rank == 1:
             raise ValueError("before the collective")
         ltx.psum(torch.ones(3))
 
-    ranks(2).run(os.getpid)
+    before = list(ranks(2).run(os.getpid))
+    try:
+        began = time.monotonic()
+        with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: before") as caught:
+            ranks(2).run(torn)
+        took_s = time.monotonic() - began
+        assert _works(ranks(2))
+    finally:
+        ranks(2).run(lambda: os.environ.pop("LTX_SHARED_MEMORY", None))
+    assert "Other ranks: rank 0 raised DeadlockDetectedError: rank 0: rank 1 has left axis 'data'" in str(caught.value)
+    assert "(ValueError: before the collective)" in str(caught.value)
+    assert took_s < 10
+    assert list(ranks(2).run(os.getpid)) == before
+
+
+def test_a_peer_that_computes_is_asked_to_give_up(ranks: Ranks) -> None:
+    def endless() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        while True:
+            time.sleep(0.01)
+
+    before = list(ranks(2).run(os.getpid))
     began = time.monotonic()
-    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: before") as caught:
-        ranks(2).run(torn, keep_on_error=keep_on_error)
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
+        ranks(2).run(endless)
     assert time.monotonic() - began < 10
-    assert "Other ranks: no answer from 0 within 0.5 s after it (waiting in a collective?)." in str(caught.value)
+    assert re.search(
+        r"Other ranks: rank 0 was given up at test_failures\.py:\d+ in endless: time\.sleep\(0\.01\)", str(caught.value)
+    )
+    assert list(ranks(2).run(os.getpid)) == before
+
+
+def test_a_peer_that_python_cannot_interrupt_is_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ltx.runtime.collecting.GRACE_S", 0.5)
+
+    def stuck() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        time.sleep(100)
+
+    before = list(ranks(2).run(os.getpid))
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
+        ranks(2).run(stuck)
+    assert "rank 0 didn't give up" in str(caught.value)
+    assert "The workers were ended, with what they had kept" in str(caught.value)
+    assert repr(ranks(2)) == "<ltx.Pool of 2: starts new workers at the next run>"
+    assert set(ranks(2).run(os.getpid)).isdisjoint(before)
     assert _works(ranks(2))
 
 
@@ -104,7 +150,7 @@ def test_exceptions_that_do_not_pickle(ranks: Ranks) -> None:
         raise error
 
     with pytest.raises(CallFailedError, match=r"rank [01] of 2 raised ValueError: with a lock") as caught:
-        ranks(2).run(fails, keep_on_error=True)
+        ranks(2).run(fails)
     assert caught.value.__cause__ is None
     assert "error.lock = threading.Lock()" not in caught.value.traceback_text
     assert "raise error" in caught.value.traceback_text
@@ -115,7 +161,7 @@ def test_exceptions_that_do_not_unpickle(ranks: Ranks) -> None:
         raise TwoArgumentsError("this", "that")
 
     with pytest.raises(CallFailedError, match="raised TwoArgumentsError: this and that") as caught:
-        ranks(2).run(fails, keep_on_error=True)
+        ranks(2).run(fails)
     assert caught.value.__cause__ is None
 
 
@@ -128,25 +174,25 @@ def test_exceptions_whose_text_raises(ranks: Ranks) -> None:
         raise MuteError
 
     with pytest.raises(CallFailedError, match=r"raised .*MuteError: <no text: its __str__ raised RuntimeError>"):
-        ranks(2).run(fails, keep_on_error=True)
+        ranks(2).run(fails)
 
 
 def test_results_that_do_not_pickle(ranks: Ranks) -> None:
     with pytest.raises(
         CallFailedError, match=r"raised TypeError: pickling the result, which is of type lock: cannot pickle"
     ):
-        ranks(2).run(threading.Lock, keep_on_error=True)
+        ranks(2).run(threading.Lock)
 
 
 def test_wrong_arguments(ranks: Ranks) -> None:
     with pytest.raises(CallFailedError, match=r"raised TypeError: .*takes 0 positional arguments but 1 was given"):
-        ranks(2).run(lambda: None, 1, keep_on_error=True)
+        ranks(2).run(lambda: None, 1)
 
 
 def test_sys_exit_ends_the_call_and_not_the_worker(ranks: Ranks) -> None:
     before = list(ranks(2).run(os.getpid))
     with pytest.raises(CallFailedError, match="raised SystemExit: 3"):
-        ranks(2).run(sys.exit, 3, keep_on_error=True)
+        ranks(2).run(sys.exit, 3)
     assert list(ranks(2).run(os.getpid)) == before
 
 
@@ -160,10 +206,43 @@ def test_a_rank_that_is_killed(ranks: Ranks) -> None:
     with pytest.raises(
         CallFailedError, match=r"rank 1 of 2 was killed by SIGKILL .*memory.* while it ran .*killed"
     ) as caught:
-        ranks(2).run(killed, keep_on_error=True)
+        ranks(2).run(killed)
     assert time.monotonic() - began < 10
     assert (caught.value.rank, caught.value.type_name, caught.value.__cause__) == (1, "", None)
     assert "Other ranks: rank 0 raised PeerLostError: " in str(caught.value)
+    assert _works(ranks(2))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells that a process is stopped")
+def test_a_rank_that_is_stopped(ranks: Ranks) -> None:
+    def stopped() -> None:
+        if world().rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        ltx.psum(torch.ones(3))
+
+    before = list(ranks(2).run(os.getpid))
+    began = time.monotonic()
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 has been stopped \(SIGSTOP, or Ctrl-Z\)") as caught:
+        ranks(2).run(stopped)
+    assert time.monotonic() - began < 20
+    assert "rank 0 was given up at test_failures.py" in str(caught.value)
+    assert _works(ranks(2))
+    assert set(ranks(2).run(os.getpid)).isdisjoint(before)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before), "ended, and reaped"
+
+
+def test_a_rank_that_runs_out_of_memory(ranks: Ranks) -> None:
+    def greedy() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 33, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        try:
+            if world().rank == 1:
+                torch.empty(1 << 34, dtype=torch.uint8)
+            ltx.psum(torch.ones(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
+
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised RuntimeError: .*(can't|not enough memory|allocate)"):
+        ranks(2).run(greedy)
     assert _works(ranks(2))
 
 
@@ -196,7 +275,9 @@ def test_a_run_that_takes_too_long(ranks: Ranks) -> None:
     ranks(2).run(os.getpid)
     began = time.monotonic()
     with pytest.raises(
-        CallTimeoutError, match=r"slow_on_one didn't return on rank 1 of 2 within 1 s, while it returned on 0\."
+        CallTimeoutError,
+        match=r"slow_on_one didn't return on rank 1 of 2 within 1 s, while it returned on 0: "
+        r"rank 1 was at test_failures\.py:\d+ in slow_on_one: time\.sleep\(40\)",
     ) as caught:
         ranks(2).run(slow_on_one, timeout_s=1.0)
     assert time.monotonic() - began < 10

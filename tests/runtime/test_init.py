@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +20,13 @@ import ltx
 from ltx.axis import axes_in_scope
 from ltx.errors import WorldError
 from ltx.runtime.init import init, shutdown, to_device, world
+from ltx.runtime.launchers import LAUNCHERS
 
 
 @pytest.fixture(autouse=True)
 def _no_world_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LTX_POOL"):
+    marks = {mark for launcher in LAUNCHERS for mark in launcher.marks}
+    for name in marks:
         monkeypatch.delenv(name, raising=False)
     yield
     shutdown()
@@ -238,3 +242,85 @@ def test_to_device_moves_what_can_move() -> None:
     assert moved["pair"][1] == "text"
     assert moved["x"].device == world().device
     assert moved["none"] is None
+
+
+def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with init(rank=0, size=1) as entered:
+        assert (entered.launcher, entered.size) == ("arguments", 1)
+        assert not dist.is_initialized()
+        assert init() is entered
+        assert init(rank=0, size=1) is entered
+        with pytest.raises(
+            WorldError,
+            match=r"called before with \(rank, size, master\)=\(0, 1, None\) and now with .*\(1, 2, 'h:80'\)",
+        ):
+            init(rank=1, size=2, master="h:80")
+
+
+def test_arguments_with_a_meeting_point_make_a_group() -> None:
+    with init(rank=0, size=1, master=f"127.0.0.1:{_free_port()}", timeout=timedelta(seconds=30)) as entered:
+        assert dist.is_initialized()
+        assert (entered.launcher, entered.num_nodes) == ("arguments", 1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("user_group")
+def test_arguments_that_contradict_an_adopted_group() -> None:
+    with pytest.raises(WorldError, match=r"initialised already with 1 ranks, .* rank=1, size=2"):
+        init(rank=1, size=2, master="h:80")
+    assert init(rank=0, size=1).launcher == "user"
+
+
+def _processes(environments: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    """(exit status, output, errors) of a process in each of `environments` that prints its world."""
+    script = (
+        "import datetime, ltx, torch\n"
+        "with ltx.init(timeout=datetime.timedelta(seconds=30)) as w:\n"
+        "    print(w.rank, w.local_rank, w.node_rank, w.num_nodes, w.launcher, int(ltx.psum(torch.tensor(w.rank))))\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environments
+    ]
+    try:
+        return [(process.wait(50), *process.communicate()) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _mpirun(layout: list[tuple[int, int]], port: int) -> list[dict[str, str]]:
+    return [
+        {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": str(len(layout)),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank, (local_rank, local_size) in enumerate(layout)
+    ]
+
+
+def test_processes_of_mpirun_meet() -> None:
+    done = _processes(_mpirun([(0, 2), (1, 2)], _free_port()))
+    assert [(status, out) for status, out, _ in done] == [(0, "0 0 0 1 openmpi 1\n"), (0, "1 1 0 1 openmpi 1\n")]
+
+
+def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
+    """Nodes of 2, 1 and 1: each rank alone fits an equal layout, which differ."""
+    done = _processes(_mpirun([(0, 2), (1, 2), (0, 1), (0, 1)], _free_port()))
+    for rank, (status, _, errors) in enumerate(done):
+        assert status == 1
+        assert f"WorldError: rank {rank} of 4 (launcher openmpi): rank 0 takes itself for local rank 0 of 2" in errors
+        assert "Under mpirun, set GROUP_RANK" in errors

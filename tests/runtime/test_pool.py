@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -191,6 +193,53 @@ def test_runs_from_several_threads_do_not_mix(ranks: Ranks) -> None:
     for thread in threads:
         thread.join()
     assert sums == {number: 2.0 * number for number in range(8)}
+
+
+def test_what_workers_print_is_shown_with_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print(f"one\ntwo of {world().size}")
+        print("\rbegun", end="\rover")
+        print("to stderr", file=sys.stderr)
+        os.write(1, b"from below Python")
+
+    with Pool(2, show_output=True) as pool:
+        pool.run(speak)
+    out, err = capfd.readouterr()
+    words = ("from below Python", "one", "over", "two of 2")
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {word}" for rank in (0, 1) for word in words]
+    assert sorted(err.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
+
+
+def test_megabytes_of_output_between_and_during_calls(capfd: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        for _ in range(100):
+            os.write(1, b"x" * 50_000 + b"\n")
+
+    with Pool(1, show_output=True) as pool:
+        pool.run(lambda: threading.Thread(target=speak).start())
+        pool.run(speak)
+        pool.run(lambda: [t.join() for t in threading.enumerate() if t.name.startswith("Thread-")] and None)
+    assert len(capfd.readouterr().out.splitlines()) == 200
+
+
+def test_show_and_progress(capfd: pytest.CaptureFixture[str]) -> None:
+    def steps() -> None:
+        print("before")
+        ltx.show({"rank": world().rank}, rank=1)
+        for _ in ltx.progress(range(3), label="steps"):
+            ltx.barrier()
+
+    with Pool(2, show_output=True) as pool:
+        pool.run(steps)
+    out, err = capfd.readouterr()
+    assert [line for line in out.splitlines() if "rank 1" in line] == ["[rank 1] before", "[rank 1] {'rank': 1}"]
+    assert re.fullmatch(r"steps \|#{30}\| 3/3 [\d.]+/s", err.strip()), "once, not once for each rank"
+
+
+def test_one_rank_alone(ranks: Ranks) -> None:
+    assert ranks(2).run_on(1, lambda x: (world().rank, x), 5) == (1, 5)
+    with pytest.raises(WorkerError, match=r"rank 2: <ltx\.Pool of 2: .* has the ranks 0 to 1"):
+        ranks(2).run_on(2, os.getpid)
 
 
 def test_a_pool_in_a_worker_is_refused(ranks: Ranks) -> None:

@@ -53,7 +53,7 @@ SCRIPTS = {
         "except BaseException as error:\n"
         "    print(type(error).__name__, dist.is_initialized())\n"
         "    sys.exit(5)",
-        [(5, "PeerLostError False"), (5, "KeyError False")],
+        [(5, "DeadlockDetectedError False"), (5, "KeyError False")],
     ),
     "an exception on one rank with a collective under way that the other never joins": (
         "from ltx.wire import resolve\n"

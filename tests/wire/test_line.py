@@ -184,7 +184,7 @@ def test_a_pool_survives(ranks: Ranks) -> None:
     before = pool.run(os.getpid)
     text = r"RankMismatchError: (.|\n)*rank 0: float32\[5, 2, 0, 7\]; rank 1: float32\[5, 3, 0, 7\]"
     with pytest.raises(CallFailedError, match=text) as caught:
-        pool.run(lambda: ltx.psum(torch.ones(5, 2 + int(ltx.axis_index()), 0, 7)), keep_on_error=True)
+        pool.run(lambda: ltx.psum(torch.ones(5, 2 + int(ltx.axis_index()), 0, 7)))
     assert isinstance(caught.value.__cause__, RankMismatchError)
     assert pool.run(lambda: ltx.psum(torch.ones(()))).replicated().item() == 2.0
     assert list(pool.run(os.getpid)) == list(before)

@@ -1,0 +1,145 @@
+"""``%%ltx``: a cell that runs on the workers of a pool which the notebook keeps."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import traceback
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from ltx.errors import LtxError
+from ltx.notebook.cells import run_cell
+from ltx.runtime.failures import CallFailedError
+from ltx.runtime.per_rank import PerRank
+from ltx.runtime.pool import Pool
+from ltx.runtime.show import Shown
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """What ``%load_ext ltx`` does."""
+    ipython.register_magics(LtxMagics)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UsageError(f"%%ltx: {message}\n{self.format_usage()}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="%%ltx", add_help=False, description="Run the cell on every worker.")
+    parser.add_argument("-n", type=int, help="so many workers; others than there are start anew")
+    parser.add_argument("--rank", type=int, help="run on this rank alone")
+    parser.add_argument("--out", help="assign the last expression's value on each rank, a PerRank, to this name")
+    parser.add_argument("--in", dest="given", default="", help="names of the notebook to send along: model,data")
+    parser.add_argument("--timeout", type=float, help="seconds that the cell may take")
+    return parser
+
+
+class CellSyntaxError(LtxError, ValueError):  # IPython has its own ways with a SyntaxError
+    """A cell for the workers that isn't Python."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+@magics_class
+class LtxMagics(Magics):
+    """The magic, and the pool that it keeps."""
+
+    shell: Any
+
+    def __init__(self, shell: Any):
+        super().__init__(shell)
+        self.pool: Pool | None = None
+        self._cells = 0
+
+    @line_cell_magic
+    def ltx(self, line: str, cell: str | None = None) -> None:
+        """``%%ltx [-n N] [--rank k] [--out name] [--in names] [--timeout s]``: run the cell on the workers.
+
+        Workers keep what cells define. What they print and ``ltx.show`` appears here with their rank, and so does the
+        value of the last expression; once, if it looks the same on all ranks. The first cell starts the workers: `N`
+        of them, by default one for each processor, 2 to 4.
+
+        ``%ltx`` alone says how the workers are; ``%ltx stop`` ends them.
+        """
+        if cell is None:
+            self._line(line.strip())
+            return
+        asked = _parser().parse_args(shlex.split(line))
+        names = [name for name in asked.given.split(",") if name]
+        missing = [name for name in names if name not in self.shell.user_ns]
+        if missing:
+            raise UsageError(f"%%ltx --in: the notebook has no {', '.join(map(repr, missing))}.")
+        self._cells += 1
+        name = f"<ltx cell {self._cells}>"
+        source = self.shell.transform_cell(cell)
+        _check(source, name)
+        pool = self._pool(asked.n)
+        ranks = range(len(pool)) if asked.rank is None else [asked.rank]
+        given = {name: self.shell.user_ns[name] for name in names}
+        arguments = (source, name, given, asked.out is not None)
+        try:
+            if asked.rank is None:
+                values = list(pool.run(run_cell, *arguments, timeout_s=asked.timeout))
+            else:
+                values = [pool.run_on(asked.rank, run_cell, *arguments, timeout_s=asked.timeout)]
+        except CallFailedError as error:
+            self._hint(error)
+            raise
+        if asked.out is not None:
+            self.shell.user_ns[asked.out] = PerRank(values)
+        else:
+            _show(dict(zip(ranks, values, strict=True)), len(pool))
+
+    def _line(self, line: str) -> None:
+        if line == "stop":
+            if self.pool is not None:
+                self.pool.close()
+            self.pool = None
+        elif line:
+            raise UsageError(f"%ltx {line}: expected nothing, or `stop`. A cell for the workers begins with %%ltx.")
+        print(self.pool or "no workers; the next %%ltx cell starts some")
+
+    def _pool(self, size: int | None) -> Pool:
+        if self.pool is not None and size not in (None, len(self.pool)):
+            print(f"%%ltx: {len(self.pool)} workers end, with what they kept, and {size} start")
+            self.pool.close()
+            self.pool = None
+        if self.pool is None:
+            self.pool = Pool(size or min(4, max(2, os.cpu_count() or 1)), show_output=True)
+        return self.pool
+
+    def _hint(self, error: CallFailedError) -> None:
+        """A name that the notebook has and the workers haven't is what goes wrong first."""
+        found = re.fullmatch(r"name '(\w+)' is not defined", str(error.__cause__))
+        name = found[1] if found and isinstance(error.__cause__, NameError) else None
+        if name in self.shell.user_ns:
+            error.args = (
+                f"{error}\n\n{name!r} is defined in the notebook, not on the workers: send it along with "
+                f"`%%ltx --in {name}`, or define it in a %%ltx cell.",
+            )
+
+
+def _check(source: str, name: str) -> None:
+    """Find mistakes in the syntax before anything is sent."""
+    try:
+        ast.parse(source, name)
+    except SyntaxError as error:
+        raise CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip()) from None
+
+
+def _show(values: dict[int, dict[str, Any] | None], size: int) -> None:
+    """Show what each rank's value looks like; once, if it's the same on all."""
+    shown = {rank: value for rank, value in values.items() if value is not None}
+    if len(shown) == size and len({str(value) for value in shown.values()}) == 1:
+        Shown(next(iter(shown.values()))).shown(None, 1, {})
+        return
+    for rank, value in shown.items():
+        Shown(value).shown(rank, size, {})

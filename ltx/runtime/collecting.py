@@ -1,0 +1,77 @@
+"""A call's answers from all ranks, or from as many as answer in time.
+
+The first failure, the time limit and an interrupt end the waiting alike: the ranks that are still busy are asked to
+give up, and get a moment to say where they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ltx.runtime.crew import Crew
+from ltx.runtime.failures import CallInterruptedError, told_where
+from ltx.runtime.messages import Failure, Result
+from ltx.runtime.parcels import Parcel
+
+#: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
+PATIENCE_S = 0.5
+#: How long a rank that was asked to give up gets to do so.
+GRACE_S = 1.5
+
+
+def collect(
+    crew: Crew, number: int, call: Parcel, ranks: Sequence[int], name: str, limit_s: float | None
+) -> dict[int, Any]:
+    """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or words on how a process ended.
+
+    Ranks that don't answer are absent.
+
+    Raises:
+        CallInterruptedError: a KeyboardInterrupt came in; its ``kept`` says whether all ranks have given up.
+    """
+    answers: dict[int, Any] = {}
+    for rank in ranks:
+        crew.send(rank, call)  # one that is gone is found out below
+    try:
+        return _gather(crew, number, ranks, answers, limit_s)
+    except KeyboardInterrupt:
+        waiting = set(ranks) - answers.keys()
+        crew.cancel(waiting, number)
+        _wait(crew, waiting, answers, time.monotonic() + GRACE_S)
+        kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
+        raise CallInterruptedError(_where(name, answers, ranks, kept), kept) from None
+
+
+def _gather(
+    crew: Crew, number: int, ranks: Sequence[int], answers: dict[int, Any], limit_s: float | None
+) -> dict[int, Any]:
+    waiting = set(ranks)
+    end = float("inf") if limit_s is None else time.monotonic() + limit_s
+    while waiting and time.monotonic() < end:
+        for rank, answer in _receive(crew, waiting, answers, end).items():
+            if not isinstance(answer, Result):
+                end = min(end, time.monotonic() + PATIENCE_S)
+            waiting.discard(rank)
+    if waiting:
+        crew.cancel(waiting, number)
+        _wait(crew, waiting, answers, time.monotonic() + GRACE_S)
+    return answers
+
+
+def _wait(crew: Crew, waiting: set[int], answers: dict[int, Any], end: float) -> None:
+    while waiting and time.monotonic() < end:
+        waiting -= _receive(crew, waiting, answers, end).keys()
+
+
+def _receive(crew: Crew, waiting: set[int], answers: dict[int, Any], end: float) -> dict[int, Any]:
+    came = crew.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
+    answers.update(came)
+    return came
+
+
+def _where(name: str, answers: dict[int, Any], ranks: Sequence[int], kept: bool) -> str:
+    places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in ranks)
+    after = "The workers keep their state." if kept else "The workers were ended; the next run starts new ones."
+    return f"{name} was interrupted: {places}. {after}"

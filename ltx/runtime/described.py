@@ -1,0 +1,96 @@
+"""What is told of an exception: its text with the user's own frames, and where it happened.
+
+Frames of ltx and of the interpreter's own machinery say nothing about the user's mistake. They are left out, unless
+there are no others.
+"""
+
+from __future__ import annotations
+
+import linecache
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import cloudpickle
+
+from ltx.runtime.messages import Failure
+
+_LTX_HOME = str(Path(__file__).resolve().parents[1])
+
+
+def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False) -> Failure:
+    """`error` as it is sent to the driver; `doing` is put before its message."""
+    at_s = time.monotonic()
+    message = message_of(error)
+    try:
+        text = text_of(error)
+    except Exception:
+        text = message
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:
+        pickled = None
+    where = place_of(error.__traceback__)
+    return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled)
+
+
+def message_of(error: BaseException) -> str:
+    """What `error` says, also if its own ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<no text: its __str__ raised {type(broken).__name__}>"
+
+
+def text_of(error: BaseException) -> str:
+    """The traceback as Python prints it, without ltx's frames."""
+    told = traceback.TracebackException.from_exception(error, compact=True)
+    _filter(told, set())
+    return "".join(told.format())
+
+
+def place_of(trace: TracebackType | None) -> str:
+    """The innermost frame of the user's in `trace`, in words; "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(trace) if not _is_ours(frame.filename)]
+    own = [frame for frame in frames if "/site-packages/" not in frame.filename] or frames
+    if not own:
+        return ""
+    last = own[-1]
+    name = _label(last.filename)
+    file = name if name.startswith("<") else Path(name).name
+    return f"{file}:{last.lineno} in {last.name}" + (f": {last.line}" if last.line else "")
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_LTX_HOME)
+
+
+def _label(filename: str) -> str:
+    """What the driver calls the cell that `filename` stands for; `filename` itself for a file."""
+    entry = linecache.cache.get(filename)
+    return entry[3] if entry is not None and len(entry) == 4 and entry[1] is None else filename
+
+
+def _labelled(frame: traceback.FrameSummary) -> traceback.FrameSummary:
+    return traceback.FrameSummary(
+        _label(frame.filename),
+        frame.lineno,
+        frame.name,
+        line=frame.line,
+        end_lineno=frame.end_lineno,
+        colno=frame.colno,
+        end_colno=frame.end_colno,
+    )
+
+
+def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
+    """Leave ltx's frames out of `told` and of what it was caused by."""
+    if id(told) in seen:
+        return
+    seen.add(id(told))
+    kept = [frame for frame in told.stack if not _is_ours(frame.filename)]
+    told.stack = traceback.StackSummary.from_list([_labelled(frame) for frame in kept or told.stack])
+    for other in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
+        if other is not None:
+            _filter(other, seen)

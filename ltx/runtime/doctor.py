@@ -1,0 +1,291 @@
+"""``ltx doctor``: what world was chosen and why, what this machine has, and whether a collective works.
+
+Under a launcher, ``srun ltx doctor`` or ``ltx run -n 4 -m ltx doctor``, the collective is that world's, and rank 0
+prints. Alone it is one of two fresh workers. Nothing waits without a limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import struct
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
+
+import torch
+import torch.distributed as dist
+
+from ltx import collectives
+from ltx.errors import LtxError
+from ltx.runtime import slurm
+from ltx.runtime.init import init
+from ltx.runtime.launchers import LAUNCHERS, launcher_of, placement_from_env
+from ltx.runtime.placement import Placement
+from ltx.runtime.pool import Pool
+from ltx.runtime.world import world_of
+
+_SMALL_SHM = 256 << 20
+_MESSAGES = (("4 B", 1, 30), ("16 MiB", 4 << 20, 5))  # name, float32 elements, repetitions
+_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+# Beyond the time that is given to meeting and to the collectives: to start processes, and to look up names.
+_MORE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was found, what may go wrong with it, and what does."""
+
+    section: str
+    name: str
+    text: str
+    warning: str = ""
+    problem: str = ""
+
+
+def doctor(*, as_json: bool = False, timeout_s: float = 30.0) -> int:
+    """Print what was found. The exit status: 0, or 1 for a problem, which is named."""
+    watchdog = threading.Timer(2 * timeout_s + _MORE_S, _give_up, [2 * timeout_s + _MORE_S])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        return _examine(os.environ, as_json, timeout_s)
+    finally:
+        watchdog.cancel()
+
+
+def _give_up(after_s: float) -> None:
+    print(f"ltx doctor: problem: not done after {after_s:g} s; something hangs.", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _examine(environ: Mapping[str, str], as_json: bool, timeout_s: float) -> int:
+    try:
+        placement = placement_from_env(environ)
+        world = _world(environ, placement)
+    except LtxError as error:
+        placement, world = Placement("none"), [Finding("world", "launcher", "unclear", problem=str(error))]
+    found = [*_versions(), *world, *_machine(environ, placement)]
+    if world[0].problem:
+        by_rank, everyone = [found], True
+    elif placement.size > 1:
+        by_rank, everyone = _in_this_world(found, placement, timeout_s)
+    else:
+        by_rank, everyone = [[*found, *_in_a_pool(timeout_s)]], True
+    if placement.rank == 0:
+        print(_as_json(by_rank) if as_json else _as_text(by_rank), flush=True)
+    elif not everyone:  # rank 0 doesn't know
+        print(*(f"rank {placement.rank}: {note}" for note in _notes(by_rank, "problem")), sep="\n", file=sys.stderr)
+    return int(any(finding.problem for findings in by_rank for finding in findings))
+
+
+def _versions() -> list[Finding]:
+    try:
+        ours = version("ltx")
+    except PackageNotFoundError:  # a checkout that isn't installed
+        ours = "not installed as a package"
+    return [
+        Finding("versions", "ltx", ours),
+        Finding("versions", "torch", torch.__version__),
+        Finding("versions", "python", f"{platform.python_version()}, {sys.executable}"),
+    ]
+
+
+def _world(environ: Mapping[str, str], placement: Placement) -> list[Finding]:
+    launcher = launcher_of(environ)
+    found = [] if launcher is None else [f"{mark}={environ[mark]!r}" for mark in launcher.marks if mark in environ]
+    why = f"{placement.launcher}, by {', '.join(found)}" if found else "none, so a world of one"
+    absent = dict.fromkeys(mark for row in LAUNCHERS for mark in row.marks if mark not in environ)
+    findings = [Finding("world", "launcher", why), Finding("world", "not set", ", ".join(absent))]
+    if launcher is None and (no_task := slurm.why_no_task(environ)):
+        findings.append(Finding("world", "slurm", no_task))
+    world = world_of(placement)
+    on_node = f"node {world.node_rank} of {world.num_nodes}, local rank {world.local_rank} of {placement.local_size}"
+    findings.append(Finding("world", "rank", f"{world.rank} of {world.size}, {on_node}"))
+    if placement.master is not None:
+        address, port = placement.master
+        findings.append(Finding("world", "meets at", f"{address}, port {port}"))
+    return [*findings, Finding("world", "computes on", f"{world.device}, backend {world.backend}")]
+
+
+def _machine(environ: Mapping[str, str], placement: Placement) -> list[Finding]:
+    devices = ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))]
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    many = threads * placement.local_size > cores
+    return [
+        Finding("machine", "devices", ", ".join(devices)),
+        Finding("machine", "backends", ", ".join(name for name, there in available.items() if there)),
+        *_interface(environ, several_nodes=placement.num_nodes > 1),
+        _shared_memory(),
+        Finding(
+            "machine",
+            "threads",
+            f"{threads} for a rank, {cores} cores, OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS')}",
+            warning=f"{placement.local_size} ranks of {threads} threads share {cores} cores: set OMP_NUM_THREADS to "
+            f"{max(1, cores // placement.local_size)}"
+            if many and placement.local_size > 1
+            else "",
+        ),
+    ]
+
+
+def _shared_memory() -> Finding:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Finding("machine", "/dev/shm", "none", warning=f"{error}: data loaders with workers need it")
+    text = f"{usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f}"
+    small = "data loaders with workers may run out of it; containers get more by --shm-size"
+    return Finding("machine", "/dev/shm", text, warning=small if usage.free < _SMALL_SHM else "")
+
+
+def _interface(environ: Mapping[str, str], several_nodes: bool) -> list[Finding]:
+    """The interface that gloo will use, and its address: GLOO_SOCKET_IFNAME's, else what the hostname resolves to."""
+    host, addresses = socket.gethostname(), _interfaces()
+    chosen = environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        unknown = [name for name in chosen.split(",") if name not in addresses]
+        problem = f"GLOO_SOCKET_IFNAME={chosen!r}: expected one of {', '.join(addresses)}" if unknown else ""
+        text = ", ".join(f"{name} {addresses.get(name) or 'without an IPv4 address'}" for name in chosen.split(","))
+        usable = next((addresses[name] for name in chosen.split(",") if addresses.get(name)), "")
+        findings = [Finding("machine", "gloo uses", f"{text}, by GLOO_SOCKET_IFNAME", problem=problem)]
+    else:
+        usable, text, warning = _resolved(host, addresses)
+        findings = [Finding("machine", "gloo uses", text, warning=warning)]
+    if several_nodes and usable and ip_address(usable).is_loopback:
+        findings[0] = Finding(
+            "machine",
+            "gloo uses",
+            text,
+            problem=f"{usable} can't be reached from the other nodes: set GLOO_SOCKET_IFNAME to the interface between "
+            f"them, one of {', '.join(name for name in addresses if name != 'lo')}",
+        )
+    return [Finding("machine", "hostname", host), *findings]
+
+
+def _resolved(host: str, interfaces: Mapping[str, str]) -> tuple[str, str, str]:
+    """(address, text, warning) for what `host` resolves to, of which gloo takes the first that it can bind."""
+    fallback = "gloo takes 127.0.0.1, so all ranks have to be on this machine; else set GLOO_SOCKET_IFNAME"
+    try:
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return "127.0.0.1", "lo 127.0.0.1", f"the hostname {host!r} doesn't resolve ({error}): {fallback}"
+    for family, kind, protocol, _, address in resolved:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        found = str(address[0]).partition("%")[0]
+        name = next((name for name, other in interfaces.items() if other == found), "")
+        if not name and ip_address(found).is_loopback:
+            name = "lo"
+        return found, f"{name} {found}, to which the hostname resolves".strip(), ""
+    others = ", ".join(sorted({str(address[0]) for *_, address in resolved}))
+    return (
+        "127.0.0.1",
+        "lo 127.0.0.1",
+        f"the hostname {host!r} resolves to {others}, which isn't of this machine: {fallback}",
+    )
+
+
+def _interfaces() -> dict[str, str]:
+    """The IPv4 address of every network interface; "" for those without."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(any_socket.fileno(), _GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(reply[20:24])
+            except OSError:
+                found[name] = ""
+    return found
+
+
+def measure() -> list[Finding]:
+    """Time sums over this world's ranks, and check them."""
+    size, rank = collectives.axis_size(), int(collectives.axis_index())
+    findings = []
+    for name, elements, repetitions in _MESSAGES:
+        given, taken = torch.full((elements,), float(rank + 1)), []
+        for _ in range(repetitions + 1):
+            collectives.barrier()
+            began = time.perf_counter()
+            summed = collectives.psum(given)
+            taken.append(time.perf_counter() - began)
+        time_s = statistics.median(taken[1:])  # at the first one, signatures are compared
+        right = bool((summed == size * (size + 1) / 2).all())
+        sent = 2 * (size - 1) / size * elements * 4
+        text = f"{time_s * 1e3:.2f} ms" + (f", {sent / time_s / 1e9:.2f} GB/s" if elements > 1 else "")
+        problem = "" if right else f"the sum is wrong on rank {rank}: expected {size * (size + 1) / 2} everywhere"
+        findings.append(Finding("collective", f"psum of {name}", text, problem=problem))
+    return findings
+
+
+def _in_this_world(
+    found: list[Finding], placement: Placement, timeout_s: float
+) -> tuple[list[list[Finding]], bool]:  # fmt: skip
+    """The findings of all ranks; else this rank's own, with what failed, and False."""
+    try:
+        with init(timeout=timedelta(seconds=timeout_s)):
+            found = [*found, Finding("collective", "between", f"the {placement.size} ranks of this world"), *measure()]
+            return collectives.all_gather_object(found), True
+    except Exception as error:
+        return [[*found, _failed(error)]], False
+
+
+def _in_a_pool(timeout_s: float) -> list[Finding]:
+    try:
+        with Pool(2, start_timeout_s=timeout_s, timeout_s=timeout_s) as pool:
+            return [Finding("collective", "between", "two fresh workers of ltx.Pool"), *pool.run(measure)[0]]
+    except Exception as error:
+        return [_failed(error)]
+
+
+def _failed(error: Exception) -> Finding:
+    said = str(error).partition("\n\n")[0]  # tracebacks of workers follow
+    return Finding("collective", "psum", "failed", problem=f"{type(error).__name__}: {said}")
+
+
+def _notes(by_rank: Sequence[Sequence[Finding]], kind: str) -> list[str]:
+    """Warnings or problems of all ranks, each in a line of its own."""
+    several = len(by_rank) > 1
+    return [
+        f"{f'rank {rank}: ' if several else ''}{finding.name}: {getattr(finding, kind)}"
+        for rank, findings in enumerate(by_rank)
+        for finding in findings
+        if getattr(finding, kind)
+    ]
+
+
+def _as_text(by_rank: Sequence[Sequence[Finding]]) -> str:
+    """Rank 0's findings in aligned lines, then what is wrong on any rank."""
+    lines = []
+    width = max(len(finding.name) for finding in by_rank[0])
+    section = ""
+    for finding in by_rank[0]:
+        if finding.section != section:
+            section = finding.section
+            lines.append(section)
+        lines.append(f"  {finding.name:{width}}  {finding.text}")
+    lines += [f"warning: {note}" for note in _notes(by_rank, "warning")]
+    problems = [f"problem: {note}" for note in _notes(by_rank, "problem")]
+    return "\n".join([*lines, *(problems or ["all is well"])])
+
+
+def _as_json(by_rank: Sequence[Sequence[Finding]]) -> str:
+    problems = _notes(by_rank, "problem")
+    ranks = [[asdict(finding) for finding in findings] for findings in by_rank]
+    warnings = _notes(by_rank, "warning")
+    return json.dumps({"ok": not problems, "problems": problems, "warnings": warnings, "ranks": ranks}, indent=1)

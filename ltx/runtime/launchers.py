@@ -1,0 +1,187 @@
+"""Who started this process: the table of launchers, and arguments that go before it.
+
+Everything here is a pure function of the environment variables it is given. A new launcher is one row in
+:data:`LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ltx.errors import WorldError
+from ltx.runtime import mpi, slurm
+from ltx.runtime.placement import Placement, Variables, node_of
+
+#: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
+POOL_VARIABLE = "LTX_POOL"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One row of :data:`LAUNCHERS`: how to see that a launcher started this process, and what it says.
+
+    Attributes:
+        name: as in :attr:`ltx.World.launcher`.
+        marks: the variables by which it is recognised.
+        started_this: whether it started the process with this environment.
+        placement: what it says.
+        start: how one starts processes with it, for error messages.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    started_this: Callable[[Mapping[str, str]], bool]
+    placement: Callable[[Variables], Placement]
+    start: str
+
+
+def placement_from_env(environ: Mapping[str, str]) -> Placement:
+    """What the first launcher of :data:`LAUNCHERS` that knows `environ` says; alone if none does."""
+    launcher = launcher_of(environ)
+    if launcher is None:
+        return Placement("none")
+    return launcher.placement(Variables(environ, launcher.name, launcher.marks, launcher.start))
+
+
+def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
+    """The first launcher of :data:`LAUNCHERS` that knows `environ`."""
+    return next((launcher for launcher in LAUNCHERS if launcher.started_this(environ)), None)
+
+
+def placement_from_arguments(
+    rank: int | None, size: int | None, master: str | None, local_rank: int | None, local_size: int | None
+) -> Placement | None:
+    """The placement that the arguments of :func:`ltx.init` describe; None if none of them was given.
+
+    Without local_size, all ranks are on one node.
+    """
+    given = {"rank": rank, "size": size, "master": master, "local_rank": local_rank, "local_size": local_size}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+    def read(name: str, low: int, high: int | None, default: int | None = None) -> int:
+        value = given.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise WorldError(
+                f"ltx.init({said}): expected {name} to be an integer {allowed}, got {value!r}. Give rank=, size= and "
+                'master="host:port" on every rank, or none of them to read what the launcher says.'
+            )
+        return value
+
+    total = read("size", 1, None)
+    index = read("rank", 0, total - 1)
+    on_node = read("local_size", 1, total, total)
+    local = read("local_rank", 0, min(on_node - 1, index), index % on_node)
+    node = node_of(index, total, local, on_node)
+    if node is None:
+        raise WorldError(
+            f"ltx.init({said}): expected nodes with equal numbers of ranks, dealt out by slot or by node; rank {index} "
+            f"of {total} can't be the local rank {local} of {on_node} then. For other layouts set torchrun's "
+            "environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT."
+        )
+    where = _meeting_point(master, said) if master is not None or total > 1 else None
+    return Placement("arguments", index, total, local, on_node, *node, where)
+
+
+def _meeting_point(master: str | None, said: str) -> tuple[str, int]:
+    """The host and port in ``"host:port"``; an IPv6 address stands in brackets."""
+    host, _, port = master.rpartition(":") if isinstance(master, str) else ("", "", "")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not host or not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise WorldError(
+            f'ltx.init({said}): expected master to be "host:port", the name or address of rank 0\'s node and a free '
+            f'port there, as in "10.0.0.1:29500" or "[fd00::1]:29500", got {master!r}.'
+        )
+    return host, int(port)
+
+
+def _torchrun_placement(variables: Variables) -> Placement:
+    """The variables of torchrun. Those that people leave out when they set them by hand mean: all on one node."""
+    size = variables.number("WORLD_SIZE", 1, None, "the number of processes")
+    rank = variables.number("RANK", 0, size - 1, f"below WORLD_SIZE={size}")
+    local_size = variables.number("LOCAL_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", size)
+    local_rank = variables.number(
+        "LOCAL_RANK", 0, local_size - 1, f"below LOCAL_WORLD_SIZE={local_size}", rank % local_size
+    )
+    num_nodes = variables.number("GROUP_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", -(-size // local_size))
+    by_slot = rank // local_size
+    node_rank = variables.number(
+        "GROUP_RANK",
+        0,
+        num_nodes - 1,
+        f"below the number of nodes, {num_nodes}",
+        by_slot if by_slot < num_nodes else None,
+    )
+    address = variables.environ.get("MASTER_ADDR")
+    if not address:
+        raise WorldError(
+            f"environment variable MASTER_ADDR={address!r} (launcher {variables.launcher}): expected the name or "
+            "address of rank 0's node, 127.0.0.1 for example, since RANK and WORLD_SIZE are set. torchrun sets it."
+        )
+    port = variables.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet")
+    return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, (address, port))
+
+
+_BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+_BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
+_pmi = mpi.placement(
+    "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+)
+
+#: Those whose ranks don't know for sure which node they are on, and compare what they found when they meet.
+UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
+
+#: Who may have started this process. The first row that recognises the environment is believed, so what starts
+#: processes of something else stands above that: mpirun starts its own on other nodes by srun, and both are seen then.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "pool",
+        (POOL_VARIABLE, "RANK"),
+        lambda env: POOL_VARIABLE in env and "RANK" in env,
+        _torchrun_placement,
+        _BY_TORCHRUN,
+    ),
+    Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "RANK" in env, _torchrun_placement, _BY_TORCHRUN),
+    Launcher(
+        "openmpi",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        lambda env: "OMPI_COMM_WORLD_RANK" in env,
+        mpi.placement(
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            ("OMPI_COMM_WORLD_LOCAL_RANK",),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+            ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        ),
+        _BY_MPIRUN,
+    ),
+    Launcher(
+        "mvapich2",
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        lambda env: "MV2_COMM_WORLD_RANK" in env,
+        mpi.placement(
+            "MV2_COMM_WORLD_RANK",
+            "MV2_COMM_WORLD_SIZE",
+            ("MV2_COMM_WORLD_LOCAL_RANK",),
+            ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        ),
+        _BY_MPIRUN,
+    ),
+    # Of MPICH's and Intel MPI's hydra; srun sets only the first two of these.
+    Launcher(
+        "pmi",
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        lambda env: "PMI_RANK" in env and "MPI_LOCALRANKID" in env,
+        _pmi,
+        _BY_MPIRUN,
+    ),
+    Launcher("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), slurm.is_task, slurm.placement, _BY_SRUN),
+    Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), lambda env: "PMI_RANK" in env, _pmi, _BY_MPIRUN),
+    # Job scripts set this one for what srun starts, so it alone says least.
+    Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "WORLD_SIZE" in env, _torchrun_placement, _BY_TORCHRUN),
+)

@@ -1,0 +1,140 @@
+"""What workers write to stdout and stderr, shown by the driver line by line, each with its rank.
+
+It takes two ways. What Python writes goes as messages, in order with what else a worker shows. What others write (C++,
+processes that a worker starts) goes through pipes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+# As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
+_PIPE_BYTES = 1 << 20
+_CHUNK = 1 << 16
+
+
+def open_pipe() -> tuple[int, int]:
+    """(reading end, writing end) of a pipe whose reading end doesn't block."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with suppress(OSError, AttributeError):
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return reading, writing
+
+
+class Output:
+    """The reading ends of all ranks' pipes, and the last line of each, which may not be whole."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[int, str]] = {}
+        self._begun: dict[int, str] = {}
+
+    def add(self, fd: int, rank: int, stream: str) -> None:
+        """Show what comes from `fd` as `rank`'s, on ``sys.stdout`` or ``sys.stderr``."""
+        self._sources[fd] = (rank, stream)
+
+    @property
+    def fds(self) -> list[int]:
+        """What to wait for."""
+        return list(self._sources)
+
+    def show(self, *, finish: bool = False) -> None:
+        """Print all whole lines that have come; with `finish` also those that haven't ended."""
+        for fd, (rank, stream) in list(self._sources.items()):
+            text = self._begun.pop(fd, "") + self._read(fd)
+            *lines, rest = text.split("\n")
+            if finish and rest:
+                lines, rest = [*lines, rest], ""
+            if rest:
+                self._begun[fd] = rest.rpartition("\r")[2]  # what a carriage return has overwritten is gone
+            _print(lines, rank, stream)
+
+    def _read(self, fd: int) -> str:
+        chunks = []
+        try:
+            while chunk := os.read(fd, _CHUNK):
+                chunks.append(chunk)
+            self._close(fd)  # its end: the process is gone
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(fd)
+        return b"".join(chunks).decode(errors="replace")
+
+    def _close(self, fd: int) -> None:
+        with suppress(OSError):
+            os.close(fd)
+        self._sources.pop(fd, None)
+
+    def close(self) -> None:
+        """Let go of all pipes."""
+        for fd in self.fds:
+            self._close(fd)
+        self._begun.clear()
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Whole lines that Python has written on a rank."""
+
+    stream: str
+    text: str
+
+    def shown(self, rank: int, size: int, bars: dict[str, Any]) -> None:
+        """Print them."""
+        _print(self.text.removesuffix("\n").split("\n"), rank, self.stream)
+
+
+class Writer(io.TextIOBase):
+    """A worker's ``sys.stdout`` or ``sys.stderr``: whole lines are delivered, the last one when the call is over.
+
+    Args:
+        stream: "stdout" or "stderr".
+        fd: the file descriptor of that stream, for those who ask.
+        deliver: takes a message to the driver.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: str, fd: int, deliver: Callable[[Printed], None]):
+        self._stream, self._fd, self._deliver = stream, fd, deliver
+        self._begun = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, text: str) -> int:
+        lines, newline, rest = (self._begun + text).rpartition("\n")
+        self._begun = rest
+        if newline:
+            self._deliver(Printed(self._stream, lines + newline))
+        return len(text)
+
+    def finish(self) -> None:
+        """The call is over: deliver also a line that hasn't ended."""
+        begun, self._begun = self._begun, ""
+        if begun:
+            self._deliver(Printed(self._stream, begun))
+
+
+def _print(lines: list[str], rank: int, stream: str) -> None:
+    if not lines:
+        return
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    with suppress(ValueError):  # closed
+        target.write("".join(f"[rank {rank}] {_last(line)}\n" for line in lines))
+        target.flush()
+
+
+def _last(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]

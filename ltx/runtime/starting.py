@@ -1,0 +1,189 @@
+"""How a worker's process is started: as a fresh interpreter, or by one of multiprocessing's methods."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+
+from ltx.axis import set_world_axes
+from ltx.errors import WorkerError
+from ltx.runtime import init, worker
+from ltx.runtime.world import POOL_VARIABLE
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+START_METHODS: tuple[str, ...] = get_args(StartMethod)
+
+# The folder that ltx is imported from.
+_IMPORT_HOME = str(Path(__file__).resolve().parents[2])
+# Collecting garbage while torch is imported takes a fifth of the time; the worker enables it when it is up.
+_WORKER = "import gc, sys; gc.disable(); from ltx.runtime.worker import main; main(int(sys.argv[1]))"
+
+
+class Process(Protocol):
+    """A process that this one has started."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def ended(self, timeout_s: float | None) -> int | None:
+        """Its exit status once it has ended, negative for a signal; None if it hasn't after `timeout_s`."""
+
+    def kill(self) -> None:
+        """End it at once; does nothing to one that has ended."""
+
+
+#: start(rank, the worker's end of its connection, the driver's ends so far, where its output goes) -> the process
+Starter = Callable[[int, Connection, Sequence[Connection], Sequence[int]], Process]
+
+
+#: What a fork inherits: a function and its arguments.
+Inherited = tuple[Any, tuple[Any, ...]]
+
+
+def starter(method: str, size: int, threads: int, inherited: Inherited | None = None) -> Starter:
+    """Starts workers of a world of `size` on this machine by `method`; a fork gets `inherited` as it is.
+
+    Raises:
+        WorkerError: there is no such method, or it can't be right in the state that this process is in.
+    """
+    if method not in START_METHODS:
+        raise WorkerError(f"start_method must be one of {', '.join(map(repr, START_METHODS))}, got {method!r}.")
+    if method == "fork":
+        _check_fork()
+    # A script without a guard comes here again in each process that spawn starts, which runs it from the top.
+    if method != "popen" and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise WorkerError(
+            f"start_method={method!r} runs this script again in every process, and it would start processes there "
+            'again. Put what starts them under `if __name__ == "__main__":`, or use start_method="popen".'
+        )
+
+    def start(rank: int, end: Connection, others: Sequence[Connection], streams: Sequence[int]) -> Process:
+        environment = worker_environment(rank, size, threads)
+        if method == "popen":
+            return _Fresh(end, environment, streams)
+        return _Multiprocessed(method, end, environment, others, inherited)
+
+    return start
+
+
+class _Fresh:
+    def __init__(self, end: Connection, environment: dict[str, str], streams: Sequence[int]):
+        out, err = streams or (None, None)
+        self._process = subprocess.Popen(
+            # -P: modules in the working directory shadow nothing while the worker starts.
+            [sys.executable, "-P", "-c", _WORKER, str(end.fileno())],
+            env=environment,
+            pass_fds=[end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self, timeout_s: float | None) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class _Multiprocessed:
+    def __init__(
+        self,
+        method: str,
+        end: Connection,
+        environment: dict[str, str],
+        others: Sequence[Connection],
+        inherited: Inherited | None,
+    ):
+        # A fork has copies of the driver's ends, which would keep its peers from seeing the driver go.
+        copies = [other.fileno() for other in others] if method == "fork" else []
+        context = multiprocessing.get_context(method)
+        self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=_serve,
+            args=(end, environment, copies, inherited),
+            daemon=True,  # or the end of this process would wait for it
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def ended(self, timeout_s: float | None) -> int | None:
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _serve(end: Connection, environment: dict[str, str], copies: Sequence[int], inherited: Inherited | None) -> None:
+    """What a process of multiprocessing's runs; it closes its `copies` of the driver's ends."""
+    # A daemon may start no processes, and a data loader wants to. The driver ends this one anyway.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the worker takes it over
+    with suppress(OSError):
+        os.setsid()
+    for fd in copies:
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    init.forget()
+    set_world_axes(())
+    worker.serve(end, inherited)
+
+
+def _check_fork() -> None:
+    if torch.cuda.is_initialized():
+        raise WorkerError(
+            'start_method="fork": CUDA is initialised in this process, and a fork of it can\'t use CUDA. Use "popen", '
+            "or start the ranks before anything touches the GPU."
+        )
+    if dist.is_initialized():
+        raise WorkerError(
+            'start_method="fork": torch.distributed is initialised in this process, and forks of it would share its '
+            'connections. Use "popen", or call ltx.shutdown() first.'
+        )
+
+
+def worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
+    """The driver's environment, with what torchrun would say to rank `rank` of `size` on one node."""
+    # What torchrun said to the driver about its own store isn't about the workers'.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    environment |= {
+        POOL_VARIABLE: str(size),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
+    if torch.cuda.is_available() and torch.cuda.device_count() < size:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # NCCL takes one device for each rank: all on the CPU then
+    if _IMPORT_HOME not in sysconfig.get_paths().values():  # a checkout, not an installed package
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_IMPORT_HOME, os.environ.get("PYTHONPATH")]))
+    return environment

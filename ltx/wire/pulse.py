@@ -1,0 +1,217 @@
+"""Signs of life: who waits for a peer that has been stopped, or whose machine or link is down, is told.
+
+A connection that breaks is seen at once. One that falls silent isn't: a stopped process, a machine without power and a
+cable that was pulled look like a peer that takes long. So every process writes a beat into the store now and then, from
+a thread of its own, and a rank that waits looks at the beats of those it waits for. The store may fall silent too, and
+with it whoever asks it something. So that is done by another thread, for whose answer the asking one doesn't wait
+longer than for a beat.
+
+A thread that computes in Python is no obstacle to the beats. C code that keeps Python's lock for longer than the
+heartbeat timeout is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ltx.errors import PeerLostError
+
+T = TypeVar("T")
+
+#: Without a sign of life for so long, a peer counts as lost.
+DEFAULT_HEARTBEAT_S = 10.0
+
+
+class StoreGoneError(PeerLostError):
+    """The store's process has ended. Peers may live all the same, and their connections with this one."""
+
+
+class Pulse:
+    """This process' beats, and what it knows of those of its peers.
+
+    Args:
+        store: the one that all processes share.
+        rank: this process' among them.
+        heartbeat_s: without a beat for so long, a peer counts as lost. Beats come five times as often.
+    """
+
+    def __init__(self, store: Store, rank: int, heartbeat_s: float):
+        self.heartbeat_s = heartbeat_s
+        self._rank = rank
+        self._users = 0
+        self._gone: Exception | None = None
+        self._pause_s = min(1.0, heartbeat_s / 5)
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._looked_s = self._polled_s = 0.0
+        self._ended = threading.Event()
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._asked = PrefixStore("ltx/pulse/", store)
+        # A connection of its own: on one, whoever asks first holds up the others.
+        self._beats = PrefixStore("ltx/pulse/", store.clone())  # type: ignore[attr-defined]
+        #: By axis, what its line tells about how far it is.
+        self.reports: dict[str, Callable[[], dict[str, int]]] = {}
+        self._beats.set(str(rank), self._sign())
+        threading.Thread(target=self._beat, name="ltx-pulse", daemon=True).start()
+        threading.Thread(target=self._answer, name="ltx-asks-the-store", daemon=True).start()
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """What `question`, which asks the store, gives.
+
+        Raises:
+            StoreGoneError: the store is gone.
+            PeerLostError: it hasn't answered within the heartbeat timeout.
+        """
+        if self._gone is not None:  # once it is, it stays so, and torch writes a page about each attempt
+            raise self._told_gone(self._gone)
+        asked = _Question(question)
+        self._questions.put(asked)
+        if not asked.answered.wait(self.heartbeat_s):
+            raise PeerLostError(
+                f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.heartbeat_s:g} "
+                "s. The process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its "
+                "machine or the link to it is down."
+            )
+        if isinstance(asked.error, dist.DistError):
+            raise self._told_gone(asked.error) from asked.error
+        if asked.error is not None:
+            raise asked.error
+        return cast(T, asked.value)
+
+    def tell(self, statement: Callable[[], None]) -> None:
+        """Do `statement`, which tells the store something and waits for no answer. Raises :class:`StoreGoneError`."""
+        if self._gone is not None:
+            raise self._told_gone(self._gone)
+        try:
+            statement()
+        except dist.DistError as error:
+            raise self._told_gone(error) from error
+
+    def _told_gone(self, error: Exception) -> StoreGoneError:
+        """What `error`, which the store's end has caused, means."""
+        self._gone = error
+        return StoreGoneError(
+            f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it. "
+            "Steps whose collectives are known go on without it; nothing new can be compared. Save a checkpoint and "
+            f"start again. ({error})"
+        )
+
+    def look(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that have shown no sign of life for too long. Called again and again while one waits."""
+        now = time.monotonic()
+        if now - self._looked_s > 3 * self._pause_s:  # a wait begins: what was seen long ago tells nothing
+            self._seen.clear()
+        self._looked_s = now
+        if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
+            return []
+        self._polled_s = now
+        keys = [str(rank) for rank in ranks]
+        values = self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
+        for rank, value in zip(ranks, values, strict=False):
+            if self._seen.get(rank, (b"", 0.0))[0] != value:
+                self._seen[rank] = (value, now)
+        # One pause is what a beat may be late, another what this look may be.
+        return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
+
+    @property
+    def _limit_s(self) -> float:
+        return self.heartbeat_s - 2 * self._pause_s
+
+    def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
+        """What the lines of `label` last told on `ranks`; empty for one that has none, or doesn't answer."""
+        keys = [str(rank) for rank in ranks]
+        with suppress(PeerLostError):
+            values = self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
+            return [json.loads(value)[1].get(label, {}) for value in values] or [{} for _ in ranks]
+        return [{} for _ in ranks]
+
+    def _sign(self) -> str:
+        reports = {label: report() for label, report in list(self.reports.items())}
+        return json.dumps([time.monotonic(), reports])
+
+    def hold(self) -> None:
+        """One more needs it."""
+        self._users += 1
+
+    def release(self) -> bool:
+        """One needs it no longer; whether that was the last, and it has ended."""
+        self._users -= 1
+        if self._users:
+            return False
+        self._ended.set()
+        self._questions.put(None)
+        return True
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: those who ask it see that
+            while not self._ended.wait(self._pause_s):
+                self._beats.set(str(self._rank), self._sign())
+
+    def _answer(self) -> None:
+        while (asked := self._questions.get()) is not None:
+            try:
+                asked.value = asked.ask()
+            except BaseException as error:
+                asked.error = error
+            asked.answered.set()
+
+
+class _Question:
+    def __init__(self, ask: Callable[[], Any]):
+        self.ask = ask
+        self.answered = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class AskedStore:
+    """The part of `store`'s interface that asks it something, through a :class:`Pulse`. What only tells it, doesn't."""
+
+    def __init__(self, store: Store, pulse: Pulse):
+        self.store = store
+        self._pulse = pulse
+
+    def set(self, key: str, value: str) -> None:
+        self._pulse.tell(lambda: self.store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._pulse.ask(lambda: self.store.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._pulse.ask(lambda: self.store.multi_get(keys))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._pulse.ask(lambda: bool(self.store.check(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        return self._pulse.ask(lambda: bool(self.store.delete_key(key)))
+
+
+_pulses: dict[int, tuple[Store, Pulse]] = {}
+
+
+def hold_pulse(store: Store, rank: int, heartbeat_s: float) -> Pulse:
+    """The one pulse of this process in the world of `store`; :func:`release_pulse` once it isn't needed."""
+    known = _pulses.get(id(store))
+    if known is None:
+        known = _pulses[id(store)] = (store, Pulse(store, rank, heartbeat_s))
+    pulse = known[1]
+    pulse.heartbeat_s = min(pulse.heartbeat_s, heartbeat_s)
+    pulse.hold()
+    return pulse
+
+
+def release_pulse(pulse: Pulse) -> None:
+    """The counterpart of :func:`hold_pulse`."""
+    if pulse.release():
+        for key, (_, known) in list(_pulses.items()):
+            if known is pulse:
+                del _pulses[key]

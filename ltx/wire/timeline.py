@@ -1,0 +1,243 @@
+"""Timelines: recordings of one or several ranks as a picture, and as a file for Perfetto and Chrome's tracing.
+
+Each rank has a lane of computing and one for each of its channels. Times are those of the ranks' clocks: the same on
+one machine, as good as their synchronisation on several.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ltx.errors import InputError, UnsupportedError
+from ltx.wire.ledger import Event, Span, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COMPUTE = "compute"
+# Profiled events of devices are kept apart from those of threads.
+_DEVICE_LANES = 1 << 32
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """Something that took time, on the clock of the day; `end_s` is None while it goes on."""
+
+    lane: str
+    kind: str
+    name: str
+    start_s: float
+    end_s: float | None
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What :func:`timeline` returns."""
+
+    traces: tuple[Trace, ...]
+
+    @property
+    def start_s(self) -> float:
+        """When the first thing on it began, as time of day; 0 if it is empty."""
+        return min((bar.start_s for trace in self.traces for bar in _bars(trace)), default=0.0)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw it with matplotlib, in milliseconds since its beginning.
+
+        A lane of computing and one for each channel, by rank. The title tells how much of the communication is hidden
+        behind computing (:attr:`Trace.hidden`), from the worst to the best rank.
+
+        Args:
+            ax: axes to draw into; a new figure if None.
+
+        Raises:
+            UnsupportedError: matplotlib isn't installed.
+        """
+        if ax is None:
+            ax = _new_axes(sum(len(_lanes(trace)) for trace in self.traces))
+        zero, row, names = self.start_s, 0, []
+        colors: dict[str, str] = {}
+        for trace in self.traces:
+            bars = _bars(trace)
+            for lane in _lanes(trace):
+                names.append(f"rank {trace.rank}  {lane}" if len(self.traces) > 1 else lane)
+                open_until: list[float] = []  # the ends of the bars around the next one
+                for bar in sorted((bar for bar in bars if bar.lane == lane), key=_order):
+                    if bar.end_s is None:
+                        continue
+                    open_until = [end for end in open_until if end >= bar.end_s] if lane == _COMPUTE else []
+                    height = 0.8 * 0.75 ** len(open_until)
+                    label = None if bar.kind in colors else bar.kind
+                    free = "0.85" if bar.kind == "step" else f"C{len(colors) % 10}"
+                    color = colors.setdefault(bar.kind, free)
+                    where = [((bar.start_s - zero) * 1e3, (bar.end_s - bar.start_s) * 1e3)]
+                    span = (row - height / 2, height)
+                    ax.broken_barh(where, span, facecolors=color, alpha=0.8, label=label)
+                    open_until.append(bar.end_s)
+                row += 1
+        ax.set_yticks(range(row), names)
+        ax.set_ylim(row - 0.5, -0.5)
+        ax.set_xlabel("ms")
+        ax.set_title(self._title())
+        if colors:
+            ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        return ax
+
+    def _title(self) -> str:
+        hidden = [trace.hidden for trace in self.traces if trace.events]
+        if not hidden:
+            return "no communication"
+        shown = dict.fromkeys([f"{min(hidden):.0%}", f"{max(hidden):.0%}"])
+        return f"{' to '.join(shown)} of the communication hidden"
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON for https://ui.perfetto.dev and chrome://tracing.
+
+        A process is a rank, and a thread of it a lane. Issues that are under way together on one channel get lanes of
+        their own, as events within a lane have to nest. Times are in µs since the beginning.
+        """
+        zero_us = self.start_s * 1e6
+        events: list[dict[str, Any]] = []
+        for trace in self.traces:
+            events.append(_metadata("process_name", trace.rank, 0, f"rank {trace.rank}"))
+            lanes: dict[str, int] = {}
+            for bar, lane in _apart(trace):
+                if lane not in lanes:
+                    lanes[lane] = len(lanes)
+                    events.append(_metadata("thread_name", trace.rank, lanes[lane], lane))
+                event: dict[str, Any] = {
+                    "name": bar.name,
+                    "cat": bar.kind,
+                    "pid": trace.rank,
+                    "tid": lanes[lane],
+                    "args": bar.details,
+                }
+                event["ts"] = bar.start_s * 1e6 - zero_us
+                if bar.end_s is None:  # still under way
+                    event["ph"] = "B"
+                else:
+                    event |= {"ph": "X", "dur": (bar.end_s - bar.start_s) * 1e6}
+                events.append(event)
+            for other in trace.profile:
+                shifted = {"ts": other["ts"] - zero_us} if "ts" in other else {}
+                events.append({**other, **shifted, "pid": trace.rank})
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def timeline(traces: Iterable[Trace]) -> Timeline:
+    """The recordings of several ranks on one time axis: ``.plot()`` draws them, ``.save(path)`` writes a file.
+
+    Args:
+        traces: what :func:`ltx.record` gave on each rank, such as the ranks' results of a run on an ``ltx.Pool``.
+
+    Raises:
+        InputError: there is none, or it is something else.
+
+    Example:
+        >>> import ltx
+        >>> with ltx.record() as trace:
+        ...     pass  # steps
+        >>> ltx.timeline([trace]).save("/dev/null")
+
+    Source: the trace event format of Chrome; Horovod's timeline.
+    """
+    found = tuple(traces)
+    wrong = [type(trace).__name__ for trace in found if not isinstance(trace, Trace)]
+    if wrong or not found:
+        raise InputError(
+            f"ltx.timeline takes the recordings of one or more ranks, got {wrong[0] if wrong else 'none'}. Return the "
+            "trace of `with ltx.record() as trace:` from each rank."
+        )
+    return Timeline(found)
+
+
+@contextmanager
+def profiled(trace: Trace) -> Iterator[None]:
+    """Run torch's profiler, and put its events into `trace`, on the clock of the day."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as profiler:
+        yield
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        exported = json.loads(path.read_text())
+    base_us = exported.get("baseTimeNanoseconds", 0) / 1e3
+    for event in exported["traceEvents"]:
+        threads_name = event["ph"] == "M" and event["name"] == "thread_name"
+        if not (event["ph"] == "X" or threads_name) or not isinstance(event.get("pid"), int):
+            continue
+        if event["pid"] != os.getpid():  # a device and its stream
+            event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
+        if not threads_name:
+            event["ts"] += base_us
+        trace.profile.append(event)
+
+
+def _bars(trace: Trace) -> list[_Bar]:
+    def bar(lane: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> _Bar:
+        return _Bar(lane, kind, name, start + trace.epoch_s, None if end is None else end + trace.epoch_s, details)
+
+    def of_span(span: Span) -> _Bar:
+        return bar(_COMPUTE, span.name, span.name, span.began_s, span.ended_s)
+
+    def of_event(event: Event) -> _Bar:
+        details = {"operation": event.operation, "bytes": event.nbytes, "waited_ms": event.waited_s * 1e3}
+        return bar(event.channel, event.kind, event.label, event.issued_s, event.landed_s, **details)
+
+    return [*map(of_span, trace.spans), *map(of_event, trace.events)]
+
+
+def _order(bar: _Bar) -> tuple[float, float]:
+    """By beginning; of those that begin together the longest first, which the others are in."""
+    return bar.start_s, -(float("inf") if bar.end_s is None else bar.end_s)
+
+
+def _lanes(trace: Trace) -> list[str]:
+    """Computing, and the channels in the order of their first use."""
+    return list(dict.fromkeys([_COMPUTE, *(event.channel for event in trace.events)]))
+
+
+def _apart(trace: Trace) -> list[tuple[_Bar, str]]:
+    """Every bar with its lane's name, where those of a channel that overlap are in lanes of their own."""
+    placed = []
+    ends: dict[str, list[float]] = {}
+    bars = sorted(_bars(trace), key=_order)
+    for lane in _lanes(trace):
+        for bar in (bar for bar in bars if bar.lane == lane):
+            if lane == _COMPUTE:
+                placed.append((bar, lane))
+                continue
+            taken = ends.setdefault(lane, [])
+            place = next((i for i, end in enumerate(taken) if end <= bar.start_s), len(taken))
+            end = float("inf") if bar.end_s is None else bar.end_s
+            taken[place : place + 1] = [end]
+            placed.append((bar, lane if place == 0 else f"{lane} ({place + 1})"))
+    return placed
+
+
+def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
+
+
+def _new_axes(lanes: int) -> Axes:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UnsupportedError(
+            "a timeline is drawn with matplotlib, which isn't installed: pip install matplotlib. Its save(path) writes "
+            "a file for https://ui.perfetto.dev without it."
+        ) from error
+    _, axes = pyplot.subplots(figsize=(10, 0.8 + 0.5 * lanes), layout="constrained")
+    return axes

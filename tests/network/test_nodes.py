@@ -1,0 +1,139 @@
+"""Ranks on two hosts, as torchrun starts them and as arguments tell them: network namespaces joined by a bridge."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import links  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("nodes.py")
+PORT = 29511  # each host is a namespace of its own, where every port is free
+
+_spec = importlib.util.spec_from_file_location("nodes", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+nodes = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(nodes)
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.timeout(100),
+    pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not())),
+]
+
+
+def run(commands: Sequence[Sequence[str]], link: links.Link) -> list[tuple[int, str]]:
+    """(exit status, what was printed) of each command; what is left of them after a time is killed."""
+    launchers = [name for name in os.environ if name.startswith(("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI"))]
+    clean = {name: value for name, value in os.environ.items() if name not in launchers}
+    env = {**clean, **link.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    processes = [
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        for command in commands
+    ]
+    try:
+        printed = [process.communicate(timeout=80)[0] for process in processes]
+        return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+def by_torchrun(folder: Path, link: links.Link) -> list[list[str]]:
+    """What is typed on each of two hosts."""
+    address = link.address
+    return [
+        [
+            *prefix, sys.executable, "-m", "ltx", "run", "--nnodes", "2", "--nproc-per-node", "2",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{PORT}", "--rdzv-conf", f"is_host={host == 0}",
+            "--local-addr", f"10.77.0.{host + 1}", str(SCRIPT), str(folder), "4",
+        ]
+        for host, prefix in enumerate(link.prefixes)
+    ]  # fmt: skip
+
+
+def by_arguments(folder: Path, link: links.Link) -> list[list[str]]:
+    return [
+        [*prefix, sys.executable, str(SCRIPT), str(folder), "2", str(rank), f"{link.address}:{PORT}"]
+        for rank, prefix in enumerate(link.prefixes)
+    ]
+
+
+def check_reports(folder: Path, launcher: str, size: int) -> None:
+    """Each rank's world and mesh; training as one process does it on the whole batch."""
+    params = {name: leaf.requires_grad_() for name, leaf in nodes.start().items()}
+    gradient = None
+    for _ in range(nodes.STEPS):
+        grads = torch.autograd.grad(nodes.loss(params, nodes.batch()), list(params.values()))
+        gradient = grads[0] if gradient is None else gradient
+        with torch.no_grad():
+            params = {k: (p - 0.3 * g).requires_grad_() for (k, p), g in zip(params.items(), grads, strict=True)}
+    expected = torch.cat([params["w"].flatten(), params["s"].reshape(1)]).detach()
+    assert gradient is not None
+    each = size // nodes.HOSTS
+    for rank in range(size):
+        report = json.loads((folder / f"rank{rank}").read_text())
+        node, local_rank = divmod(rank, each)
+        assert report["world"] == {
+            "rank": rank,
+            "size": size,
+            "local_rank": local_rank,
+            "node_rank": node,
+            "num_nodes": 2,
+            "launcher": launcher,
+            "backend": "gloo",
+            "is_global_zero": rank == 0,
+        }
+        assert report["mesh"]["index"] == [node, local_rank]
+        assert report["mesh"]["sums"] == [
+            sum(n * each + local_rank for n in range(2)),
+            sum(node * each + i for i in range(each)),
+        ]
+        found = torch.tensor(report["mesh"]["gradient"], dtype=torch.float64)
+        torch.testing.assert_close(found, gradient.flatten(), rtol=1e-12, atol=1e-12)
+        found = torch.tensor(report["trained"], dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def check_lost(folder: Path, ranks: Sequence[int], within_s: float = 10.0) -> None:
+    killed = float((folder / "killed").read_text())
+    for rank in ranks:
+        assert float((folder / f"lost{rank}").read_text()) - killed < within_s, f"rank {rank}"
+
+
+def test_two_hosts_under_torchrun(tmp_path: Path) -> None:
+    with links.link("1gbit", 2) as link:
+        ends = run(by_torchrun(tmp_path, link), link)
+    text = "\n".join(printed for _, printed in ends)
+    assert [status for status, _ in ends] == [1, 1], text
+    check_reports(tmp_path, "torchrun", 4)
+    check_lost(tmp_path, [0, 1])  # rank 2 is ended by its host's launcher, which may be quicker
+    assert "PeerLostError: rank 0: " in ends[0][1]
+    assert "Signal 9 (SIGKILL)" in ends[1][1]
+
+
+def test_two_hosts_that_are_told_by_arguments(tmp_path: Path) -> None:
+    with links.link("1gbit", 2) as link:
+        ends = run(by_arguments(tmp_path, link), link)
+    text = "\n".join(printed for _, printed in ends)
+    assert [status for status, _ in ends] == [1, -signal.SIGKILL], text
+    check_reports(tmp_path, "arguments", 2)
+    check_lost(tmp_path, [0])
+    assert "PeerLostError: rank 0: " in ends[0][1]

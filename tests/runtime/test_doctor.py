@@ -1,0 +1,169 @@
+"""``ltx doctor``: what it says, when it is satisfied, and that it never waits without end."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx.cli
+from ltx.runtime import doctor, slurm
+from ltx.runtime.doctor import Finding
+from ltx.runtime.launchers import LAUNCHERS
+from ltx.runtime.placement import Placement
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {mark for launcher in LAUNCHERS for mark in launcher.marks} | {"GLOO_SOCKET_IFNAME", "SLURM_JOB_ID"}:
+        monkeypatch.delenv(name, raising=False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ltx.cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[-1] == "all is well"
+    assert [line for line in lines[:-1] if line[0] != " "][:4] == ["versions", "world", "machine", "collective"]
+    table = {line[2:18].strip(): line[18:] for line in lines if line.startswith("  ")}
+    assert table["torch"] == torch.__version__
+    assert table["launcher"] == "none, so a world of one"
+    assert "SLURM_STEP_ID" in table["not set"]
+    assert table["rank"] == "0 of 1, node 0 of 1, local rank 0 of 1"
+    assert table["between"] == "two fresh workers of ltx.Pool"
+    assert table["psum of 4 B"].endswith(" ms")
+    assert table["psum of 16 MiB"].endswith(" GB/s")
+
+
+def test_of_a_world(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": str(cores)}
+    command = [sys.executable, "-m", "ltx", "run", "-n", "2", "-m", "ltx", "doctor", "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=55, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)  # once, whole
+    assert (said["ok"], said["problems"]) == (True, [])
+    texts = [{line["name"]: line["text"] for line in rank} for rank in said["ranks"]]
+    assert [text["rank"] for text in texts] == [f"{r} of 2, node 0 of 1, local rank {r} of 2" for r in range(2)]
+    assert all(text["launcher"].startswith("torchrun, by RANK=") for text in texts)
+    assert texts[0]["between"] == "the 2 ranks of this world"
+    assert [warning.partition(" cores")[0] for warning in said["warnings"]] == [
+        f"rank {rank}: threads: 2 ranks of {cores} threads share {cores}" for rank in range(2)
+    ]
+
+
+def test_an_environment_that_contradicts_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "7")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert ltx.cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "problem: launcher: environment variable PMI_RANK='7' (launcher pmi): expected an integer" in printed
+    assert "all is well" not in printed
+    assert "psum" not in printed
+
+
+def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    began = time.monotonic()
+    assert ltx.cli.main(["doctor", "--timeout", "1"]) == 1
+    assert time.monotonic() - began < 20
+    printed = capsys.readouterr()
+    assert printed.out == "", "that is rank 0's to write to"
+    assert printed.err.startswith("rank 1: psum: WorldError: rank 1 of 2 couldn't set up torch.distributed")
+
+
+def test_it_gives_up(tmp_path: Path) -> None:
+    script = (
+        "import time\nfrom ltx.runtime import doctor\n"
+        "doctor._MORE_S = 0.1\ndoctor._examine = lambda *_: time.sleep(60)\ndoctor.doctor(timeout_s=0.1)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=40)
+    assert done.returncode == 1
+    assert "problem: not done after 0.3 s; something hangs" in done.stderr
+
+
+def the_interface(several_nodes: bool = False, **environ: str) -> tuple[str, str, str]:
+    _, found = doctor._interface(environ, several_nodes)
+    return found.text, found.warning, found.problem
+
+
+def test_the_interface_that_is_asked_for() -> None:
+    assert the_interface(GLOO_SOCKET_IFNAME="lo") == ("lo 127.0.0.1, by GLOO_SOCKET_IFNAME", "", "")
+    text, _, problem = the_interface(GLOO_SOCKET_IFNAME="nope")
+    assert text == "nope without an IPv4 address, by GLOO_SOCKET_IFNAME"
+    assert problem.startswith("GLOO_SOCKET_IFNAME='nope': expected one of ")
+    assert "lo" in problem
+    _, _, problem = the_interface(True, GLOO_SOCKET_IFNAME="lo")
+    assert problem.startswith("127.0.0.1 can't be reached from the other nodes: set GLOO_SOCKET_IFNAME")
+
+
+def test_what_the_hostname_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolves_to(address: str) -> None:
+        def getaddrinfo(*_: object, **__: object) -> list[Any]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    resolves_to("127.0.0.1")
+    assert the_interface() == ("lo 127.0.0.1, to which the hostname resolves", "", "")
+    assert "can't be reached from the other nodes" in the_interface(several_nodes=True)[2]
+    resolves_to("127.0.1.1")  # Debian's habit
+    assert the_interface()[:2] == ("lo 127.0.1.1, to which the hostname resolves", "")
+    resolves_to("192.0.2.1")
+    text, warning, problem = the_interface()
+    assert (text, problem) == ("lo 127.0.0.1", "")
+    assert "resolves to 192.0.2.1, which isn't of this machine: gloo takes 127.0.0.1" in warning
+    assert "can't be reached" in the_interface(several_nodes=True)[2]
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert "doesn't resolve ([Errno -2] Name or service not known): gloo takes 127.0.0.1" in the_interface()[1]
+
+
+def test_a_sum_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [finding.problem for finding in doctor.measure()] == ["", ""]
+    monkeypatch.setattr(doctor.collectives, "psum", lambda x: x + 1)
+    problems = [finding.problem for finding in doctor.measure()]
+    assert problems == ["the sum is wrong on rank 0: expected 1.0 everywhere"] * 2
+
+
+def test_problems_of_other_ranks_are_shown() -> None:
+    fine = [Finding("a", "x", "1")]
+    bad = [Finding("a", "x", "2", warning="odd", problem="broken")]
+    assert doctor._as_text([fine, bad]) == "a\n  x  1\nwarning: rank 1: x: odd\nproblem: rank 1: x: broken"
+    assert doctor._as_text([bad]) == "a\n  x  2\nwarning: x: odd\nproblem: x: broken"
+    assert json.loads(doctor._as_json([fine, bad]))["ok"] is False
+
+
+def test_why_a_process_in_an_allocation_is_alone() -> None:
+    job = {"SLURM_JOB_ID": "1"}
+    assert slurm.why_no_task({}) is None
+    assert slurm.why_no_task(job | {"SLURM_STEP_ID": "0"}) is None
+    assert slurm.why_no_task(job) == (
+        "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
+    )
+    terminal = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "1"}
+    assert "a terminal of srun --pty" in str(slurm.why_no_task(job | terminal))
+    assert "job script" in str(slurm.why_no_task(job | {"SLURM_STEP_ID": "4294967291"}))
+    findings = doctor._world(job, Placement("none"))
+    assert [finding.text for finding in findings if finding.name == "slurm"] == [slurm.why_no_task(job)]
