@@ -59,16 +59,24 @@ def run_ranks(
     return printed
 
 
-def interleaved(variants: Mapping[str, Variant], iterations: int, warmup: int = 5) -> dict[str, list[float]]:
-    """Seconds of each variant at each iteration, taken in turns; each the slowest rank's."""
+def interleaved(
+    variants: Mapping[str, Variant], iterations: int, warmup: int = 5, block: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each variant at each iteration, taken in turns; each the slowest rank's.
+
+    Turns are of `block` iterations, of which the mean is taken. Where one leaves something under way, it is waited for
+    at the end of its turn, within its time: ``variant.settle``.
+    """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for iteration in range(warmup + iterations):
         for name, variant in variants.items():
             if dist.is_initialized():
                 dist.barrier()
             began = time.perf_counter()
-            variant()
-            taken = torch.tensor(time.perf_counter() - began)
+            for _ in range(block):
+                variant()
+            getattr(variant, "settle", lambda: None)()
+            taken = torch.tensor((time.perf_counter() - began) / block)
             if dist.is_initialized():
                 dist.all_reduce(taken, dist.ReduceOp.MAX)
             if iteration >= warmup:

@@ -92,6 +92,10 @@ class NotFiniteError(LtxError, FloatingPointError):
     """Gradients that are NaN or infinite, in a training step that was to raise at them."""
 
 
+class TornStateError(LtxError, RuntimeError):
+    """A train state whose update failed halfway, with ``overlap="step"``."""
+
+
 class ReplicaDivergedError(LtxError, RuntimeError):
     """A value that should be the same on every rank isn't."""
 

@@ -66,6 +66,7 @@ class Exchange:
 
     def _launch(self, line: wire.Line, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
+        line.land_earlier()
         line.passes.rejoin()
         channel = line.background if background else line.bucket_channel(0)
         assert plan.agreement is not None

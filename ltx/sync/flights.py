@@ -29,6 +29,7 @@ class _Flight:
     ticket: wire.Ticket | None = None
     phase: int = 0
     landed: Landed | None = None
+    halfway: bool = False  # between two collectives
 
     @property
     def may_go_on(self) -> bool:
@@ -67,6 +68,11 @@ class Flights:
         """Wait for a reduction's collective, run it up to its next one, and issue that."""
         flight = self._flights[place]
         result = flight.ticket.wait() if flight.ticket is not None else None
+        flight.halfway = True
+        self._run_on(flight, place, result)
+        flight.halfway = False
+
+    def _run_on(self, flight: _Flight, place: int, result: torch.Tensor | None) -> None:
         while True:
             try:
                 ask = next(flight.reduction) if result is None else flight.reduction.send(result)
@@ -98,7 +104,7 @@ class Flights:
                 self._advance(place)
 
     def _may_issue(self, place: int, phase: int) -> bool:
-        return all(f.landed is not None or f.phase > phase for f in self._flights[:place])
+        return all(self._is_past(earlier, phase) for earlier in range(place))
 
     @property
     def done(self) -> bool:
@@ -109,6 +115,26 @@ class Flights:
     def landed(self, place: int) -> Landed | None:
         """What became of a bucket, if it has landed."""
         return self._flights[place].landed
+
+    @property
+    def intact(self) -> bool:
+        """Whether no reduction was left halfway, by an exception that came while it wasn't waiting."""
+        return not any(flight.halfway for flight in self._flights)
+
+    def land(self, place: int) -> Landed:
+        """What became of one bucket, once it has landed. Those before it go on as far as the order of issues asks."""
+        flight = self._flights[place]
+        while flight.landed is None:
+            if flight.phase < flight.hook.phases_on(self._line.size):  # it may issue once more
+                for earlier in range(place):
+                    while not self._is_past(earlier, flight.phase):
+                        self._advance(earlier)
+            self._advance(place)
+        return flight.landed
+
+    def _is_past(self, place: int, phase: int) -> bool:
+        flight = self._flights[place]
+        return flight.landed is not None or flight.phase > phase
 
     def land_each(self) -> Iterator[Landed]:
         """The buckets in order, each as soon as it has landed."""

@@ -21,6 +21,7 @@ from ltx.errors import StepError, UnsupportedError
 from ltx.sync.marker import ACCUMULATE_PRIORITY, raise_priority
 from ltx.transforms.captured import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.in_flight import leaf_like
 from ltx.transforms.synchronise import tracked
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Step, Tree
@@ -52,7 +53,8 @@ class Accumulated:
         call = _Call(self, spec, leaves, chunks, tuple(kwargs))
         if torch.compiler.is_compiling():
             return call.finish(call.run(leaves, range(self.steps)))
-        inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
+        with torch._C.DisableTorchFunctionSubclass():  # to ask isn't to use what may still be in flight
+            inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
         # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
         forward_mode = torch.autograd.forward_ad._current_level >= 0
         if not inputs or self.steps == 1 or forward_mode:
@@ -198,7 +200,7 @@ class _Sums:
         if torch._C._are_functorch_transforms_active():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value, carry=_detached(parts[-1].carry))
-        leaves = [x.detach().requires_grad_() for x in at]
+        leaves = [leaf_like(x) for x in at]
         try:
             with torch.enable_grad(), watch_for_traced_values(self.call.step.fn):
                 value = total(*leaves)

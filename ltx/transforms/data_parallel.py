@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,6 +31,7 @@ from ltx.typing import Step, Tree
 from ltx.wire.debug import under_way
 
 if TYPE_CHECKING:
+    from ltx.transforms.in_flight import InFlight
     from ltx.transforms.precision import Precision
 
 
@@ -118,12 +119,20 @@ class DataParallel:
         return SyncState.new(states)
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, deferred: bool = False, step: int | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        deferred: bool = False,
+        step: int | None = None,
+        ahead: bool = False,
+        flight: InFlight | None = None,
     ) -> Run:
         """Call the step on marked parameters and tie its output.
 
-        `deferred`: the fence won't wait (see WireSchedule). `step`: the number of steps so far, in a whole training
-        step, which counts them; else the communication state does.
+        `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule). `step`: the number of steps so
+        far, in a whole training step, which counts them; else the communication state does. `flight`: whose parameters
+        the given ones stand for.
         """
         params, sync_state = self._params_of(args)
         leaves, spec = tree.flatten(params)
@@ -134,11 +143,13 @@ class DataParallel:
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             counted = sync_state.checked_step() if sync_state is not None else 0
-            hook = self.hook(counted if step is None else step, training=step is not None)
-            marked = self._mark(params, leaves, spec, sync_state, hook, counted if step is None else step, deferred)
+            training, step = step is not None, counted if step is None else step
+            hook = self.hook(step, training)
+            marked = self._mark(params, leaves, spec, sync_state, hook, step, deferred, ahead)
             local = hook is None
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
-        output = self.fn(*self._replaced(args, given), **kwargs)
+        with nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn):
+            output = self.fn(*self._replaced(args, given), **kwargs)
         if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
             refuse_captured(self.fn, output, (marked.leaves, args, kwargs))
         refuse_gradients(output, leaves, spec)
@@ -154,6 +165,7 @@ class DataParallel:
         hook: CommHook | None,
         step: int,
         deferred: bool,
+        ahead: bool,
     ) -> Marked:
         axis = wire.resolve(self.axis)
         if self.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
@@ -177,11 +189,11 @@ class DataParallel:
             tuple(tuple(state) for state in states),
             step,
             lambda: [paths()[i] for i in wanted],
-            "data_parallel",
+            'data_parallel with overlap="step"' if ahead else "data_parallel",
             spec,
         )
         check_replicas(axis, params)
-        schedule = synchronise.wire_schedule(plan, deferred)
+        schedule = synchronise.wire_schedule(plan, deferred, ahead)
         marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         carried = {paths()[i] for i in wanted} if sync_state is not None else set()
         kept = self._kept(sync_state, carried, hook.state_names)

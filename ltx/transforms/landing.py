@@ -13,6 +13,7 @@ from ltx.axis import Axis
 from ltx.errors import WeightError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Update
+from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
@@ -71,29 +72,30 @@ class Work:
 
     def land(self, schedule: WireSchedule, weighted: bool) -> tuple[Done, wire.Header]:
         """Land every bucket and the header, then update; or bucket by bucket, with overlap="update"."""
-        scale = (self._weighted_scale(schedule) if weighted else 1.0) / self.loss_scale
+        scale = self.scale(schedule, weighted)
         grads: dict[int, torch.Tensor] = {}
-        states: dict[int, list[torch.Tensor]] = {}
+        states: dict[int, LeafState] = {}
         sums: list[torch.Tensor] = []
-        params, opt_state, targets = self._in_place() if self.by_bucket else (None, None, None)
+        params, opt_state, targets = self.in_place() if self.by_bucket else (None, None, None)
         for bucket, landed, next_states in schedule.land_each():
-            if scale != 1:
-                torch._foreach_mul_(landed, scale)
-            if self.probes is not None:
-                sums += self.probes(landed)  # while they are in the cache
             given = iter(next_states)
-            states.update((m, [next(given) for _ in schedule.plan.state_names[m]]) for m in bucket.members)
+            states.update((m, {name: next(given) for name in schedule.plan.state_names[m]}) for m in bucket.members)
             if targets is None:
+                _scaled(landed, scale)
                 grads.update(zip(bucket.members, landed, strict=True))
             else:
-                self._apply_bucket(bucket.members, landed, targets)
+                self.apply_bucket(bucket.members, landed, targets, scale)
         header = schedule.finish()
         assert header is not None
-        flat = self._flat_states(schedule, states)
+        flat = tree.flatten(self.sync_leaves_after(schedule, states, self.state.sync_state.leaves))[0]
         if targets is None:
             found = sums if self.probes is not None else None
             return Done([grads[m] for m in range(len(self.leaves))], flat, sums=found), header
         return Done(None, flat, params, self.optimizer.advance(opt_state)), header
+
+    def scale(self, schedule: WireSchedule, weighted: bool) -> float:
+        """What reduced gradients are multiplied by. With weights it waits for the header."""
+        return (self._weighted_scale(schedule) if weighted else 1.0) / self.loss_scale
 
     def _weighted_scale(self, schedule: WireSchedule) -> float:
         assert schedule.header is not None
@@ -121,7 +123,7 @@ class Work:
             finite,
         )
 
-    def _in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
+    def in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
         """Parameters and optimizer state to be updated in place: the state's own, or copies."""
         params, opt_state = self.state.params, self.state.opt_state
         if not self.donate:
@@ -129,23 +131,37 @@ class Work:
         leaves = tree.flatten(params)[0]
         return params, opt_state, (leaves, self.optimizer.leaf_states(opt_state, params), self.state.step)
 
-    def _apply_bucket(
-        self, members: Sequence[int], grads: list[torch.Tensor], targets: tuple[list[torch.Tensor], list[Any], int]
+    def apply_bucket(
+        self,
+        members: Sequence[int],
+        grads: list[torch.Tensor],
+        targets: tuple[list[torch.Tensor], list[Any], int],
+        scale: float,
     ) -> None:
+        """Update the parameters of one bucket with their reduced gradients, which are overwritten."""
+        _scaled(grads, scale)
         params, states, count = targets
         at = [self.trained[m] for m in members]
         with torch.no_grad(), wire.span("update"):
             self.optimizer.apply_leaves(grads, [states[i] for i in at], [params[i] for i in at], count)
 
-    def _flat_states(self, schedule: WireSchedule, states: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
-        """The next communication state in the order of its leaves."""
-        paths = tree.leaf_paths(self.state.params)
-        entries = {path: dict(entry) for path, entry in self.state.sync_state.leaves.items()}
-        for member, tensors in states.items():
-            names = schedule.plan.state_names[member]
-            if names:
-                entries[paths[self.trained[member]]].update(zip(names, tensors, strict=True))
-        return [x.detach() for x in tree.flatten(entries)[0]]
+    def sync_leaves_after(
+        self, schedule: WireSchedule, states: dict[int, LeafState], before: dict[str, LeafState]
+    ) -> dict[str, LeafState]:
+        """The next communication state by path: that of each bucket's `states`, the rest as it was `before`."""
+        entries = {path: dict(entry) for path, entry in before.items()}
+        if any(schedule.plan.state_names):
+            paths = tree.leaf_paths(self.state.params)
+            for member, state in states.items():
+                if state:
+                    entries[paths[self.trained[member]]].update(state)
+        detached: dict[str, LeafState] = tree.map(torch.Tensor.detach, entries)
+        return detached
+
+
+def _scaled(grads: list[torch.Tensor], scale: float) -> None:
+    if scale != 1:
+        torch._foreach_mul_(grads, scale)
 
 
 def mean_at_once(

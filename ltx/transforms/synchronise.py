@@ -147,9 +147,10 @@ def _states_by_leaf(flat: Sequence[torch.Tensor], names: Names) -> list[list[tor
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def wire_schedule(plan: Plan, deferred: bool) -> Schedule:
-    """The eager schedule for `plan`; `deferred` as in :class:`WireSchedule`, where the axis has a wire."""
-    return WireSchedule(plan, deferred) if isinstance(plan.axis.backing, GroupBacking) else make_schedule(plan, False)
+def wire_schedule(plan: Plan, deferred: bool = False, ahead: bool = False) -> Schedule:
+    """The eager schedule for `plan`; the others as in :class:`WireSchedule`, where the axis has a wire."""
+    wired = isinstance(plan.axis.backing, GroupBacking)
+    return WireSchedule(plan, deferred, ahead) if wired else make_schedule(plan, compiled=False)
 
 
 def no_schedule(axis: Axis) -> Schedule:

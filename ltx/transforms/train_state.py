@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,14 @@ from ltx.errors import DonatedStateError
 from ltx.optim import TorchState
 from ltx.strategies.base import Kinds
 from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.transforms.in_flight import InFlight
+    from ltx.wire import HeaderTicket
+
+
+# The parts of a state that overlap="step" lets land later, in the order of InFlight.result().
+_LATE = ("params", "opt_state", "sync_state")
 
 
 class _Lease:
@@ -52,7 +60,32 @@ class TrainState:
     pending: Any = field(default=None, repr=False)
     _lease: _Lease = field(default_factory=_Lease, repr=False)
 
+    @staticmethod
+    def later(flight: InFlight, **others: Any) -> TrainState:
+        """A state of which three parts are still in `flight`; whoever reads one of them waits for all."""
+        state = object.__new__(TrainState)
+        state.__dict__.update(others, _flight=flight, _lease=_Lease())
+        return state
+
+    @property
+    def flight(self) -> InFlight | None:
+        """What this state waits for, where it isn't whole yet."""
+        flight: InFlight | None = self.__dict__.get("_flight")
+        return flight
+
+    def __getattr__(self, name: str) -> Any:
+        """A part that is still in flight: nobody has asked before."""
+        flight = self.flight
+        if name in _LATE and "_lease" in self.__dict__:
+            self.check_owned()
+        if flight is None or name not in _LATE:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__.update(zip(_LATE, flight.result(), strict=True), _flight=None)
+        return self.__dict__[name]
+
     def __getstate__(self) -> dict[str, Any]:
+        if self.flight is not None:
+            self.__getattr__("params")
         return {**self.__dict__, "pending": None}  # what is under way belongs to this process
 
     def check_owned(self) -> None:
@@ -64,9 +97,14 @@ class TrainState:
                 "train_step(..., donate=False) to keep old states."
             )
 
-    def donate(self) -> None:
-        """Give the tensors away: from now on :meth:`check_owned` raises."""
+    def donate(self, later: bool = False) -> None:
+        """Give the tensors away: from now on :meth:`check_owned` raises.
+
+        `later`: they are written to after this, at any time, so they can't be looked at either.
+        """
         self._lease.donated_at = self.step + 1
+        for name in _LATE if later else ():
+            self.__dict__.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
@@ -150,6 +188,25 @@ class Metrics:
     grad_norm: torch.Tensor | None = None
     loss_scale: torch.Tensor | None = None
     skipped: torch.Tensor | None = None
+
+    @staticmethod
+    def later(header: HeaderTicket, dtype: torch.dtype, aux: Any) -> Metrics:
+        """Metrics whose loss waits for `header` when it is read, and for nothing else."""
+        metrics = object.__new__(Metrics)
+        metrics.__dict__.update(aux=aux, _later=(header, dtype))
+        return metrics
+
+    def __getattr__(self, name: str) -> Any:
+        later = self.__dict__.get("_later")
+        if later is None or name != "loss":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        header, dtype = later
+        summed = header.wait()
+        self.__dict__.update(loss=(summed.total / summed.weight).to(dtype), _later=None)
+        return self.__dict__["loss"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "loss": self.loss, "_later": None}
 
 
 tree.register_node(

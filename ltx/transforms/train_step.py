@@ -10,15 +10,17 @@ import torch
 
 from ltx import collectives, hooks, tree, wire
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import OptimError, StepError, StrategyError, TreeError, UnsupportedError
+from ltx.errors import StepError, TreeError, UnsupportedError
 from ltx.optim import Optimizer, grad_norm
-from ltx.strategies.base import Moment, Strategy, Update, Updated, chosen
+from ltx.strategies.base import Moment, Update, Updated, chosen
 from ltx.sync.schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.divergence import check_replicas
+from ltx.transforms.fitting import check_every, check_overlap, check_pieces, refuse_in_graph
 from ltx.transforms.guard import not_finite, not_finite_error, probes, random_states
+from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.landing import Work, any_not_finite, mean_at_once
-from ltx.transforms.run import Run
+from ltx.transforms.outputs import Outputs, outputs_of, unshared
 from ltx.transforms.sync_state import Synced, SyncState, unwrapped
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
@@ -36,70 +38,14 @@ class TrainStep:
     optimizer: Optimizer
     donate: bool = True
     guard: Literal["off", "skip", "raise"] = "off"
-    overlap: Literal["backward", "update"] = "backward"
+    overlap: Literal["backward", "update", "step"] = "backward"
     has_aux: bool = False
     check_every: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.step, DataParallel):
-            raise StepError(
-                f"train_step takes a step made by ltx.data_parallel, got {type(self.step).__name__}. Wrap it: "
-                "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
-            )
-        if self.step.blocked:
-            raise StepError(
-                "train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge."
-            )
-        if self.step.returns != "value":
-            raise StepError('train_step differentiates the step itself: wrap the loss, without returns="grads".')
-        if self.step.argnums != 0:
-            raise StepError(
-                f"train_step passes the parameters first: the step needs argnums=0, got {self.step.argnums!r}."
-            )
-        if not isinstance(self.optimizer, Optimizer):
-            raise OptimError(
-                f"optimizer must be an ltx.optim.Optimizer, got {self.optimizer!r}. Use "
-                "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
-            )
-        if self.guard not in ("off", "skip", "raise"):
-            raise StrategyError(f'guard must be "off", "skip" or "raise", got {self.guard!r}.')
-        if self.overlap not in ("backward", "update"):
-            raise StrategyError(f'overlap must be "backward" or "update", got {self.overlap!r}.')
-        strategy = self.step.strategy
-        self._check_checks(strategy)
-        strategy.check_optimizer(self.optimizer)
-        if self.overlap == "update" and not strategy.updates_in_buckets:
-            raise StrategyError(
-                f'overlap="update" applies the optimizer bucket by bucket, and {type(strategy).__name__} does its part '
-                'on all parameters together. Use overlap="backward".'
-            )
-        if self.overlap == "update" and not self.optimizer.leafwise:
-            raise StrategyError(
-                f'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; '
-                f'{self.optimizer!r} needs all of them. Use overlap="backward".'
-            )
-        if self.overlap != "backward" and self.guard != "off":
-            raise StrategyError(
-                f'overlap="{self.overlap}" applies the optimizer bucket by bucket, before it is known whether all '
-                f'gradients are finite, which guard="{self.guard}" asks. Use overlap="backward".'
-            )
-        if self.overlap == "update" and self._scaling is not None:
-            raise StrategyError(
-                f'overlap="update" applies the optimizer bucket by bucket, before it is known whether all gradients '
-                f'are finite, which {self._scaling!r} asks. Use overlap="backward".'
-            )
-
-    def _check_checks(self, strategy: Strategy) -> None:
-        every = self.check_every
-        if every is None:
-            return
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise StrategyError(f"check_every must be None or a positive number of steps, got {every!r}.")
-        if strategy.kinds.params != "replicated":
-            raise StrategyError(
-                f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "
-                "each rank's own. Leave it out."
-            )
+        check_pieces(self.step, self.optimizer, self.guard)
+        check_every(self.check_every, self.step.strategy)
+        check_overlap(self.overlap, self.step, self.optimizer, self.guard)
 
     @property
     def _scaling(self) -> DynamicLossScale | None:
@@ -129,7 +75,7 @@ class TrainStep:
         buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
         sync_state = self.step.init(params)
         if not torch._C._are_functorch_transforms_active():
-            sync_state = replace(sync_state, leaves=_unshared(sync_state.leaves, params))
+            sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         loss_scale = () if self._scaling is None else self._scaling.start()
         kinds = replace(strategy.kinds, strategy=repr(strategy))
@@ -157,14 +103,15 @@ class TrainStep:
         if self.check_every is not None and state.step % self.check_every == 0:
             check_replicas(state, self.step.axis)
         axis = wire.resolve(self.step.axis)
-        sync: SyncState = state.sync_state
-        strategy, moment = self.step.strategy, Moment(sync.checked_step(), axis)
+        start = start_of(state, self.step.fn, late=self.overlap == "step")
+        strategy, moment = self.step.strategy, Moment(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
-        pending = strategy.begin(state.params, sync.leaves, moment, state.pending)
+        begins = strategy.talks_besides
+        pending = strategy.begin(state.params, start.sync.leaves, moment, state.pending) if begins else state.pending
         late = axis.size > 1 and strategy.talks_late(moment.step)
         try:
             with wire.span("step"):
-                return self._step(state, batch, moment, pending, late)
+                return self._step(state, start, batch, moment, pending, late)
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
             if (late or begun or self._asks(moment)) and isinstance(axis.backing, GroupBacking):
@@ -172,13 +119,12 @@ class TrainStep:
             raise
 
     def _step(
-        self, state: TrainState, batch: Sequence[Any], at: Moment, pending: Any, late: bool
+        self, state: TrainState, start: Start, batch: Sequence[Any], at: Moment, pending: Any, late: bool
     ) -> tuple[TrainState, Metrics]:
         """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
-        sync, strategy = state.sync_state, self.step.strategy
+        sync, spec, strategy = start.sync, start.spec, self.step.strategy
         drawn = random_states() if self.guard == "raise" else []
-        leaves, spec = tree.flatten(state.params)
-        leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
+        leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in start.leaves]
         trained = [i for i, x in enumerate(leaves) if x.requires_grad]
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
         sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
@@ -186,23 +132,32 @@ class TrainStep:
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with wire.span("forward"), torch.enable_grad():
-            run = self.step.run(self._arguments(given, state.buffers, batch), {}, deferred=True, step=at.step)
-            loss, buffers, aux = self._outputs(run, state.buffers)
+            arguments = self._arguments(given, state.buffers, batch)
+            ahead = self.overlap == "step"
+            run = self.step.run(arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight)
+            returned = outputs_of(run, state.buffers, self.has_aux)
+            loss, buffers, aux = returned
         if isinstance(loss, Weighted):
             strategy.check_weighted(at.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         schedule = run.schedule if isinstance(run.schedule, WireSchedule) else None
+        if start.flight is not None:
+            start.flight.land_all()
         if schedule is not None:
+            if start.flight is not None:
+                schedule.states = start.flight.states_for(schedule.plan, trained)
             schedule.send_header(total.detach(), torch.ones_like(total) if weight is None else weight)
         loss_scale = self._loss_scale(state)
         factor = 1.0 if loss_scale is None else float(loss_scale)
         mine = [leaves[i] for i in trained]
-        by_bucket, donate = self.overlap == "update", self.donate and not late
+        by_bucket, donate = self.overlap != "backward", self.donate and not late
         looks = probes if self._looks else None
         work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, donate, factor, looks)
         if schedule is not None:
             try:
                 work.backward(total)
+                if ahead and schedule.moves_by_itself:
+                    return self._later(state, start, work, returned, schedule, at)
                 done, header = work.land(schedule, weighted=weight is not None)
             except BaseException as error:
                 schedule.abandon(error)
@@ -228,11 +183,31 @@ class TrainStep:
         states = updated.states
         if self.donate and done.sync_flat:
             # The next step writes into the parameters; a strategy may have returned one tensor as both.
-            states = _unshared(states, updated.params)
+            states = unshared(states, updated.params)
         next_sync = SyncState(states, sync.uses, sync.clock, at.step + 1)
         if self.donate:
             state.donate()
         return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
+
+    def _later(
+        self, state: TrainState, start: Start, work: Work, returned: Outputs, schedule: WireSchedule, at: Moment
+    ) -> tuple[TrainState, Metrics]:
+        """The next state and metrics, while the step lands."""
+        loss, header = returned.loss, schedule.header
+        assert header is not None
+        scale = work.scale(schedule, weighted=isinstance(loss, Weighted))
+        total = loss.total if isinstance(loss, Weighted) else loss
+        work = replace(work, state=replace(state))  # a copy, which can still be read when that one is given away
+        sync = replace(state.sync_state, step=at.step + 1)
+        flight = InFlight(work, schedule, scale, sync, None if start.flight is None else start.flight.stand_in)
+        # What the step returned mustn't change when the parameters do.
+        buffers, aux = unshared((returned.buffers, returned.aux), state.params)
+        if self.donate:
+            state.donate(later=True)
+        kinds = replace(self.step.strategy.kinds, strategy=state.kinds.strategy)
+        others = {"step": state.step + 1, "kinds": kinds, "loss_scale": state.loss_scale}
+        following = TrainState.later(flight, buffers=buffers, pending=state.pending, **others)
+        return following, Metrics.later(header, total.dtype, aux)
 
     def _finished(
         self,
@@ -357,29 +332,6 @@ class TrainStep:
     def _arguments(self, params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
         return (params, *batch) if buffers is None else (params, buffers, *batch)
 
-    def _outputs(self, run: Run, buffers: Tree) -> tuple[torch.Tensor | Weighted, Tree, Any]:
-        """(loss, next buffers, aux) of what the step returned."""
-        output = run.output
-        wanted = 1 + (buffers is not None) + self.has_aux
-        if wanted == 1:
-            parts: tuple[Any, ...] = (output,)
-        elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == wanted:
-            parts = output
-        else:
-            names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if self.has_aux else [])]
-            raise StepError(f"train_step: the step must return ({', '.join(names)}), got {_what(output)}.")
-        loss = parts[0]
-        if not isinstance(loss, Weighted) and not (
-            isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
-        ):
-            raise StepError(
-                f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its "
-                "mean or sum; a step that returns (loss, aux) wants has_aux=True."
-            )
-        if buffers is not None:
-            return loss, tree.map(_detach, parts[1]), tree.map(_detach, parts[2]) if self.has_aux else None
-        return loss, None, tree.map(_detach, parts[1]) if self.has_aux else None
-
     def _transformed(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
         if not torch.compiler.is_compiling():
@@ -388,7 +340,7 @@ class TrainStep:
                 check_replicas(state, self.step.axis)
         strategy, sync = self.step.strategy, state.sync_state
         if torch.compiler.is_compiling():
-            _refuse_in_graph(strategy, self._looks, self.guard)
+            refuse_in_graph(strategy, self._looks, self.guard, self.overlap)
             axis = Axis("data", 1)
         else:
             axis = wire.resolve(self.step.axis)
@@ -401,7 +353,7 @@ class TrainStep:
 
         def mean(given: Any) -> tuple[torch.Tensor, Any]:
             run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=at.step)
-            loss, buffers, aux = self._outputs(run, state.buffers)
+            loss, buffers, aux = outputs_of(run, state.buffers, self.has_aux)
             if isinstance(loss, Weighted):
                 strategy.check_weighted(at.step)
             value = run.value()
@@ -457,51 +409,13 @@ class TrainStep:
         return replace(state, opt_state=opt_state, kinds=replace(state.kinds, opt_state="replicated"))
 
 
-def _refuse_in_graph(strategy: Strategy, looks: bool, guarded: str) -> None:
-    """Run by Dynamo at trace time, where its axis isn't there."""
-    if guarded == "raise":
-        raise UnsupportedError(
-            'guard="raise" looks at gradients, which a compiled graph can\'t do. Use guard="skip" and metrics.skipped, '
-            "or compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
-    if looks and not strategy.shares_gradients(0):
-        raise UnsupportedError(
-            f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
-            "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
-    if strategy.talks_besides or not strategy.updates_in_buckets:
-        raise UnsupportedError(
-            f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
-            "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
-
-
-_refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _unshared(tensors: Tree, others: Tree) -> Tree:
-    """`tensors`, those that share memory with one of `others` as copies."""
-    owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
-    return tree.map(lambda x: x.clone() if x.untyped_storage().data_ptr() in owned else x, tensors)
-
-
-def _detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-def _what(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
-
-
 def train_step(
     step: DataParallel,
     optimizer: Optimizer,
     *,
     donate: bool = True,
     guard: Literal["off", "skip", "raise"] = "off",
-    overlap: Literal["backward", "update"] = "backward",
+    overlap: Literal["backward", "update", "step"] = "backward",
     has_aux: bool = False,
     check_every: int | None = None,
 ) -> TrainStep:
@@ -522,7 +436,8 @@ def train_step(
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
             landed. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
-            the state is torn. For optimizers that update leaf by leaf; refused for others (clipping).
+            the state is torn. For optimizers that update leaf by leaf; refused for others (clipping). "step": they
+            also land between steps and during the next forward pass, see below.
         has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
             (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
@@ -537,7 +452,24 @@ def train_step(
         WeightError: all weights of a Weighted step are 0; before the update.
         ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
+        TornStateError: with overlap="step", something failed while the last step landed.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
+
+    With ``overlap="step"`` a step returns when its backward pass is done. Its buckets land where the next one first
+    uses their parameters, and the optimizer runs there; values are the same, bit for bit, as with the others. Nobody
+    sees a tensor in flight: whoever reads, flattens, saves, pickles or prints the state waits for all of it, and
+    ``metrics.loss`` for the loss alone. ltx.shutdown and the end of the process wait too. So:
+
+    * it pays where a link is slow. Through shared memory nothing moves while no rank waits, and it is "update".
+    * a step that looks at all of its parameters before it begins waits for all of them: a cast of mixed precision, or a
+      compiled function, which is found out at the first such step.
+    * an error of the network comes up in the next step, or in whoever reads the state, which is torn then and says so
+      to all who come later. Keep checkpoints.
+    * a state that was donated can't be looked at any more.
+    * code that takes tensors without torch's knowledge, such as a C++ extension, finds NaN in a parameter that nothing
+      else has used before in this step.
+    * refused besides: strategies that do something with parameters between two steps, dynamic loss scaling, and to
+      compile the train step as a whole.
 
     Example:
         >>> import torch, ltx

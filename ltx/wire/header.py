@@ -49,7 +49,6 @@ class HeaderTicket:
         if self._header is None:
             assert self._ticket is not None
             summed = self._ticket.wait()
-            self._ticket = None
             limbs = [int(x) for x in summed[2:].tolist()]
             for first, second in zip(limbs[::2], limbs[1::2], strict=True):
                 if self._size * second != first * first:
@@ -59,7 +58,7 @@ class HeaderTicket:
                         "trusted. Nothing of this step was applied. Wrap the program in ltx.debug_checks() to see "
                         "which call differs."
                     )
-            self._header = Header(summed[0], summed[1])
+            self._header, self._ticket = Header(summed[0], summed[1]), None
         return self._header
 
 

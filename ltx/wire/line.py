@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,14 @@ from ltx.wire.shared import open_lane, stride_everywhere
 from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+
+class Later(Protocol):
+    """What has been issued on a line and is landed later."""
+
+    def land_all(self) -> None:
+        """Wait for it, on this rank."""
+        ...
 
 
 class Line:
@@ -59,6 +68,8 @@ class Line:
         self.next_check = (0, 0)
         self.closed = False
         self._parts: dict[Part, Axis] = {}
+        #: Backward passes that land later (see ltx.transforms.in_flight), oldest first.
+        self.in_flight: list[Later] = []
         self._left: list[Channel] = []  # bucket channels of passes that were left halfway
         self.passes = Passes(
             self._store, self._posted, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
@@ -126,6 +137,11 @@ class Line:
         for part in self._part_lines:
             part.passes.rejoin()
 
+    def land_earlier(self) -> None:
+        """Land what is in flight, before more is issued on the bucket channels: all ranks do so in the same order."""
+        for later in list(self.in_flight):
+            later.land_all()
+
     @property
     def device(self) -> torch.device:
         """Where the backend wants its tensors: the current CUDA device for NCCL, else the CPU."""
@@ -143,6 +159,9 @@ class Line:
             return
         self.notes.finish()
         self.closed = True
+        for later in list(self.in_flight):
+            with suppress(LtxError):  # whoever reads what became of it is told then
+                later.land_all()
         self.pulse.reports.pop(self._label, None)
         release_pulse(self.pulse)
         for axis in self._parts.values():

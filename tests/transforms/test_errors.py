@@ -218,9 +218,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'guard must be "off", "skip" or "raise", got \'warn\'.',
     ),
     "overlap": (
-        lambda: train(overlap="step"),
+        lambda: train(overlap="forward"),
         StrategyError,
-        'overlap must be "backward" or "update", got \'step\'.',
+        'overlap must be "backward", "update" or "step", got \'forward\'.',
     ),
     "overlap with clipping": (
         lambda: ltx.train_step(
@@ -425,7 +425,7 @@ def without_weight(overlap: Any) -> tuple[str, list[Any]]:
     return str(raised.value), [before, after, state.params]
 
 
-@pytest.mark.parametrize("overlap", ["backward", "update"])
+@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
 def test_all_weights_zero(overlap: str, ranks: Ranks) -> None:
     text, (before, after, good) = ranks(2).run(without_weight, overlap).replicated()
     assert text == (

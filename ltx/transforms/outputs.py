@@ -1,0 +1,74 @@
+"""What the step inside a train step returned."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ltx import tree
+from ltx.errors import StepError
+from ltx.transforms.run import Run
+from ltx.transforms.weighted import Weighted
+from ltx.typing import Tree
+
+
+class Outputs(NamedTuple):
+    """The parts of what a step returned.
+
+    Attributes:
+        loss: part of the graph.
+        buffers: the next ones, or None if there are none.
+        aux: what it returned besides; None without `has_aux`.
+    """
+
+    loss: torch.Tensor | Weighted
+    buffers: Tree
+    aux: Any
+
+
+def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
+    """The parts of what `run` returned, which was given `buffers`."""
+    output = run.output
+    wanted = 1 + (buffers is not None) + has_aux
+    if wanted == 1:
+        parts: tuple[Any, ...] = (output,)
+    elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == wanted:
+        parts = output
+    else:
+        names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if has_aux else [])]
+        raise StepError(f"train_step: the step must return ({', '.join(names)}), got {_what(output)}.")
+    loss = parts[0]
+    if not isinstance(loss, Weighted) and not (
+        isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
+    ):
+        raise StepError(
+            f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its "
+            "mean or sum; a step that returns (loss, aux) wants has_aux=True."
+        )
+    if buffers is not None:
+        return Outputs(loss, tree.map(_detach, parts[1]), tree.map(_detach, parts[2]) if has_aux else None)
+    return Outputs(loss, None, tree.map(_detach, parts[1]) if has_aux else None)
+
+
+def unshared(values: Tree, others: Tree) -> Tree:
+    """`values`, tensors among them that share memory with one of `others` as copies."""
+    if not any(isinstance(x, torch.Tensor) for x in tree.flatten(values)[0]):
+        return values
+    owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
+
+    def apart(x: Any) -> Any:
+        shares = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.untyped_storage().data_ptr() in owned
+        return x.clone() if shares else x
+
+    return tree.map(apart, values)
+
+
+def _detach(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
