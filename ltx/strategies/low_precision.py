@@ -11,6 +11,7 @@ know them of each other: all copies of a W are equal bit for bit, as all add the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +24,8 @@ from ltx.hooks import ByteGrad
 from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Kinds, Moment, States
-from ltx.strategies.nodes import NodeHook, NodeStrategy, across, gathered, part_of, scattered
+from ltx.strategies.nodes import NodeHook, NodeStrategy, across, gathered, scattered
+from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
 from ltx.typing import Tree
 
@@ -99,8 +101,7 @@ class LowPrecisionDecentralized(NodeStrategy):
         leaves, spec = tree.flatten(params)
         paths = tree.leaf_paths(params)
         landed, known = self.exchange(self._ring, leaves, paths, at, [states[path] for path in paths]).land()
-        # In memory of their own: the state holds the same numbers in a bucket's.
-        return tree.unflatten(spec, [x.clone() for x in landed]), dict(zip(paths, known, strict=True))
+        return tree.unflatten(spec, landed), dict(zip(paths, known, strict=True))
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,20 @@ class Ring(NodeHook):
     def scale(self, axis_size: int) -> float:
         return 1.0 / min(self.node_size, axis_size)
 
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
+        m = min(self.node_size, axis_size)
+        own, *others = (state[name] for name in self._known(axis_size // m))
+        z = own * (-5 / 3 / m)
+        for other in others:
+            z = torch.add(z, other, alpha=2 / 3 / len(others) / m)
+        return z
+
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype.itemsize < 4 else dtype
+
+    def _known(self, nodes: int) -> tuple[str, ...]:
+        """What is known apart. Of two places left and right are the same one, which is known once."""
+        return self.state_names[: 2 if nodes == 2 else 3]
 
     def reduce(self, share: Share) -> Reduction:
         m, numel = self.node_size, share.flat.numel()
@@ -129,29 +142,32 @@ class Ring(NodeHook):
             return share.flat, share.states
         assert share.axis is not None
         nodes = across(share.axis, m)
-        # Of two places left and right are the same one, which is known once.
-        names = self.state_names[: 2 if nodes.size == 2 else 3]
-        known = [torch.cat([state[name].reshape(-1) for state in share.states]) for name in names]
-        x = yield from scattered(share, m)
-        own, *others = (part_of(flat, share, m) for flat in known)
-        z = torch.add(x, own, alpha=-5 / 3)
-        for other in others:
-            z.add_(other, alpha=2 / 3 / len(others))
+        names = self._known(nodes.size)
+        z = yield from scattered(share, m)
         messages = [_CODEC.encode(z[None], None)[0]]
-        for by in (1, -1)[: len(others)]:
+        for by in (1, -1)[: len(names) - 1]:
             message = messages[0]
             if nodes.size > 1:
                 message = yield Ask("permute", message.clone(), None, _shifted(nodes.size, by), nodes)
             messages.append(message)
         # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
         arrived = yield from gathered(torch.stack(messages), share, m)
-        for i, flat in enumerate(known):
+        known = []
+        for i, name in enumerate(names):
             change = _CODEC.decode(arrived[:, i], z.numel(), z.dtype).reshape(-1)[:numel]
-            # Under vmap what ranks don't share yet can't be written into.
-            known[i] = flat.add_(change) if is_plain(flat) else flat + change
-        parts = [parts_of(flat, share.bucket) for flat in known]
-        by_leaf = zip(parts[0], parts[1], parts[-1], strict=True)
-        return known[0], [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
+            known.append(_moved([state[name] for state in share.states], change, share.bucket))
+        flat, *_ = known
+        by_leaf = zip(*(parts_of(x, share.bucket) for x in (known[0], known[1], known[-1])), strict=True)
+        return flat, [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
+
+
+def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """The leaves, side by side, and `change` added to them; in its memory where that may be written into."""
+    if not is_plain(change):  # under vmap what ranks don't share yet can't be
+        return torch.cat([x.reshape(-1) for x in leaves]) + change
+    for x, part in zip(leaves, parts_of(change, bucket), strict=True):
+        part.add_(x)
+    return change
 
 
 def _shifted(n: int, by: int) -> tuple[int, ...]:

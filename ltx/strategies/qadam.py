@@ -146,6 +146,12 @@ class QAdam(Strategy):
                 f"QAdam: the optimizer's state has counted {count} steps and the communication state {at.step}, so "
                 "they may be in different phases. Use the two that one step returned."
             )
+        if at.step >= self.warmup_steps and update.finite is None:
+            # The next momentum itself, of which the optimizer needn't take a copy.
+            moments = update.optimizer.leaf_states(update.opt_state, update.params)
+            grads, spec = tree.flatten(update.grads)
+            held = [{**own, "exp_avg": mean} for own, mean in zip(moments, grads, strict=True)]
+            update = replace(update, opt_state=replace(update.opt_state, per_param=tree.unflatten(spec, held)))
         params, opt_state = update.apply()
         if at.step + 1 == self.warmup_steps:
             moments = update.optimizer.leaf_states(opt_state, params)

@@ -151,6 +151,9 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
         sync, strategy = state.sync_state, self.step.strategy
+        if self.donate and not late and sync.leaves:
+            # The optimizer writes into the parameters; the last step may have returned one tensor as both.
+            sync = replace(sync, leaves=_unshared(sync.leaves, state.params))
         leaves, spec = tree.flatten(state.params)
         leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
         trained = [i for i, x in enumerate(leaves) if x.requires_grad]
@@ -192,11 +195,7 @@ class TrainStep:
         else:
             finite = self._finite(done.grads, at)
             updated = strategy.update(work.update(done.grads, finite), states, at, pending)
-        states = updated.states
-        if self.donate and done.sync_flat:
-            # The next step writes into the parameters; a strategy may have returned one tensor as both.
-            states = _unshared(states, updated.params)
-        next_sync = SyncState(states, sync.uses, sync.clock, at.step + 1)
+        next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
         if self.donate:
             state.donate()
         return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
