@@ -155,6 +155,8 @@ class WireSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Flights`).
 
     With `deferred` the fence doesn't wait: a train step lands the buckets itself, one by one.
+
+    Where the hook stays within a part of the axis, so does the header: other ranks needn't be in this pass.
     """
 
     threaded = False
@@ -166,14 +168,21 @@ class WireSchedule(Schedule):
         self.line: wire.Line = plan.axis.backing.line
         self.header: wire.HeaderTicket | None = None
         self._passage: wire.BackwardPass | None = None
+        part = plan.hook.within(plan.axis)
+        self._part = None if part is None or not isinstance(part.backing, GroupBacking) else part.backing.line
         self._flights = Flights(self.line)
         self._batches: list[torch.Size] = []
         self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
 
+    @property
+    def among(self) -> wire.Line:
+        """The line of the ranks that are in this pass together."""
+        return self.line if self._part is None or self.again else self._part
+
     def send_header(self, total: torch.Tensor, weight: torch.Tensor) -> wire.HeaderTicket:
         """Issue the header ahead of the buckets."""
-        self.line.passes.rejoin()
-        channel = self.line.bucket_channel(0)
+        self.among.passes.rejoin()
+        channel = self.among.bucket_channel(0)
         if self.plan.agreement is not None:
             channel.advance(self.plan.agreement)
         digest = self.line.user.digest ^ (channel.digest << 1)
@@ -184,7 +193,7 @@ class WireSchedule(Schedule):
         self._reset()
         if self.header is None:
             # A deferred pass, whose header is out already, is its train step's to watch.
-            self._passage = self.line.passes.enter()
+            self._passage = self.among.passes.enter()
             if self.hook.phases_on(self.plan.axis.size) > 1:
                 self._passage.flush = self._flights.flush
             nothing = torch.zeros((), dtype=torch.float64, device=self.line.device)
@@ -193,7 +202,7 @@ class WireSchedule(Schedule):
     def abandon(self, reason: BaseException) -> None:
         """Say that this pass won't go on, if it has begun."""
         if self.header is not None:
-            self.line.passes.leave(f"{type(reason).__name__}: {reason}")
+            self.among.passes.leave(f"{type(reason).__name__}: {reason}")
 
     def _reset(self) -> None:
         self._flights, self._batches, self._packed = Flights(self.line), [], {}
@@ -225,7 +234,7 @@ class WireSchedule(Schedule):
         flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)])
         self._packed[index] = (flat, states)
         if self._passage is not None and hook.phases_on(self.plan.axis.size) > 1:
-            self.line.passes.flush_others(self._passage)
+            self.among.passes.flush_others(self._passage)
         # Strictly in bucket order: one that is ready early waits for those before it.
         while len(self._flights) in self._packed:
             place = len(self._flights)
@@ -245,7 +254,7 @@ class WireSchedule(Schedule):
         """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
         header = self.header
         self._forget()
-        self.line.passes.complete()
+        self.among.passes.complete()
         return header.wait() if header is not None else None
 
     def _forget(self) -> None:

@@ -315,7 +315,10 @@ class Gradients:
     def only(self, hook: hooks.CommHook, step: int) -> Issues:
         """What a step with `hook` issues, where strategies do nothing besides."""
         buckets = self.buckets(hook, self.first_states(), step)
-        return Issues((), header(self.axis.size) if buckets else None, buckets)
+        return Issues((), self._header(hook) if buckets else None, buckets)
+
+    def _header(self, hook: hooks.CommHook) -> Collective:
+        return header((hook.within(self.axis) or self.axis).size)
 
     def _reduced(
         self, plan: Plan, hook: hooks.CommHook, bucket: Bucket, states: Sequence[LeafState]
@@ -397,7 +400,8 @@ class Steps(Gradients):
             updated = strategy.update(update, carried.states, at, pending)
         self._carried = _Carried(updated.params, updated.opt_state, updated.states, updated.pending)
         self._step += 1
-        return Issues(begun, header(self.axis.size) if buckets else None, buckets, self._taken())
+        ahead = self._header(hook) if hook is not None and buckets else None
+        return Issues(begun, ahead, buckets, self._taken())
 
     def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:
         in_force = hook.at(step)

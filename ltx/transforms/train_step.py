@@ -363,8 +363,9 @@ class TrainStep:
         structure, weighted, rest = others
         aux_tensors = iter(tensors)
         buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-        if not weighted and (torch.compiler.is_compiling() or strategy.hook(at.step) is not None):
-            loss = collectives.pmean(loss, self.step.axis)
+        hook = None if torch.compiler.is_compiling() else strategy.hook(at.step)
+        if not weighted and (torch.compiler.is_compiling() or hook is not None):
+            loss = collectives.pmean(loss, self.step.axis if hook is None else hook.within(axis) or self.step.axis)
         states = grads.sync_state.leaves if stateful else sync.leaves
         grads = grads.params if stateful else grads
         if loss_scale is not None:
