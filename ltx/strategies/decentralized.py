@@ -12,6 +12,7 @@ exchanged in the background of the forward and the backward pass.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -130,10 +131,17 @@ class Decentralized(NodeStrategy):
         )
 
 
+@lru_cache(maxsize=16)
 def peers(n: int, k: int) -> tuple[int, ...]:
     """Each of n ranks' peer at communication k: the peer's peer is the rank itself, and n/2 pairings take turns."""
     half = n // 2
     return tuple((k + r) % half + half if r < half else (r - half - k) % half for r in range(n))
+
+
+@lru_cache(maxsize=16)
+def pairing(n: int, k: int) -> tuple[int, ...]:
+    """The same as a permutation: source, destination, source, ..."""
+    return tuple(rank for pair in enumerate(peers(n, k)) for rank in pair)
 
 
 @dataclass(frozen=True)
@@ -154,8 +162,8 @@ class ShiftOne(CommHook):
             return share.flat, share.states
         assert isinstance(share.step, int)  # no graph holds this hook
         mine = share.flat.clone()  # the wire may do with a buffer what it likes
-        pairs = enumerate(peers(share.axis_size, share.step // self.communication_interval))
-        theirs = yield Ask("permute", share.flat, arguments=tuple(rank for pair in pairs for rank in pair))
+        pairs = pairing(share.axis_size, share.step // self.communication_interval)
+        theirs = yield Ask("permute", share.flat, arguments=pairs)
         return theirs.add_(mine).div_(2), share.states
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -170,6 +171,7 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
     return change
 
 
+@lru_cache(maxsize=16)
 def _shifted(n: int, by: int) -> tuple[int, ...]:
     """Every rank sends to the one that is `by` places further."""
     return tuple(rank for source in range(n) for rank in (source, (source + by) % n))

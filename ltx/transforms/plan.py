@@ -22,7 +22,8 @@ from ltx.optim import Optimizer
 from ltx.strategies import Strategy
 from ltx.sync.exchange import Exchange
 from ltx.transforms.explain import aligned, format_bytes
-from ltx.transforms.on_shapes import BucketExplanation, Collective, Issues, Lands, Starts, Steps
+from ltx.transforms.issues import BucketExplanation, Collective, Issues, Lands, Starts
+from ltx.transforms.on_shapes import Steps
 from ltx.typing import Tree
 
 #: Parts of a step's own time: forward pass, backward pass, optimizer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -235,6 +236,19 @@ headers      96 B            1       6.1 ms
 gradients  120 kB            1       126 ms
 
 computing 1 s, packing and encoding 0 us, waiting 126 ms"""
+
+
+def test_many_ranks_take_no_longer_to_plan_for() -> None:
+    """10,000 of them, 160 leaves: processor time, whoever else is there."""
+    params = {str(i): torch.empty(160_000, device="meta") for i in range(160)}
+    for candidate in CANDIDATES:
+        if candidate.strategy == ltx.HorovodStrategy(op="adasum"):
+            continue  # for powers of two
+        for ranks in (8, 10_000):  # what is imported for the first doesn't count
+            began = time.process_time()
+            network = {"world": ranks, "bandwidth": 1e10, "latency": 5e-5, "compute_s": 0.1}
+            plan(candidate.strategy, params, optimizer=candidate.optimizer, **network)
+        assert time.process_time() - began < 1.0, candidate
 
 
 def test_table() -> None:
