@@ -63,8 +63,8 @@ class AsyncAveraging(NodeStrategy):
     ``train.settle(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
     takes part in the others' rounds until they have come too; then all hold the same parameters, the mean. Training may
     go on with the next step, which is Bagua's ``resume``. Parameters of ranks differ at other times, and so do losses:
-    the metrics' is the rank's own. A round under way isn't part of a saved state: settle before saving. Settle before
-    the world is shut down too: else a process may wait for a round that its peers don't join, say so, and be aborted.
+    the metrics' is the rank's own. A round under way isn't part of a saved state: settle before saving. Where the world
+    is shut down without, ranks join what others have begun, for nobody, as long as all come to the end within seconds.
 
     How stale: a rank adds its peers' parameters as they were one round ago. One that doesn't reach the end of a step
     holds up rounds and no steps, whose ranks then train alone, for the axis' timeout; then, or if its process ends,

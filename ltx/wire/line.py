@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -24,12 +25,14 @@ from ltx.axis import Axis, GroupBacking, Part
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
+from ltx.wire.farewell import join_the_rest
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
 from ltx.wire.shared import open_lane, stride_everywhere
 from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
+_HISTORY = 1024  # issues in the background of which it is known what they were
 
 
 class Line:
@@ -61,7 +64,7 @@ class Line:
             self._store, self._posted, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
         )
         self.user = self._open_channel("user", lanes=True)
-        self.background = self._open_channel("background")
+        self.background = self._open_background()
         self.open_phases(1)
 
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0) -> Channel:
@@ -77,6 +80,11 @@ class Line:
         if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
             lane = open_lane(self.rank, self.size, PrefixStore(f"{address}/", self._store))
         return Channel(name, address, self.name, group, self.timeout_s, self._answer, lane)
+
+    def _open_background(self) -> Channel:
+        channel = self._open_channel("background", generation=self.passes.reunions)
+        channel.history = deque(maxlen=_HISTORY)
+        return channel
 
     def open_phases(self, count: int) -> None:
         """Have `count` bucket channels at least. Waits for all ranks where one is missing, so all must come here."""
@@ -116,7 +124,7 @@ class Line:
             if channel.lane is not None:
                 channel.lane.close()
         count, self._phases = len(self._phases), []
-        self.background = self._open_channel("background", generation=self.passes.reunions)
+        self.background = self._open_background()
         self.open_phases(count)
         for part in self._part_lines:
             part.passes.rejoin()
@@ -137,6 +145,9 @@ class Line:
         if self.closed:
             return
         self.closed = True
+        join_the_rest(self.background, self._store, self._posted, self._lost_peers)
+        for ticket in list(self.background.tickets):
+            ticket.give_up()
         for axis in self._parts.values():
             close_axis(axis)
             assert isinstance(axis.backing, GroupBacking)
@@ -249,12 +260,15 @@ class Line:
 
     def _refuse_lost(self, keys: list[str], post: Post) -> None:
         """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
-        lost = self.user.lane.lost_peers() if self.user.lane is not None else []
+        lost = self._lost_peers()
         if lost and not self._posted(keys):
             raise PeerLostError(
                 f"rank {self.rank}: {post.signature.operation} on axis {self.name!r} failed while waiting for its "
                 f"peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
             )
+
+    def _lost_peers(self) -> list[int]:
+        return self.user.lane.lost_peers() if self.user.lane is not None else []
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
