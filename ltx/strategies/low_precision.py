@@ -22,10 +22,10 @@ from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.hooks import ByteGrad
-from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Kinds, Moment, States
-from ltx.strategies.nodes import NodeHook, NodeStrategy, across, gathered, scattered
+from ltx.strategies.base import Moment, States
+from ltx.strategies.gossip import GossipStrategy
+from ltx.strategies.nodes import NodeHook, across, gathered, scattered
 from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
 from ltx.typing import Tree
@@ -34,16 +34,15 @@ _CODEC = ByteGrad()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowPrecisionDecentralized(NodeStrategy):
+class LowPrecisionDecentralized(GossipStrategy):
     """Decentralized training on a ring in eight bits a number: two messages of a quarter of float32's bytes a step.
 
-    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Its communication
-    state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half precision. Ranks
-    talk after the optimizer, in :func:`ltx.train_step`; a data-parallel step by itself gives local gradients. Between
-    two ranks there is one message, as left and right are the same rank.
+    What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Its
+    communication state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half
+    precision. Ranks talk after the optimizer. Between two ranks there is one message, as left and right are the same.
 
     Args:
-        communication_interval: ranks communicate after every such step, the first included; others are local.
+        communication_interval: as in :class:`GossipStrategy`.
         hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean of a node's. Each of
             m ranks sends an m-th of the messages to other nodes, of a grid of its own, and has the same weights
             afterwards as its node.
@@ -58,23 +57,6 @@ class LowPrecisionDecentralized(NodeStrategy):
         >>> LowPrecisionDecentralized(communication_interval=2).kinds.params
         'per_rank'
     """
-
-    communication_interval: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole(self, 1, "communication_interval")
-
-    @property
-    def cycle(self) -> tuple[int, int]:
-        return 0, self.communication_interval
-
-    @property
-    def kinds(self) -> Kinds:
-        return Kinds(params="per_rank", opt_state="per_rank")
-
-    def hook(self, step: int) -> None:
-        return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         known = param.detach().to(self._ring.wire_dtype(param.dtype))
@@ -94,7 +76,7 @@ class LowPrecisionDecentralized(NodeStrategy):
         return super().init_optimizer(optimizer, params, axis)
 
     def talks_late(self, step: int) -> bool:
-        return step % self.communication_interval == 0
+        return self.communicates(step)
 
     def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
         if not self.talks_late(at.step):
