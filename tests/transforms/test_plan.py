@@ -17,7 +17,8 @@ from ltx import hooks
 from ltx.errors import InputError, StrategyError
 from ltx.strategies.base import Moment, Update, Updated
 from ltx.sync.exchange import Exchange
-from ltx.transforms.plan import CODEC_S, Cost, plan
+from ltx.transforms.plan import Cost, plan
+from ltx.transforms.prices import CODEC_S, COPY_S, SEND_S
 from ltx.transforms.recommend import CANDIDATES, Candidate, Effect, recommend
 from tests.strategies.test_protocol import LocalSGD, PostLocalSGD
 
@@ -28,7 +29,8 @@ HEADER_S = 6 * LATENCY + 96e-6
 
 
 def planned(strategy: ltx.Strategy, compute_s: float = 1.0, world: int = N, **kwargs: Any) -> Cost:
-    network = {"world": world, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": compute_s, "codec_s": 0.0}
+    network = {"world": world, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": compute_s}
+    network |= {"codec_s": 0.0, "send_s": 0.0}
     return plan(strategy, PARAMS, **{**network, **kwargs})
 
 
@@ -145,6 +147,27 @@ def test_codecs_take_the_ranks_time() -> None:
     chained = planned(ltx.DDPStrategy(comm_hook=both), codec_s=None)
     assert chained.codec_s == pytest.approx(40_000 * (CODEC_S["RandomK"] + CODEC_S["ByteGrad"]))
     assert chained.notes == ()
+
+
+def test_sending_takes_the_ranks_core() -> None:
+    """While it waits anyway, for nothing; else at the cost of its own work. Two thirds of a byte's time on the link."""
+    send_s, nbytes = 2e-6 / 3, 240_000
+    waits = planned(ltx.DDPStrategy(), send_s=send_s)
+    assert waits.time_s == planned(ltx.DDPStrategy()).time_s
+    # What goes on in the background takes its share of a long step all the same.
+    assert planned(Background(), send_s=send_s).time_s == pytest.approx(1.0 + send_s * nbytes)
+    assert planned(Background(), send_s=0.0).time_s == pytest.approx(1.0)
+    # By default it is that of sockets on links that they can fill.
+    assert planned(Background(), send_s=None).time_s == pytest.approx(1.0 + SEND_S * nbytes, abs=1e-9)
+    assert planned(Background(), send_s=None, bandwidth=1e10).time_s == 1.0
+    # A link that is faster than the core is as fast as the core.
+    fast = planned(ltx.DDPStrategy(), 0.0, send_s=1e-6, bandwidth=1e12)
+    assert fast.time_s == pytest.approx(planned(ltx.DDPStrategy(), 0.0).time_s)
+
+
+def test_steps_that_talk_late_keep_copies() -> None:
+    cost = planned(Local(period=2), codec_s=None)
+    assert cost.codec_s == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S) / 2)
 
 
 def test_local_steps_and_a_mean_in_every_third() -> None:
