@@ -4,10 +4,12 @@
     python -m benchmarks.plan --codecs
     python -m benchmarks.plan --scale
 
-The model, the batch and the optimizer are those of benchmarks.step_time. The step of one rank alone and the latency
-are measured in the same run, the steps in turns; the bandwidth is the link's, less what the headers of its packets
-take. `--codecs` measures what hooks take a number on one core (its own time, whoever else is there), for the table in
-ltx.transforms.plan. `--scale` times plans and recommendations for many ranks.
+The model, the batch and the optimizer are those of benchmarks.step_time. The step of one rank alone, the latency and
+the processor's time for a byte sent are measured in the same run, the steps in turns; the bandwidth is the link's, less
+what the headers of its packets take.
+
+`--codecs` measures what hooks take a number on one core (its own time, whoever else is there), for the table in
+ltx.transforms.prices. `--scale` times plans and recommendations for many ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 import ltx
 from benchmarks import links
 from benchmarks.hooks import HOOKS
-from benchmarks.ranks import Variant, interleaved, run_ranks
+from benchmarks.ranks import Variant, interleaved, ratio, run_ranks
 from benchmarks.step_time import Setting
 from ltx.sync.buckets import Bucket, leaves_of
 from ltx.sync.reduction import Ask, Share, pack, unpack
@@ -37,16 +39,29 @@ STRATEGIES: dict[str, ltx.Strategy] = {
     "topk": ltx.DDPStrategy(comm_hook=HOOKS["topk"]),
     "local": ltx.LocalSGDStrategy(period=4),
     "gossip": ltx.BaguaStrategy("decentralized"),
+    "shift_one": ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
+    "ring": ltx.BaguaStrategy("low_precision_decentralized"),
+    "qadam": ltx.BaguaStrategy("qadam", warmup_steps=2),
+    "async": ltx.BaguaStrategy("async", schedule=(4, 2)),
+    "diloco": ltx.DiLoCoStrategy(period=4),
+    "zero": ltx.ZeroStrategy(),
+    "adasum": ltx.HorovodStrategy(op="adasum"),
 }
+OPTIMIZERS = {"qadam": ltx.optim.qadam(1e-4, warmup_steps=2)}
 
 BITS_S = {"1gbit": 1e9, "100mbit": 1e8}
 PAYLOAD = 1448 / 1514  # of an Ethernet frame
 GOAL = 0.15
 
 
-def cycle_of(setting: Setting, strategy: ltx.Strategy) -> Variant:
+def cycle_of(setting: Setting, name: str) -> Variant:
     """As many steps as the strategy's schedule takes to repeat itself."""
-    step, length = setting.ltx_step(strategy), strategy.cycle[1]
+    strategy, optimizer = STRATEGIES[name], OPTIMIZERS.get(name, setting.optimizer)
+    train, length = ltx.train_step(ltx.data_parallel(setting.loss, strategy), optimizer), strategy.cycle[1]
+    state = [train.init(setting.params)]
+
+    def step() -> None:
+        state[0], _ = train(state[0], setting.inputs, setting.targets)
 
     def steps() -> None:
         for _ in range(length):
@@ -55,20 +70,43 @@ def cycle_of(setting: Setting, strategy: ltx.Strategy) -> Variant:
     return steps
 
 
+def alone(setting: Setting) -> Variant:
+    """Steps of ltx that talk to nobody: the first one averages parameters, and the next would in a million."""
+    step = setting.ltx_step(ltx.LocalSGDStrategy(period=1_000_000))
+    step()
+    return step
+
+
+def send_s(numel: int = 1 << 20, repetitions: int = 20) -> float:
+    """Seconds of this process, all its threads, for a byte that it sends in a sum."""
+    numbers, nbytes = torch.ones(numel), 2 * (1 - 1 / ltx.world().size) * 4 * numel
+    ltx.psum(numbers)
+    times = []
+    for _ in range(repetitions):
+        began = time.process_time()
+        ltx.psum(numbers)
+        times.append(time.process_time() - began)
+    return statistics.median(times) / nbytes
+
+
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
     with ltx.init() as world:
         setting = Setting(world.rank)
+        sending = send_s()
         numbers = torch.ones(8)
         made: dict[str, Variant] = {
-            "alone": setting.torch_step(setting.fresh()),
+            "alone": alone(setting),
             "sum": lambda: ltx.psum(numbers),
         }
-        made.update((name, cycle_of(setting, STRATEGIES[name])) for name in arguments.strategies)
+        made.update((name, cycle_of(setting, name)) for name in arguments.strategies)
         times = interleaved(made, arguments.iterations)
         if world.is_global_zero:
-            print(json.dumps({name: statistics.median(seconds) for name, seconds in times.items()}))
+            # Under load each variant is compared with the step alone in the same turn.
+            by_itself = statistics.median(times["alone"])
+            took = {name: by_itself * ratio(times, name, "alone") for name in times if name != "sum"}
+            print(json.dumps({**took, "sum": statistics.median(times["sum"]), "send": sending}))
 
 
 def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
@@ -77,19 +115,20 @@ def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
     with links.link(link, ranks) as made:
         printed = run_ranks(command, made, ranks)
     took: dict[str, float] = json.loads(printed.strip().splitlines()[-1])
-    alone, latency = took["alone"], took["sum"] / (2 * (ranks - 1))
+    by_itself, latency = took["alone"], took["sum"] / (2 * (ranks - 1))
     params = Setting(0).params
-    print(f"\n{link}: {1e3 * alone:.1f} ms alone, latency {1e6 * latency:.0f} us\n")
+    sending = took["send"]
+    found = f"{1e3 * by_itself:.1f} ms alone, latency {1e6 * latency:.0f} us, {1e9 * sending:.2f} ns a byte sent"
+    print(f"\n{link}: {found}\n")
     print("| strategy | predicted ms | measured ms | ratio |\n|---|---|---|---|")
     for name in names:
         strategy = STRATEGIES[name]
-        cost = ltx.plan(
-            strategy, params, world=ranks, bandwidth=PAYLOAD * BITS_S[link], latency=latency, compute_s=alone
-        )
+        network = {"bandwidth": PAYLOAD * BITS_S[link], "latency": latency, "compute_s": by_itself, "send_s": sending}
+        cost = ltx.plan(strategy, params, world=ranks, optimizer=OPTIMIZERS.get(name), **network)
         measured = took[name] / strategy.cycle[1]
-        ratio = cost.time_s / measured
-        off = "" if abs(ratio - 1) <= GOAL else f" (more than {GOAL:.0%} off)"
-        print(f"| {name} | {1e3 * cost.time_s:.1f} | {1e3 * measured:.1f} | {ratio:.3f}{off} |")
+        share = cost.time_s / measured
+        off = "" if abs(share - 1) <= GOAL else f" (more than {GOAL:.0%} off)"
+        print(f"| {name} | {1e3 * cost.time_s:.1f} | {1e3 * measured:.1f} | {share:.3f}{off} |")
 
 
 def codec_s(hook: ltx.hooks.CommHook, numel: int = 1 << 20, ranks: int = 2, repetitions: int = 20) -> float:

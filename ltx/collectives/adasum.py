@@ -10,6 +10,7 @@ training with adaptive summation", MLSys 2021; the recursion over ranks r xor l 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -66,13 +67,15 @@ class Halving:
         self.rank = rank
         self.dtype = dtype
         self.depth = levels(n)
-        self._widths = [-(-size // n) for size in sizes]
+        self._numel = sum(sizes)
+        self._width = -(-self._numel // n)
+        ends = list(accumulate(self.sizes))
+        self._bounds = [0, *ends[:-1], n * self._width]  # zeros behind the last part count as its own
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Every part in n rows, side by side: a piece of them all is some rows."""
-        parts = zip(flat.split(self.sizes), self.sizes, self._widths, strict=True)
-        padded = [torch.nn.functional.pad(part, (0, self.n * width - size)) for part, size, width in parts]
-        return torch.cat([part.view(self.n, width) for part, width in zip(padded, self._widths, strict=True)], dim=1)
+        """The tensor in n rows, one after the other: a piece of it is some rows."""
+        more = self.n * self._width - self._numel
+        return (torch.nn.functional.pad(flat, (0, more)) if more else flat).view(self.n, self._width)
 
     def partners(self, level: int) -> Static:
         """Who gives to whom: source, destination, source, ..."""
@@ -91,41 +94,78 @@ class Halving:
         return _pick(self._is_upper(level), halves[1], halves[0])
 
     def pair(self, piece: torch.Tensor, received: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the second block's values, in float64."""
+        """The first and the second block's values."""
         upper, halves = self._is_upper(level), self._halves(piece)
-        mine, theirs = _pick(upper, halves[0], halves[1]).double(), received.double()
-        return _pick(upper, mine, theirs), _pick(upper, theirs, mine)
+        mine = _pick(upper, halves[0], halves[1])
+        return _pick(upper, mine, received), _pick(upper, received, mine)
 
-    def _here(self, level: int, device: torch.device) -> torch.Tensor:
+    def _first_row(self, level: int) -> int | torch.Tensor:
+        """Where the pair's rows begin among all."""
+        return sum(((self.rank >> bit) % 2) * (self.n >> (bit + 1)) for bit in range(level + 1))
+
+    def segments(self, level: int) -> list[slice]:
+        """What each part has in the pair, of a rank that is known before the program runs."""
+        start, length = self._first_row(level) * self._width, (self.n >> (level + 1)) * self._width
+        assert isinstance(start, int)
+        inside = [min(max(bound - start, 0), length) for bound in self._bounds]
+        return [slice(*span) for span in pairwise(inside)]
+
+    def _part_of(self, level: int, device: torch.device) -> torch.Tensor:
+        """The number of each element's part, on simulated ranks and in compiled graphs."""
+        lengths = torch.tensor([end - start for start, end in pairwise(self._bounds)], device=device)
+        numbers = torch.repeat_interleave(
+            torch.arange(len(lengths), device=device), lengths, output_size=self.n * self._width
+        )
+        rows = self._first_row(level) + torch.arange(self.n >> (level + 1), device=device)
+        return numbers.view(self.n, self._width)[rows].reshape(-1)
+
+    def here(self, level: int, device: torch.device) -> torch.Tensor:
         """Which pair of blocks is this rank's: each has a row of its own in the sum over all ranks."""
         own = torch.arange(self.n >> (level + 1), device=device) == self.rank >> (level + 1)
         return own[:, None, None]
 
     def products(self, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
-        """This rank's part of <a,b>, <a,a> and <b,b>, by part of the tensor."""
-        sums = [
-            torch.stack([part.sum() for part in (x * y).split(self._widths, dim=1)])
-            for x, y in ((a, b), (a, a), (b, b))
-        ]
-        return torch.where(self._here(level, a.device), torch.stack(sums), 0.0)
+        """This rank's part of <a,b>, <a,a> and <b,b>, by part of the tensor: float64."""
+        a, b = a.reshape(-1).double(), b.reshape(-1).double()
+        sums = torch.stack([self._sums(x * y, level) for x, y in ((a, b), (a, a), (b, b))])
+        return torch.where(self.here(level, a.device), sums, 0.0)
+
+    def _sums(self, values: torch.Tensor, level: int) -> torch.Tensor:
+        if isinstance(self.rank, torch.Tensor):
+            zeros = torch.zeros(len(self.sizes), dtype=values.dtype, device=values.device)
+            return zeros.index_add(0, self._part_of(level, values.device), values)
+        return torch.stack([values[segment].sum() for segment in self.segments(level)])
+
+    def weights(self, summed: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each part of a and of b is multiplied by: 1 - dot / 2 square; 1 for zeros."""
+        dot, *squares = torch.where(self.here(level, summed.device), summed, 0.0).sum(0)
+        weight_a, weight_b = (_weights(dot, square) for square in squares)
+        return weight_a, weight_b
 
     def combined(self, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
         """The two blocks' adasum."""
-        dot, square_a, square_b = torch.where(self._here(level, a.device), summed, 0.0).sum(0)
-        return (self._weights(dot, square_a) * a + self._weights(dot, square_b) * b).to(self.dtype)
+        weight_a, weight_b = (self._by_element(weights, level) for weights in self.weights(summed, level))
+        return (weight_a.view(a.shape) * a + weight_b.view(b.shape) * b).to(self.dtype)
 
-    def _weights(self, dot: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
-        """What a vector of that squared norm is multiplied by: 1 - dot / 2 square, by columns; 1 for zeros."""
-        zero = square < _LEAST_SQUARE
-        weights = torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))
-        return torch.cat([weight.expand(width) for weight, width in zip(weights, self._widths, strict=True)])
+    def _by_element(self, weights: torch.Tensor, level: int) -> torch.Tensor:
+        if isinstance(self.rank, torch.Tensor):
+            return weights[self._part_of(level, weights.device)]
+        segments = self.segments(level)
+        return torch.cat([w.expand(s.stop - s.start) for w, s in zip(weights, segments, strict=True)])
 
     def joined(self, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`rows`, of the row that each rank ended with."""
-        # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
-        order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in range(self.depth)) for row in range(self.n)]
-        columns = rows[torch.tensor(order, device=rows.device)].split(self._widths, dim=1)
-        return torch.cat([part.reshape(-1)[:size] for part, size in zip(columns, self.sizes, strict=True)])
+        if self.n > 2:
+            # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
+            bits = range(self.depth)
+            order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in bits) for row in range(self.n)]
+            rows = rows[torch.tensor(order, device=rows.device)]
+        return rows.reshape(-1)[: self._numel]
+
+
+def _weights(dot: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    zero = square < _LEAST_SQUARE
+    return torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))
 
 
 def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ Maleki et al., "Scaling distributed training with adaptive summation", MLSys 202
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,8 +16,9 @@ import torch
 from ltx.collectives.adasum import Halving, levels
 from ltx.errors import StrategyError
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Ask, Reduction, Share
+from ltx.sync.reduction import Ask, Reduction, Share, is_plain
 
+_PIECE = 1 << 16
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -79,6 +81,45 @@ class Adasum(CommHook):
             given = halving.given(piece, level).contiguous()
             received = yield Ask("permute", given, arguments=halving.partners(level))
             a, b = halving.pair(piece, received, level)
-            piece = halving.combined(a, b, (yield Ask("sum", halving.products(a, b, level))), level)
+            plain = is_plain(a)
+            summed = yield Ask("sum", (_products if plain else Halving.products)(halving, a, b, level))
+            piece = (_combined if plain else Halving.combined)(halving, a, b, summed, level)
         rows = yield Ask("all_gather", piece[0])
         return halving.joined(rows), share.states
+
+
+# --- the same in pieces that stay in the cache, eagerly on the CPU ---------------------------------------------------
+
+
+def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
+    """:meth:`Halving.products`."""
+    sums = [[0.0, 0.0, 0.0] for _ in halving.sizes]
+    for part, _, x, y in _pieces(halving, a, b, level):
+        for place, (u, v) in enumerate(((x, y), (x, x), (y, y))):
+            sums[part][place] += torch.dot(u, v).item()
+    by_product = torch.tensor(sums, dtype=torch.float64).T.contiguous()
+    return torch.where(halving.here(level, a.device), by_product, 0.0)
+
+
+def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
+    """:meth:`Halving.combined`."""
+    weights = list(zip(*(w.tolist() for w in halving.weights(summed, level)), strict=True))
+    result = torch.empty_like(a)
+    flat = result.view(-1)
+    for part, at, x, y in _pieces(halving, a, b, level):
+        weight_a, weight_b = weights[part]
+        flat[at].copy_(x.mul_(weight_a).add_(y, alpha=weight_b))
+    return result
+
+
+def _pieces(
+    halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int
+) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
+    """(number of the part, where, a there, b there) in float64, in memory that the next piece overwrites."""
+    a, b = a.view(-1), b.view(-1)
+    x, y = (torch.empty(min(_PIECE, a.numel()), dtype=torch.float64) for _ in range(2))
+    for part, segment in enumerate(halving.segments(level)):
+        for start in range(segment.start, segment.stop, _PIECE):
+            at = slice(start, min(start + _PIECE, segment.stop))
+            length = at.stop - at.start
+            yield part, at, x[:length].copy_(a[at]), y[:length].copy_(b[at])

@@ -109,6 +109,13 @@ class CommHook:
         """
         return ()
 
+    def within(self, axis: Axis) -> Axis | None:
+        """The part of `axis` that a reduction stays in, if it does: one of :meth:`axes`. None for all ranks.
+
+        What goes ahead of the buckets, with losses and weights, stays there too.
+        """
+        return None
+
     def cast(self, dtype: torch.dtype) -> CommHook | None:
         """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None where a chain does that."""
         return None

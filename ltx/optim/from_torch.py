@@ -67,7 +67,11 @@ class TorchOptimizer(Optimizer):
             copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
             new_params, new_state = self.apply(grads, state, copies, donate=donate)
             new_leaves = flatten(new_params)[0]
-            return spec.unflatten([new - old for new, old in zip(new_leaves, leaves, strict=True)]), new_state
+            if is_transforming() or self.kernel.differentiable:
+                updates = [new - old for new, old in zip(new_leaves, leaves, strict=True)]
+            else:  # the new ones are nobody else's
+                updates = [new.sub_(old) for new, old in zip(new_leaves, leaves, strict=True)]
+            return spec.unflatten(updates), new_state
 
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
         leaves, spec = flatten(params)

@@ -84,7 +84,8 @@ class QAdamOptimizer(TorchOptimizer):
             for momentum, state, param in zip(grads, states, params, strict=True):
                 m, v = state["exp_avg"], state["exp_avg_sq"]
                 state["step"].add_(1)
-                if count >= self.warmup_steps:  # else Bagua's step s = w: what ranks have averaged isn't looked at
+                # Else Bagua's step s = w: what ranks have averaged isn't looked at.
+                if count >= self.warmup_steps and m is not momentum:
                     m.copy_(momentum)
                 # m / (sqrt(v) / settled + eps), both multiplied by what is settled of v
                 scale = v.sqrt() + self.kwargs["eps"] * settled

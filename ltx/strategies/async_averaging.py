@@ -24,7 +24,9 @@ from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
-from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.strategies.base import Kinds, Moment, States, Update, Updated
+from ltx.strategies.local_sgd import WithinNode
+from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, node
 from ltx.sync.exchange import Exchange
 from ltx.typing import Tree
 
@@ -49,7 +51,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncAveraging(Strategy):
+class AsyncAveraging(NodeStrategy):
     """Local steps; in the background, rounds that draw every rank towards the mean of all ranks' parameters.
 
     For :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank goes at its own pace. At the
@@ -61,8 +63,8 @@ class AsyncAveraging(Strategy):
     ``train.settle(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
     takes part in the others' rounds until they have come too; then all hold the same parameters, the mean. Training may
     go on with the next step, which is Bagua's ``resume``. Parameters of ranks differ at other times, and so do losses:
-    the metrics' is the rank's own. A round under way isn't part of a saved state: settle before saving. Settle before
-    the world is shut down too: else a process may wait for a round that its peers don't join, say so, and be aborted.
+    the metrics' is the rank's own. A round under way isn't part of a saved state: settle before saving. Where the world
+    is shut down without, ranks join what others have begun, for nobody, as long as all come to the end within seconds.
 
     How stale: a rank adds its peers' parameters as they were one round ago. One that doesn't reach the end of a step
     holds up rounds and no steps, whose ranks then train alone, for the axis' timeout; then, or if its process ends,
@@ -78,6 +80,10 @@ class AsyncAveraging(Strategy):
         schedule: ``(period, delay)`` instead: after every `period`-th local step, from the first on, a round begins,
             and `delay` steps later it is waited for and added. 1 <= delay <= period.
         peer_selection_mode: "all": a round is the mean of all ranks.
+        hierarchical, node_size: nodes of that many ranks act as one. The ranks of a node share their gradients at every
+            step, so that their parameters are the same and ``metrics.loss`` is the mean over the node; rounds go
+            between nodes, a part of the parameters from each rank, and begin and are added at the same steps on all
+            ranks of a node, when all of them find that they are due.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
@@ -125,7 +131,12 @@ class AsyncAveraging(Strategy):
             )
 
     def hook(self, step: int) -> hooks.CommHook | None:
-        return _MEAN if step < self.warmup_steps else None
+        if self.together == 1:
+            return _MEAN if step < self.warmup_steps else None
+        return ByNode(self.together, _MEAN) if step < self.warmup_steps else WithinNode(self.together)
+
+    def shares_gradients(self, step: int) -> bool:
+        return step < self.warmup_steps
 
     def hook_in_graph(self, step: int) -> hooks.CommHook | None:
         if step < self.warmup_steps:
@@ -133,7 +144,7 @@ class AsyncAveraging(Strategy):
                 f"{self!r} averages gradients at steps before {self.warmup_steps} alone, and a graph that is compiled "
                 f"at step {step} would go on. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
             )
-        return None
+        return self.hook(step)
 
     @property
     def stateful(self) -> bool:
@@ -148,6 +159,7 @@ class AsyncAveraging(Strategy):
         return Kinds(params="per_rank", opt_state="per_rank")
 
     def check_axis(self, axis: Axis) -> None:
+        super().check_axis(axis)
         if self.schedule is None and axis.size > 1 and isinstance(axis.backing, VmapBacking):
             raise UnsupportedError(
                 "AsyncAveraging: simulated ranks have no clock, as all of them step together. Give the rounds a "
@@ -156,47 +168,59 @@ class AsyncAveraging(Strategy):
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         # Ranks are together here. Later the first of them to begin a round would wait for the others to compare it.
-        self.meet(_MEAN, *self._message(params, 0), Moment(0, axis), background=True)
+        self.meet(self._round, *self._message(params, 0), Moment(0, axis), background=True)
         return super().init_optimizer(optimizer, params, axis)
 
     def update(self, update: Update, states: States, at: Moment, pending: Round | None) -> Updated:
         if at.step < self.warmup_steps or at.axis.size == 1:
             return super().update(update, states, at, pending)
-        due = self._lands(at, pending)  # before the optimizer: if a peer is lost, the state is as it was
-        deltas, states, pending = self._land(update.params, states, pending) if due else (None, states, pending)
+        # Before the optimizer: if a peer is lost, the state is as it was.
+        lands, begins = self._due(at, pending)
+        deltas, states, pending = self._land(update.params, states, at, pending) if lands else (None, states, pending)
         params, opt_state = update.apply()
         params = _moved(params, deltas)
-        if self._begins(at, pending):
+        if begins:
             pending, states = self._begin(params, states, at)
         return Updated(params, opt_state, states, pending)
 
     def settle(self, params: Tree, states: States, at: Moment, pending: Round | None) -> tuple[Tree, States]:
         if at.axis.size == 1:
             return params, states
-        deltas, states, _ = self._land(params, states, pending)
+        deltas, states, _ = self._land(params, states, at, pending)
         params = _moved(params, deltas)
-        settled = False
+        settled, count = False, at.axis.size // self.together
         while not settled:
             # This rank stands still meanwhile, so x + S / n - s is the mean itself: to the bit the same on all ranks.
-            landed, _ = self._exchange(params, at, settling=1).land()
+            landed = self._landed(self._exchange(params, at, settling=1), params, at)
             leaves, spec = tree.flatten(params)
-            settled = self.schedule is not None or round(at.axis.size * landed[-1].item()) == at.axis.size
+            settled = self.schedule is not None or round(count * landed[-1].item()) == count
             params = tree.unflatten(spec, landed[: len(leaves)])
         return params, states
 
-    def _lands(self, at: Moment, pending: Round | None) -> bool:
+    @property
+    def _round(self) -> hooks.CommHook:
+        return _MEAN if self.together == 1 else AmongNodes(self.together, _MEAN)
+
+    def _due(self, at: Moment, pending: Round | None) -> tuple[bool, bool]:
+        """Whether a round is landed in this step, and whether the next one begins at its end."""
         if self.schedule is not None:
             period, delay = self.schedule
-            since = at.step - self.warmup_steps - delay
-            return since >= 0 and since % period == 0
-        return pending is not None and pending.mean is not None and pending.mean.done
+            since = at.step - self.warmup_steps
+            return since >= delay and (since - delay) % period == 0, since % period == 0
+        under_way = pending is not None and pending.mean is not None
+        is_there = under_way and pending is not None and pending.mean is not None and pending.mean.done
+        late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
+        is_there, late = self._all_of_node([bool(is_there), late], at)
+        return is_there, (late or pending is None) and (is_there or not under_way)
 
-    def _begins(self, at: Moment, pending: Round | None) -> bool:
-        if self.schedule is not None:
-            return (at.step - self.warmup_steps) % self.schedule[0] == 0
-        if pending is None:
-            return True
-        return pending.mean is None and time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
+    def _all_of_node(self, flags: list[bool], at: Moment) -> list[bool]:
+        """Which flags are set on all ranks of the node."""
+        if self.together == 1:
+            return flags
+        there = Moment(at.step, node(at.axis, self.together))
+        given = torch.tensor(flags, dtype=torch.float64)
+        landed, _ = self.exchange(_MEAN, [given], ["whether a round is due"], there).land()
+        return [round(self.together * share) == self.together for share in landed[0].tolist()]
 
     def _begin(self, params: Tree, states: States, at: Moment) -> tuple[Round | None, States]:
         """Begin a round; where that does it all, what it comes to waits in the states."""
@@ -204,24 +228,32 @@ class AsyncAveraging(Strategy):
         mean = self._exchange(params, at, settling=0)
         if isinstance(at.axis.backing, GroupBacking | ShapesBacking):
             return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
-        landed, _ = mean.land()
+        landed = self._landed(mean, params, at)
         paths = tree.leaf_paths(params)
-        return None, {path: {_DELTA: y - x} for path, y, x in zip(paths, landed, leaves, strict=True)}
+        return None, {path: {_DELTA: y - x} for path, y, x in zip(paths, landed, leaves, strict=False)}
 
     def _land(
-        self, params: Tree, states: States, pending: Round | None
+        self, params: Tree, states: States, at: Moment, pending: Round | None
     ) -> tuple[list[torch.Tensor] | None, States, Round | None]:
         """(S / n - s of the round under way, the states and the round without it)"""
         if pending is not None and pending.mean is not None:
-            landed, _ = pending.mean.land()
+            landed = self._landed(pending.mean, params, at)
             deltas = [y - s for y, s in zip(landed, pending.snapshot, strict=False)]
             return deltas, states, Round(pending.began_s)
         if states:
             return [states[path][_DELTA] for path in tree.leaf_paths(params)], {}, pending
         return None, states, pending
 
+    def _landed(self, mean: Exchange, params: Tree, at: Moment) -> list[torch.Tensor]:
+        """What a round has come to. In a node each rank has had a part of it."""
+        landed, _ = mean.land()
+        if self.together == 1:
+            return landed
+        there = Moment(at.step, node(at.axis, self.together))
+        return self.exchange(FromParts(self.together), landed, self._message(params, 0)[1], there).land()[0]
+
     def _exchange(self, params: Tree, at: Moment, settling: int) -> Exchange:
-        return self.exchange(_MEAN, *self._message(params, settling), at, background=True)
+        return self.exchange(self._round, *self._message(params, settling), at, background=True)
 
     def _message(self, params: Tree, settling: int) -> tuple[list[torch.Tensor], list[str]]:
         """What a round sends, and its names: the parameters; on the clock, whether this rank is settling too."""

@@ -12,6 +12,7 @@ exchanged in the background of the forward and the backward pass.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -20,9 +21,9 @@ from ltx import tree
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.hooks import AllReduce, CommHook
-from ltx.hooks.base import check_whole
-from ltx.strategies.base import Kinds, Moment, States, Update, Updated
-from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
+from ltx.strategies.base import Moment, States, Update, Updated
+from ltx.strategies.gossip import GossipStrategy
+from ltx.strategies.nodes import AmongNodes, FromParts, ToParts
 from ltx.sync.exchange import Exchange
 from ltx.sync.reduction import Ask, Reduction, Share
 from ltx.typing import Tree
@@ -32,18 +33,17 @@ _BITS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decentralized(NodeStrategy):
+class Decentralized(GossipStrategy):
     """Decentralized training: weights are averaged with one peer's or with everybody's, gradients stay local.
 
-    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Ranks that have
-    taken different numbers of steps are told: the number travels with the weights, in 40 numbers more. All of it is
-    work of :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
+    What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Ranks
+    that have taken different numbers of steps are told: the number travels with the weights, in 40 numbers more.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks, an all-reduce. "shift_one": ranks pair up, each of the
             lower half with one of the upper half, another at every communication; it sends each parameter once, and
             needs an even number of ranks.
-        communication_interval: ranks communicate at every such step, the first included; others are local.
+        communication_interval: as in :class:`GossipStrategy`.
         hierarchical, node_size: nodes of that many ranks begin with the mean of their weights, and gossip as ranks
             would. What is within a node doesn't wait for the forward pass; each of m ranks sends a part of an m-th of
             the parameters to other nodes.
@@ -59,7 +59,6 @@ class Decentralized(NodeStrategy):
     """
 
     peer_selection_mode: Literal["all", "shift_one"] = "all"
-    communication_interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,18 +66,6 @@ class Decentralized(NodeStrategy):
             raise StrategyError(
                 f'Decentralized.peer_selection_mode must be "all" or "shift_one", got {self.peer_selection_mode!r}.'
             )
-        check_whole(self, 1, "communication_interval")
-
-    @property
-    def cycle(self) -> tuple[int, int]:
-        return 0, self.communication_interval
-
-    @property
-    def kinds(self) -> Kinds:
-        return Kinds(params="per_rank", opt_state="per_rank")
-
-    def hook(self, step: int) -> None:
-        return None
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)
@@ -92,7 +79,7 @@ class Decentralized(NodeStrategy):
 
     def begin(self, params: Tree, states: States, at: Moment, pending: object) -> Exchange | None:
         given = tree.flatten(params)[0]
-        if at.step % self.communication_interval or at.axis.size == 1 or not given:
+        if not self.communicates(at.step) or at.axis.size == 1 or not given:
             return None
         paths = [*tree.leaf_paths(params), "number of steps"]
         given = [*given, step_tag(at.step, given[0])]
@@ -130,10 +117,17 @@ class Decentralized(NodeStrategy):
         )
 
 
+@lru_cache(maxsize=16)
 def peers(n: int, k: int) -> tuple[int, ...]:
     """Each of n ranks' peer at communication k: the peer's peer is the rank itself, and n/2 pairings take turns."""
     half = n // 2
     return tuple((k + r) % half + half if r < half else (r - half - k) % half for r in range(n))
+
+
+@lru_cache(maxsize=16)
+def pairing(n: int, k: int) -> tuple[int, ...]:
+    """The same as a permutation: source, destination, source, ..."""
+    return tuple(rank for pair in enumerate(peers(n, k)) for rank in pair)
 
 
 @dataclass(frozen=True)
@@ -154,8 +148,8 @@ class ShiftOne(CommHook):
             return share.flat, share.states
         assert isinstance(share.step, int)  # no graph holds this hook
         mine = share.flat.clone()  # the wire may do with a buffer what it likes
-        pairs = enumerate(peers(share.axis_size, share.step // self.communication_interval))
-        theirs = yield Ask("permute", share.flat, arguments=tuple(rank for pair in pairs for rank in pair))
+        pairs = pairing(share.axis_size, share.step // self.communication_interval)
+        theirs = yield Ask("permute", share.flat, arguments=pairs)
         return theirs.add_(mine).div_(2), share.states
 
 

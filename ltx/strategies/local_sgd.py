@@ -17,7 +17,7 @@ from 0, and act after the update.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -44,9 +44,10 @@ class LocalSGDStrategy(Strategy):
     others' after the updates of steps `warmup_steps`, `warmup_steps + period` and so on. In between nothing is sent,
     and nobody waits: ``metrics.loss`` is then the rank's own. The optimizer's state isn't averaged.
 
-    With a `subgroup` the ranks of a node share their gradients at every step, and so have the same parameters. Only the
-    header goes further then, the hundred bytes with the loss: ``metrics.loss`` is the mean over all ranks. A node's
-    gradient of a :class:`ltx.Weighted` step is the sum over its samples, divided by the mean weight of all nodes.
+    With a `subgroup` the ranks of a node share their gradients at every step, and so have the same parameters. Nothing
+    goes further then, and no node waits for another: ``metrics.loss`` is the mean over the node, and a node's gradient
+    of a :class:`ltx.Weighted` step the mean over its own samples (without any, its loss is NaN and it stays where it
+    is).
 
     Averaging is a training step's (:func:`ltx.train_step`). :func:`ltx.grad_and_value` and the like give the gradients
     of a step, local ones after the warm-up, and leave parameters alone.
@@ -165,14 +166,25 @@ class LocalSGDStrategy(Strategy):
 
 @dataclass(frozen=True)
 class WithinNode(hooks.CommHook):
-    """The mean over the `ranks` of a node, which are contiguous on the axis."""
+    """The mean over the `ranks` of a node, which are contiguous on the axis; in `dtype`, where that is narrower."""
 
     exact: ClassVar[bool] = False  # it isn't that of all ranks
+    sums: ClassVar[bool] = False  # nor are its sums
 
     ranks: int
+    dtype: torch.dtype | None = None
+
+    def cast(self, dtype: torch.dtype) -> WithinNode:
+        return replace(self, dtype=dtype)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype in (torch.float32, torch.float64) else dtype
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
         return () if axis.size == 1 else (inner(axis, self.ranks),)
+
+    def within(self, axis: Axis) -> Axis | None:
+        return None if axis.size == 1 else inner(axis, self.ranks)
 
     def scale(self, axis_size: int) -> float:
         return 1.0 if axis_size == 1 else 1.0 / self.ranks

@@ -11,7 +11,9 @@ know them of each other: all copies of a W are equal bit for bit, as all add the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -20,10 +22,11 @@ from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.hooks import ByteGrad
-from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Kinds, Moment, States
-from ltx.strategies.nodes import NodeHook, NodeStrategy, across, gathered, part_of, scattered
+from ltx.strategies.base import Moment, States
+from ltx.strategies.gossip import GossipStrategy
+from ltx.strategies.nodes import NodeHook, across, gathered, scattered
+from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
 from ltx.typing import Tree
 
@@ -31,16 +34,15 @@ _CODEC = ByteGrad()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowPrecisionDecentralized(NodeStrategy):
+class LowPrecisionDecentralized(GossipStrategy):
     """Decentralized training on a ring in eight bits a number: two messages of a quarter of float32's bytes a step.
 
-    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. Its communication
-    state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half precision. Ranks
-    talk after the optimizer, in :func:`ltx.train_step`; a data-parallel step by itself gives local gradients. Between
-    two ranks there is one message, as left and right are the same rank.
+    What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Its
+    communication state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half
+    precision. Ranks talk after the optimizer. Between two ranks there is one message, as left and right are the same.
 
     Args:
-        communication_interval: ranks communicate after every such step, the first included; others are local.
+        communication_interval: as in :class:`GossipStrategy`.
         hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean of a node's. Each of
             m ranks sends an m-th of the messages to other nodes, of a grid of its own, and has the same weights
             afterwards as its node.
@@ -55,23 +57,6 @@ class LowPrecisionDecentralized(NodeStrategy):
         >>> LowPrecisionDecentralized(communication_interval=2).kinds.params
         'per_rank'
     """
-
-    communication_interval: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole(self, 1, "communication_interval")
-
-    @property
-    def cycle(self) -> tuple[int, int]:
-        return 0, self.communication_interval
-
-    @property
-    def kinds(self) -> Kinds:
-        return Kinds(params="per_rank", opt_state="per_rank")
-
-    def hook(self, step: int) -> None:
-        return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         known = param.detach().to(self._ring.wire_dtype(param.dtype))
@@ -91,7 +76,7 @@ class LowPrecisionDecentralized(NodeStrategy):
         return super().init_optimizer(optimizer, params, axis)
 
     def talks_late(self, step: int) -> bool:
-        return step % self.communication_interval == 0
+        return self.communicates(step)
 
     def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
         if not self.talks_late(at.step):
@@ -99,8 +84,7 @@ class LowPrecisionDecentralized(NodeStrategy):
         leaves, spec = tree.flatten(params)
         paths = tree.leaf_paths(params)
         landed, known = self.exchange(self._ring, leaves, paths, at, [states[path] for path in paths]).land()
-        # In memory of their own: the state holds the same numbers in a bucket's.
-        return tree.unflatten(spec, [x.clone() for x in landed]), dict(zip(paths, known, strict=True))
+        return tree.unflatten(spec, landed), dict(zip(paths, known, strict=True))
 
 
 @dataclass(frozen=True)
@@ -120,8 +104,20 @@ class Ring(NodeHook):
     def scale(self, axis_size: int) -> float:
         return 1.0 / min(self.node_size, axis_size)
 
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
+        m = min(self.node_size, axis_size)
+        own, *others = (state[name] for name in self._known(axis_size // m))
+        z = own * (-5 / 3 / m)
+        for other in others:
+            z = torch.add(z, other, alpha=2 / 3 / len(others) / m)
+        return z
+
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype.itemsize < 4 else dtype
+
+    def _known(self, nodes: int) -> tuple[str, ...]:
+        """What is known apart. Of two places left and right are the same one, which is known once."""
+        return self.state_names[: 2 if nodes == 2 else 3]
 
     def reduce(self, share: Share) -> Reduction:
         m, numel = self.node_size, share.flat.numel()
@@ -129,31 +125,35 @@ class Ring(NodeHook):
             return share.flat, share.states
         assert share.axis is not None
         nodes = across(share.axis, m)
-        # Of two places left and right are the same one, which is known once.
-        names = self.state_names[: 2 if nodes.size == 2 else 3]
-        known = [torch.cat([state[name].reshape(-1) for state in share.states]) for name in names]
-        x = yield from scattered(share, m)
-        own, *others = (part_of(flat, share, m) for flat in known)
-        z = torch.add(x, own, alpha=-5 / 3)
-        for other in others:
-            z.add_(other, alpha=2 / 3 / len(others))
+        names = self._known(nodes.size)
+        z = yield from scattered(share, m)
         messages = [_CODEC.encode(z[None], None)[0]]
-        for by in (1, -1)[: len(others)]:
+        for by in (1, -1)[: len(names) - 1]:
             message = messages[0]
             if nodes.size > 1:
                 message = yield Ask("permute", message.clone(), None, _shifted(nodes.size, by), nodes)
             messages.append(message)
         # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
         arrived = yield from gathered(torch.stack(messages), share, m)
-        for i, flat in enumerate(known):
+        known = []
+        for i, name in enumerate(names):
             change = _CODEC.decode(arrived[:, i], z.numel(), z.dtype).reshape(-1)[:numel]
-            # Under vmap what ranks don't share yet can't be written into.
-            known[i] = flat.add_(change) if is_plain(flat) else flat + change
-        parts = [parts_of(flat, share.bucket) for flat in known]
-        by_leaf = zip(parts[0], parts[1], parts[-1], strict=True)
-        return known[0], [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
+            known.append(_moved([state[name] for state in share.states], change, share.bucket))
+        flat, *_ = known
+        by_leaf = zip(*(parts_of(x, share.bucket) for x in (known[0], known[1], known[-1])), strict=True)
+        return flat, [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
 
 
+def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """The leaves, side by side, and `change` added to them; in its memory where that may be written into."""
+    if not is_plain(change):  # under vmap what ranks don't share yet can't be
+        return torch.cat([x.reshape(-1) for x in leaves]) + change
+    for x, part in zip(leaves, parts_of(change, bucket), strict=True):
+        part.add_(x)
+    return change
+
+
+@lru_cache(maxsize=16)
 def _shifted(n: int, by: int) -> tuple[int, ...]:
     """Every rank sends to the one that is `by` places further."""
     return tuple(rank for source in range(n) for rank in (source, (source + by) % n))

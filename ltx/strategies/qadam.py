@@ -18,27 +18,42 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks, tree
+from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
 from ltx.optim.quantized_adam import QAdamOptimizer
-from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated, unchanging
+from ltx.strategies.base import Kinds, Moment, States, Update, Updated, unchanging
+from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.sync.reduction import LeafState, Reduction, Share, parts_of
 
 MOMENTUM = "momentum"
+_EIGHT_BITS = hooks.ByteGrad()
 
 
 @dataclass(frozen=True)
 class MeanMomentum(hooks.CommHook):
-    """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter."""
+    """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter.
+
+    Attributes:
+        beta1: b1.
+        among: what takes the mean: in eight bits among all ranks, or among nodes.
+    """
 
     exact: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     gives_gradients: ClassVar[bool] = False
-    phases: ClassVar[int] = 2
 
     beta1: float
+    among: hooks.CommHook = _EIGHT_BITS
+
+    @property
+    def phases(self) -> int:  # type: ignore[override]
+        return self.among.phases
+
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        return self.among.axes(axis)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -54,18 +69,15 @@ class MeanMomentum(hooks.CommHook):
         return state[MOMENTUM] * (self.beta1 / axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return _EIGHT_BITS.wire_dtype(dtype)
+        return self.among.wire_dtype(dtype)
 
     def reduce(self, share: Share) -> Reduction:
-        mean, _ = yield from _EIGHT_BITS.reduce(replace(share, states=[{} for _ in share.states]))
+        mean, _ = yield from self.among.reduce(replace(share, states=[{} for _ in share.states]))
         return mean, [{MOMENTUM: part} for part in parts_of(mean, share.bucket)]
 
 
-_EIGHT_BITS = hooks.ByteGrad()
-
-
 @dataclass(frozen=True, kw_only=True)
-class QAdam(Strategy):
+class QAdam(NodeStrategy):
     """Adam with mean gradients for `warmup_steps` steps, and 8-bit mean momenta from then on.
 
     It trains with :func:`ltx.optim.qadam` alone, of the same `warmup_steps` and `betas`, and by
@@ -77,6 +89,8 @@ class QAdam(Strategy):
 
     Args:
         warmup_steps, betas: the optimizer's.
+        hierarchical, node_size: exact sums within nodes of that many ranks, each of which talks about a part to other
+            nodes: in eight bits after the warm-up, with a grid for each part.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
@@ -115,7 +129,10 @@ class QAdam(Strategy):
 
     @property
     def _hooks(self) -> hooks.CommHook:
-        return hooks.after(self.warmup_steps, MeanMomentum(self.betas[0]))
+        if self.node_size is None:
+            return hooks.after(self.warmup_steps, MeanMomentum(self.betas[0]))
+        momenta = MeanMomentum(self.betas[0], ByNode(self.node_size, _EIGHT_BITS))
+        return hooks.after(self.warmup_steps, momenta, ByNode(self.node_size, hooks.AllReduce()))
 
     @property
     def cycle(self) -> tuple[int, int]:
@@ -146,6 +163,12 @@ class QAdam(Strategy):
                 f"QAdam: the optimizer's state has counted {count} steps and the communication state {at.step}, so "
                 "they may be in different phases. Use the two that one step returned."
             )
+        if at.step >= self.warmup_steps and update.finite is None:
+            # The next momentum itself, of which the optimizer needn't take a copy.
+            moments = update.optimizer.leaf_states(update.opt_state, update.params)
+            grads, spec = tree.flatten(update.grads)
+            held = [{**own, "exp_avg": mean} for own, mean in zip(moments, grads, strict=True)]
+            update = replace(update, opt_state=replace(update.opt_state, per_param=tree.unflatten(spec, held)))
         params, opt_state = update.apply()
         if at.step + 1 == self.warmup_steps:
             moments = update.optimizer.leaf_states(opt_state, params)

@@ -107,6 +107,10 @@ class Reducer(Protocol):
         """The parts of `axis` that a reduction asks for collectives among."""
         ...
 
+    def within(self, axis: Axis) -> Axis | None:
+        """The part of `axis` that a reduction stays in; None for all ranks."""
+        ...
+
     def phases_on(self, axis_size: int) -> int:
         """The most asks that a reduction yields."""
         ...
@@ -150,6 +154,9 @@ class ExactSum:
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
         """All ranks at once."""
         return ()
+
+    def within(self, axis: Axis) -> None:
+        """All ranks."""
 
     def scale(self, axis_size: int) -> float:
         """Shares of the sum."""

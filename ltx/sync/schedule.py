@@ -156,6 +156,8 @@ class WireSchedule(Schedule):
 
     With `deferred` the fence doesn't wait: a train step lands the buckets itself, one by one. With `ahead` the next
     forward pass is to go on while they land: see :func:`launch_order`.
+
+    Where the hook stays within a part of the axis, so does the header: other ranks needn't be in this pass.
     """
 
     threaded = False
@@ -171,15 +173,22 @@ class WireSchedule(Schedule):
         #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
         self.states: Sequence[LeafState] | None = None
         self._passage: wire.BackwardPass | None = None
+        part = plan.hook.within(plan.axis)
+        self._part = None if part is None or not isinstance(part.backing, GroupBacking) else part.backing.line
         self._flights = Flights(self.line)
         self._batches: list[torch.Size] = []
         self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
 
+    @property
+    def among(self) -> wire.Line:
+        """The line of the ranks that are in this pass together."""
+        return self.line if self._part is None or self.again else self._part
+
     def send_header(self, total: torch.Tensor, weight: torch.Tensor) -> wire.HeaderTicket:
         """Issue the header ahead of the buckets."""
         self.line.land_earlier()
-        self.line.passes.rejoin()
-        channel = self.line.bucket_channel(0)
+        self.among.passes.rejoin()
+        channel = self.among.bucket_channel(0)
         if self.plan.agreement is not None:
             channel.advance(self.plan.agreement)
         digest = self.line.user.digest ^ (channel.digest << 1)
@@ -190,7 +199,7 @@ class WireSchedule(Schedule):
         self._reset()
         if self.header is None:
             # A deferred pass, whose header is out already, is its train step's to watch.
-            self._passage = self.line.passes.enter()
+            self._passage = self.among.passes.enter()
             if self.hook.phases_on(self.plan.axis.size) > 1:
                 self._passage.flush = self._flights.flush
             nothing = torch.zeros((), dtype=torch.float64, device=self.line.device)
@@ -199,7 +208,7 @@ class WireSchedule(Schedule):
     def abandon(self, reason: BaseException) -> None:
         """Say that this pass won't go on, if it has begun."""
         if self.header is not None:
-            self.line.passes.leave(f"{type(reason).__name__}: {reason}")
+            self.among.passes.leave(f"{type(reason).__name__}: {reason}")
 
     def _reset(self) -> None:
         self._flights, self._batches, self._packed = Flights(self.line), [], {}
@@ -233,7 +242,7 @@ class WireSchedule(Schedule):
         flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)])
         self._packed[index] = (flat, states)
         if self._passage is not None and hook.phases_on(self.plan.axis.size) > 1:
-            self.line.passes.flush_others(self._passage)
+            self.among.passes.flush_others(self._passage)
         # Strictly in the order of launches: one that is ready early waits for those before it.
         while len(self._flights) < len(self._order) and self._order[len(self._flights)] in self._packed:
             place = self._order[len(self._flights)]
@@ -290,7 +299,7 @@ class WireSchedule(Schedule):
         """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
         header = self.header
         self._forget()
-        self.line.passes.complete()
+        self.among.passes.complete()
         return header.wait() if header is not None else None
 
     def _forget(self) -> None:

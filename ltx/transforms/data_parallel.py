@@ -139,14 +139,14 @@ class DataParallel:
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
             marked = self._mark_in_graph(params, leaves, sync_state, counted if step is None else step)
-            local = False
+            local, within = False, None
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
             marked = self._mark(params, leaves, spec, sync_state, hook, step, deferred, ahead)
-            local = hook is None
+            local, within = hook is None, None if hook is None else hook.within(wire.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
         with nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn):
             output = self.fn(*self._replaced(args, given), **kwargs)
@@ -154,7 +154,8 @@ class DataParallel:
             refuse_captured(self.fn, output, (marked.leaves, args, kwargs))
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
-        return Run(tied, self.axis, marked.schedule, mean=self.outputs == "mean", blocked=self.blocked, local=local)
+        mean = self.outputs == "mean"
+        return Run(tied, self.axis, marked.schedule, mean=mean, blocked=self.blocked, local=local, within=within)
 
     def _mark(
         self,

@@ -16,10 +16,11 @@ from ltx import hooks, tree, wire
 from ltx.errors import InputError, StepError
 from ltx.strategies import Strategy
 from ltx.transforms.data_parallel import DataParallel
-from ltx.transforms.on_shapes import BucketExplanation as BucketExplanation
-from ltx.transforms.on_shapes import Collective as Collective
-from ltx.transforms.on_shapes import ExchangeExplanation as ExchangeExplanation
-from ltx.transforms.on_shapes import Gradients, Issues, Steps, collective, meta, stand_in
+from ltx.transforms.issues import BucketExplanation as BucketExplanation
+from ltx.transforms.issues import Collective as Collective
+from ltx.transforms.issues import ExchangeExplanation as ExchangeExplanation
+from ltx.transforms.issues import Issues
+from ltx.transforms.on_shapes import Gradients, Steps, collective, meta, stand_in
 from ltx.transforms.train_state import TrainState
 from ltx.transforms.train_step import TrainStep
 from ltx.typing import Tree

@@ -100,13 +100,16 @@ class Work:
     def _weighted_scale(self, schedule: WireSchedule) -> float:
         assert schedule.header is not None
         weight = float(schedule.header.wait().weight)
+        alone = schedule.among is not schedule.line
+        if weight == 0 and alone:  # no data on this rank and those that it shares gradients with, whose peers go on
+            return 1.0
         if weight == 0:
             schedule.drain()  # every rank raises: leave the channels in step
             raise WeightError(
                 "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. "
                 "Give at least one rank a sample, or skip the step on all of them."
             )
-        return schedule.plan.axis.size / weight
+        return schedule.among.size / weight
 
     def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
         """The optimizer's part, with the reduced gradients, which nobody else holds: `grads` is emptied."""

@@ -27,113 +27,8 @@ from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState, reduce_at_once
 from ltx.sync.schedule import Plan
 from ltx.transforms import synchronise
+from ltx.transforms.issues import BucketExplanation, Collective, ExchangeExplanation, Issues, Lands, Starts
 from ltx.typing import Tree
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective that a bucket will issue.
-
-    Attributes:
-        operation: as in :class:`ltx.hooks.Ask`.
-        buffer: dtype and shape of what goes in, as "float16[99]".
-        nbytes: bytes that this rank sends for it, as :func:`ltx.record` will count them.
-        ranks: how many take part.
-    """
-
-    operation: str
-    buffer: str
-    nbytes: int
-    ranks: int
-
-
-@dataclass(frozen=True)
-class BucketExplanation:
-    """What one bucket of gradients will put on the wire.
-
-    Attributes:
-        index: its place in the order of launches.
-        paths: of its parameters, in the order in which they lie in it.
-        elements, dtype, nbytes: of its gradients.
-        hook: the hook in force.
-        collectives: in the order in which they are issued.
-    """
-
-    index: int
-    paths: tuple[str, ...]
-    elements: int
-    dtype: torch.dtype
-    nbytes: int
-    hook: hooks.CommHook
-    collectives: tuple[Collective, ...]
-
-    @property
-    def label(self) -> str:
-        """What the ledger calls its collectives."""
-        return f"bucket {self.index}"
-
-
-@dataclass(frozen=True)
-class ExchangeExplanation(BucketExplanation):
-    """What one bucket of an exchange will put on the wire: what a strategy sends besides gradients.
-
-    Attributes:
-        index: its place in its exchange.
-        paths, elements, dtype, nbytes: of the tensors that are exchanged.
-        exchange: the exchange's number among those of the step.
-        background: whether it is under way while the rank computes.
-    """
-
-    exchange: int
-    background: bool
-
-    @property
-    def label(self) -> str:
-        return f"{'background' if self.background else 'exchange'} {self.index}"
-
-
-@dataclass(frozen=True)
-class Starts:
-    """An exchange starts. `header`: the small sum ahead of one in the foreground."""
-
-    exchange: Watched
-    rows: tuple[ExchangeExplanation, ...]
-    header: Collective | None
-
-
-@dataclass(frozen=True)
-class Lands:
-    """An exchange is waited for, of this step or of one before it."""
-
-    exchange: Watched
-
-
-@dataclass(frozen=True)
-class Issues:
-    """What a training step issues, and waits for, in order.
-
-    Attributes:
-        begun: ahead of the forward pass.
-        header: the small sum ahead of the gradients, if any are sent.
-        buckets: of gradients, during the backward pass.
-        updated: after it.
-    """
-
-    begun: tuple[Starts | Lands, ...] = ()
-    header: Collective | None = None
-    buckets: tuple[BucketExplanation, ...] = ()
-    updated: tuple[Starts | Lands, ...] = ()
-
-    @property
-    def exchanges(self) -> tuple[ExchangeExplanation, ...]:
-        """All rows of all exchanges that start in this step."""
-        return tuple(row for event in (*self.begun, *self.updated) if isinstance(event, Starts) for row in event.rows)
-
-    @property
-    def headers(self) -> tuple[Collective, ...]:
-        """All headers of this step."""
-        started = (event.header for event in (*self.begun, *self.updated) if isinstance(event, Starts))
-        return tuple(header for header in (self.header, *started) if header is not None)
 
 
 @dataclass(frozen=True)
@@ -217,14 +112,20 @@ class Watched(Exchange):
         self._paths = tuple(paths)
         self._background = background
         self._asked: list[_Asked] = []
+        self._alike: dict[Any, tuple[_Asked, Landed]] = {}
         super().__init__(plan, tensors, states, background)
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Landed:
-        hook = self._plan.hook
+        hook, bucket = self._plan.hook, self._plan.buckets[place]
         assert isinstance(hook, hooks.CommHook)
-        self._asked.append(_Asked(hook, f"bucket {place} of an exchange", self._plan.axis.size))
-        with self._steps.asking(self._asked[-1]):
-            return super()._at_once(place, tensors)
+        kind = _kind(self._plan, bucket, [self._states[member] for member in bucket.members])
+        if kind not in self._alike:
+            asked = _Asked(hook, f"bucket {place} of an exchange", self._plan.axis.size)
+            with self._steps.asking(asked):
+                self._alike[kind] = asked, super()._at_once(place, tensors)
+        asked, landed = self._alike[kind]
+        self._asked.append(asked)
+        return landed
 
     def land(self) -> tuple[list[torch.Tensor], list[LeafState]]:
         self._steps.events.append(Lands(self))
@@ -298,7 +199,12 @@ class Gradients:
     def buckets(self, hook: hooks.CommHook, entries: States, step: int) -> tuple[BucketExplanation, ...]:
         """What a step with `hook` issues for its gradients."""
         states = [hook.states_of(entries.get(self.paths[i], {})) for i in self.wanted]
-        plan = self.plan(hook, states, step)
+        plan, alike = self.plan(hook, states, step), {}
+        for bucket in plan.buckets:
+            mine = [states[member] for member in bucket.members]
+            kind = _kind(plan, bucket, mine)
+            if kind not in alike:
+                alike[kind] = self._reduced(plan, hook, bucket, mine)
         return tuple(
             BucketExplanation(
                 bucket.index,
@@ -307,7 +213,7 @@ class Gradients:
                 bucket.dtype,
                 bucket.numel * bucket.dtype.itemsize,
                 hook,
-                self._reduced(plan, hook, bucket, [states[member] for member in bucket.members]),
+                alike[_kind(plan, bucket, [states[member] for member in bucket.members])],
             )
             for bucket in plan.buckets
         )
@@ -315,7 +221,10 @@ class Gradients:
     def only(self, hook: hooks.CommHook, step: int) -> Issues:
         """What a step with `hook` issues, where strategies do nothing besides."""
         buckets = self.buckets(hook, self.first_states(), step)
-        return Issues((), header(self.axis.size) if buckets else None, buckets)
+        return Issues((), self._header(hook) if buckets else None, buckets)
+
+    def _header(self, hook: hooks.CommHook) -> Collective:
+        return header((hook.within(self.axis) or self.axis).size)
 
     def _reduced(
         self, plan: Plan, hook: hooks.CommHook, bucket: Bucket, states: Sequence[LeafState]
@@ -375,6 +284,7 @@ class Steps(Gradients):
         whole = tree.unflatten(self.spec, self.leaves)
         strategy.check_axis(self.axis)
         strategy.check_optimizer(self._optimizer)
+        self._grads = tree.map(torch.empty_like, whole)
         states = self.first_states()
         with on_shapes_alone(strategy, "the first state of the optimizer"):
             opt_state = strategy.init_optimizer(self._optimizer, whole, self.axis)
@@ -391,13 +301,13 @@ class Steps(Gradients):
         begun = self._taken()
         hook = strategy.hook_in_training(at.step)
         buckets = self._gradients(hook, carried.states, at.step) if hook is not None else ()
-        grads = tree.map(torch.empty_like, carried.params)
-        update = Update(self._optimizer, carried.params, grads, carried.opt_state)
+        update = Update(self._optimizer, carried.params, self._grads, carried.opt_state)
         with on_shapes_alone(strategy, f"step {at.step}"):
             updated = strategy.update(update, carried.states, at, pending)
         self._carried = _Carried(updated.params, updated.opt_state, updated.states, updated.pending)
         self._step += 1
-        return Issues(begun, header(self.axis.size) if buckets else None, buckets, self._taken())
+        ahead = self._header(hook) if hook is not None and buckets else None
+        return Issues(begun, ahead, buckets, self._taken())
 
     def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:
         in_force = hook.at(step)
@@ -414,6 +324,12 @@ class Steps(Gradients):
     def _taken(self) -> tuple[Starts | Lands, ...]:
         events, self.events = self.events, []
         return tuple(events)
+
+
+def _kind(plan: Plan, bucket: Bucket, states: Sequence[LeafState]) -> Any:
+    """What a reduction on shapes can tell of a bucket: of those that are alike one is driven for all."""
+    shapes = tuple((name, x.shape, x.dtype) for state in states for name, x in state.items())
+    return bucket.leaves, shapes, bucket.index == len(plan.buckets) - 1
 
 
 def stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:

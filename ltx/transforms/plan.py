@@ -22,7 +22,9 @@ from ltx.optim import Optimizer
 from ltx.strategies import Strategy
 from ltx.sync.exchange import Exchange
 from ltx.transforms.explain import aligned, format_bytes
-from ltx.transforms.on_shapes import BucketExplanation, Collective, Issues, Lands, Starts, Steps
+from ltx.transforms.issues import BucketExplanation, Collective, Issues, Lands, Starts
+from ltx.transforms.on_shapes import Steps
+from ltx.transforms.prices import COPY_S, codec, sending_s
 from ltx.typing import Tree
 
 #: Parts of a step's own time: forward pass, backward pass, optimizer.
@@ -37,23 +39,6 @@ MESSAGES: dict[str, Callable[[int], int]] = {
     "permute": lambda n: 1,
 }
 
-#: Seconds that one core takes for a float32 number, by hook with its defaults: packing, encoding, adding up, decoding.
-#: From ``python -m benchmarks.plan --codecs`` on an AMD EPYC, torch 2.13.
-CODEC_S: dict[str, float] = {
-    "AllReduce": 0.4e-9,
-    "FP16": 0.7e-9,
-    "BF16": 0.7e-9,
-    "PowerSGD": 3.0e-9,
-    "BatchedPowerSGD": 4.4e-9,
-    "ByteGrad": 2.7e-9,
-    "Quantize": 3.3e-9,
-    "QSGD": 35e-9,
-    "OneBit": 4.7e-9,
-    "TopK": 7.5e-9,
-    "RandomK": 3.3e-9,
-    "Noop": 0.3e-9,
-}
-
 
 @dataclass(frozen=True)
 class Network:
@@ -61,11 +46,12 @@ class Network:
 
     bandwidth: float
     latency: float
+    send_s: float = 0.0
 
     def seconds(self, collective: Collective) -> float:
-        """How long a collective takes, alone on the link."""
+        """How long a collective takes, alone on the link, which is no faster than the core that feeds it."""
         messages = MESSAGES[collective.operation](collective.ranks)
-        return messages * self.latency + 8 * collective.nbytes / self.bandwidth
+        return messages * self.latency + collective.nbytes * max(8 / self.bandwidth, self.send_s)
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,8 @@ class Cost:
         steps: over which the mean was taken.
         time_s: seconds a step.
         compute_s: seconds of the step's own work, as they were given.
-        codec_s: seconds that the rank spends besides on packing, encoding and decoding.
+        codec_s: seconds that the rank spends besides on packing, encoding and decoding, and on copies of what a step
+            begins with where it talks after the optimizer.
         traffic: by kind.
         notes: what a reader should know besides.
     """
@@ -197,6 +184,7 @@ class _Clock:
         now: when the rank is done with what it does.
         link_free: when the link is done with what it was given.
         codec_s: what the rank has spent on packing, encoding, decoding.
+        owed_s: work of sending that its core has still to do, be it while the rank waits or while it computes.
         landing: when exchanges under way will be there.
         traffic: by kind: bytes, collectives, seconds on the link.
     """
@@ -207,11 +195,12 @@ class _Clock:
     now: float = 0.0
     link_free: float = 0.0
     codec_s: float = 0.0
+    owed_s: float = 0.0
     landing: dict[Exchange, float] = field(default_factory=dict)
     traffic: dict[str, list[float]] = field(default_factory=dict)
 
-    def step(self, issues: Issues) -> None:
-        """Go through one step."""
+    def step(self, issues: Issues, copies_s: float = 0.0) -> None:
+        """Go through one step, whose optimizer takes `copies_s` longer than in place."""
         for event in issues.begun:
             self._event(event)
         self.now += FORWARD * self.compute_s
@@ -221,9 +210,15 @@ class _Clock:
         updated = list(issues.updated)
         while updated and isinstance(updated[0], Lands):
             self._event(updated.pop(0))
-        self.now += OPTIMIZER * self.compute_s
+        self.now += OPTIMIZER * self.compute_s + copies_s
+        self.codec_s += copies_s
         for event in updated:
             self._event(event)
+        self._wait(self.now)
+
+    def _wait(self, until: float) -> None:
+        """The rank stands still, and its core sends."""
+        self.now, self.owed_s = max(until, self.now + self.owed_s), 0.0
 
     def _backward(self, buckets: Sequence[BucketExplanation]) -> None:
         """Gradients get ready evenly by their bytes. All of them are waited for."""
@@ -235,11 +230,12 @@ class _Clock:
         self.now += 0.0 if whole else BACKWARD * self.compute_s
         landed = self._send(ready, "gradients")
         # What is left of the work is done as soon as its collective has landed, be it during the backward pass.
-        self.now = max(landed, self.now + sum(sending.work_s - sending.first_s for _, sending in ready))
+        self.now += sum(sending.work_s - sending.first_s for _, sending in ready)
+        self._wait(landed)
 
     def _event(self, event: Starts | Lands) -> None:
         if isinstance(event, Lands):
-            self.now = max(self.now, self.landing.pop(event.exchange, self.now))
+            self._wait(self.landing.pop(event.exchange, self.now))
             return
         if event.header is not None:
             self._carry(event.header, "headers", self.now)
@@ -275,6 +271,7 @@ class _Clock:
         """When a collective that is there at `at` is done."""
         taken = self.network.seconds(collective)
         self.link_free = max(self.link_free, at) + taken
+        self.owed_s += collective.nbytes * self.network.send_s
         sums = self.traffic.setdefault(kind, [0.0, 0.0, 0.0])
         for place, amount in enumerate((collective.nbytes, 1, taken)):
             sums[place] += amount
@@ -292,6 +289,7 @@ def plan(
     optimizer: Optimizer | None = None,
     steps: range | None = None,
     codec_s: float | None = None,
+    send_s: float | None = None,
 ) -> Cost:
     """What a mean training step with `strategy` costs on a network, for any number of ranks, before anything runs.
 
@@ -301,8 +299,9 @@ def plan(
     and ahead of an optimizer's 0.1; the link takes them one after the other. So it does with what goes on in the
     background. Exchanges in the foreground are waited for where the strategy lands them.
 
-    Left out: that ranks aren't equally fast, that messages share links or switches, and the processor's part in
-    sending.
+    Sending takes the rank's core `send_s` a byte: while it waits anyway, for nothing, else at the cost of its own work.
+
+    Left out: that ranks aren't equally fast, and that messages share links or switches.
 
     Args:
         strategy: how ranks talk.
@@ -315,6 +314,9 @@ def plan(
         steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
         codec_s: seconds a number for packing, encoding and decoding, for all hooks; if None, what was measured of each
             hook on one core; those that ltx doesn't know count as AllReduce, with a note.
+        send_s: seconds of a core for a byte sent, with what is received meanwhile; 0.0 where others do the sending
+            (NCCL on GPUs). If None, what was measured of sockets, on links that a core can fill through them (5.7
+            Gbit/s), and 0.0 on faster ones, which come with hardware for that.
 
     Returns:
         A :class:`Cost`: `time_s`, `bytes_per_rank`, `collectives`; ``print`` shows it as a table.
@@ -341,6 +343,7 @@ def plan(
         computing 100 ms, packing and encoding 10 ms, waiting 295 ms
     """
     numbers = {"bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
+    numbers |= {} if send_s is None else {"send_s": send_s}
     for name, value in (numbers if codec_s is None else {**numbers, "codec_s": codec_s}).items():
         least = "more than 0" if name == "bandwidth" else "at least 0"
         if (
@@ -361,28 +364,24 @@ def plan(
     driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
     unknown: dict[str, None] = {}
     clock = _Clock(
-        Network(bandwidth, latency), compute_s, lambda hook: _codec(hook, unknown) if codec_s is None else codec_s
+        Network(bandwidth, latency, sending_s(bandwidth) if send_s is None else send_s),
+        compute_s,
+        lambda hook: codec(hook, unknown) if codec_s is None else codec_s,
     )
-    for _ in range(min(length, window.start)):
-        clock.step(driven.next() if world > 1 else Issues())
+    numel = sum(x.numel() for x in tree.flatten(params)[0]) / (world if strategy.kinds.opt_state == "sharded" else 1)
+
+    def go(step: int) -> None:
+        late = world > 1 and codec_s is None and strategy.talks_late(step)
+        clock.step(driven.next() if world > 1 else Issues(), COPY_S * numel * late)
+
+    for step in range(max(0, window.start - length), window.start):
+        go(step)
     began, clock.codec_s = clock.now, 0.0
     clock.traffic = {}
-    for _ in window:
-        clock.step(driven.next() if world > 1 else Issues())
+    for step in window:
+        go(step)
     count = len(window)
     traffic = tuple(Traffic(kind, *(amount / count for amount in sums)) for kind, sums in clock.traffic.items())
     notes = tuple(f"what {name} computes isn't known; it counts as AllReduce(); see codec_s" for name in unknown)
     taken = (clock.now - began) / count
     return Cost(strategy, world, window, taken, compute_s, clock.codec_s / count, traffic, notes)
-
-
-def _codec(hook: hooks.CommHook, unknown: dict[str, None]) -> float:
-    """Seconds a number; the names of hooks that aren't known are entered into `unknown`."""
-    known = next((CODEC_S[c.__name__] for c in type(hook).__mro__ if c.__name__ in CODEC_S), None)
-    if known is not None:
-        return known
-    parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
-    if not parts:
-        unknown.setdefault(repr(hook))
-        return CODEC_S["AllReduce"]
-    return sum(_codec(part, unknown) for part in parts)

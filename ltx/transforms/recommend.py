@@ -128,12 +128,13 @@ def recommend(
     bandwidth: float,
     latency: float,
     compute_s: float,
+    send_s: float | None = None,
     candidates: Sequence[Candidate] = CANDIDATES,
 ) -> Recommendations:
     """Strategies for a model on a network, the fastest first; of equally fast ones the more exact.
 
     Args:
-        params, world, bandwidth, latency, compute_s: as in :func:`ltx.plan`.
+        params, world, bandwidth, latency, compute_s, send_s: as in :func:`ltx.plan`.
         candidates: what there is to choose from.
 
     Returns:
@@ -153,6 +154,7 @@ def recommend(
     """
 
     network: dict[str, Any] = {"world": world, "bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
+    network["send_s"] = send_s
     return Recommendations(
         _ranked(
             Recommendation(c.strategy, plan(c.strategy, params, optimizer=c.optimizer, **network), c.effect, c.reason)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ltx import collectives, tree
+from ltx.axis import Axis
 from ltx.errors import StepError, WeightError
 from ltx.sync.schedule import Schedule
 from ltx.transforms.sync_state import unwrapped
@@ -54,6 +55,7 @@ class Run:
         mean: the value is the mean over ranks.
         blocked: the value and its gradients are this rank's own.
         local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
+        within: the part of the axis whose ranks share them, if it isn't all.
     """
 
     output: Any
@@ -62,6 +64,7 @@ class Run:
     mean: bool
     blocked: bool
     local: bool = False
+    within: Axis | None = None
 
     @property
     def weighted(self) -> bool:
@@ -90,9 +93,10 @@ class Run:
         total, weight = output.checked()
         alone = self.blocked or self.local
         if not alone:
-            total, weight = collectives.psum((total, weight), self.axis)
+            total, weight = collectives.psum((total, weight), self.within or self.axis)
         if not torch.compiler.is_compiling() and bool((unwrapped(weight) == 0).any()):
-            whose = "this rank's weight is 0" if alone else "the weights of all ranks add up to 0"
+            of = "" if self.within is None else f" of {self.within.name!r}"
+            whose = "this rank's weight is 0" if alone else f"the weights of all ranks{of} add up to 0"
             raise WeightError(
                 f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
                 "them."

@@ -123,6 +123,9 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
         sync, spec, strategy = start.sync, start.spec, self.step.strategy
+        if self.donate and not late and sync.leaves and start.flight is None:
+            # The optimizer writes into the parameters; the last step may have returned one tensor as both.
+            sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(spec, start.leaves)))
         drawn = random_states() if self.guard == "raise" else []
         leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in start.leaves]
         trained = [i for i, x in enumerate(leaves) if x.requires_grad]
@@ -180,11 +183,7 @@ class TrainStep:
             states, buffers = self._kept_if_skipped(finite, state, states, buffers)
             with wire.span("update"):
                 updated = strategy.update(work.update(done.grads, finite), states, at, pending)
-        states = updated.states
-        if self.donate and done.sync_flat:
-            # The next step writes into the parameters; a strategy may have returned one tensor as both.
-            states = unshared(states, updated.params)
-        next_sync = SyncState(states, sync.uses, sync.clock, at.step + 1)
+        next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
         if self.donate:
             state.donate()
         return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
@@ -374,8 +373,9 @@ class TrainStep:
         structure, weighted, rest = others
         aux_tensors = iter(tensors)
         buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-        if not weighted and (torch.compiler.is_compiling() or strategy.hook(at.step) is not None):
-            loss = collectives.pmean(loss, self.step.axis)
+        hook = None if torch.compiler.is_compiling() else strategy.hook(at.step)
+        if not weighted and (torch.compiler.is_compiling() or hook is not None):
+            loss = collectives.pmean(loss, self.step.axis if hook is None else hook.within(axis) or self.step.axis)
         states = grads.sync_state.leaves if stateful else sync.leaves
         grads = grads.params if stateful else grads
         if loss_scale is not None:

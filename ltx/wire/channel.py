@@ -12,11 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, PeerLostError, RankMismatchError
+from ltx.errors import (
+    AxisError,
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    LtxError,
+    PeerLostError,
+    RankMismatchError,
+)
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
@@ -31,7 +39,7 @@ _DIGEST_PRIME = (1 << 61) - 1
 class Ticket:
     """An issue under way. :meth:`wait` gives its result; until then nobody may read the buffer."""
 
-    __slots__ = ("_channel", "_event", "_finish", "_label", "_value", "_work")
+    __slots__ = ("__weakref__", "_channel", "_event", "_finish", "_given_up", "_label", "_value", "_work")
 
     def __init__(
         self,
@@ -48,6 +56,16 @@ class Ticket:
         self._value = value
         self._label = label
         self._event = event
+        self._given_up: LtxError | None = None
+
+    def give_up(self) -> None:
+        """Let go of what is under way, whose channel is closed: nobody will get it."""
+        if self._work is not None:
+            self._work = None
+            self._given_up = AxisError(
+                f"{self._label} was under way on axis {self._channel.axis_name!r} when that was closed, and was given "
+                "up. Land it before ltx.shutdown(): train.settle(state)."
+            )
 
     @property
     def done(self) -> bool:
@@ -66,6 +84,8 @@ class Ticket:
             CollectiveTimeoutError: it didn't land within the axis' timeout.
         """
         work = self._work
+        if self._given_up is not None:
+            raise self._given_up
         if work is None:
             return self._value
         began = time.perf_counter()
@@ -186,6 +206,11 @@ class Channel:
         self.issued = 0
         self.compared = 0
         self.digest = 0
+        # What was issued lately, and on what device, for those that may go on without having waited (see farewell).
+        self.history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
+        self.begun = 0
+        self.tickets: WeakSet[Ticket] = WeakSet()
+        self.device = torch.device("cpu")
         # What was issued lately, for a peer that stands at another signature (see Line).
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
 
@@ -207,6 +232,9 @@ class Channel:
                 f"earlier failure; ltx.shutdown() and start again. The failure was: {self.torn}"
             )
         entry = OPERATIONS[operation]
+        if self.history is not None:
+            self.history.append((operation, buffer.shape, buffer.dtype, arguments))
+            self.begun, self.device = self.begun + 1, buffer.device
         event = ledger.note(self.name, operation, label, bytes_sent(operation, buffer, self.size))
         if self.lane is not None and self.takes_lane(buffer):
             return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest), label, event)
@@ -218,7 +246,10 @@ class Channel:
             ) from error
         if event is not None:
             _stamp_landing(work, event)
-        return Ticket(self, work, value, label, event, finish)
+        ticket = Ticket(self, work, value, label, event, finish)
+        if self.history is not None:
+            self.tickets.add(ticket)
+        return ticket
 
 
 def _stamp_landing(work: dist.Work, event: ledger.Event) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ltx.axis import Axis, GroupBacking, Part
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
+from ltx.wire.farewell import join_the_rest
 from ltx.wire.notes import NOTES, Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
@@ -33,6 +35,7 @@ from ltx.wire.shared import open_lane, stride_everywhere
 from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
+_HISTORY = 1024  # issues in the background of which it is known what they were
 
 
 class Later(Protocol):
@@ -75,7 +78,7 @@ class Line:
             self._store, self._posted, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
         )
         self.user = self._open_channel("user", lanes=True)
-        self.background = self._open_channel("background")
+        self.background = self._open_background()
         self.open_phases(1)
         self.pulse.reports[self._label] = lambda: {channel.address: channel.issued for channel in self.channels}
         self.notes = Notes(self._store, self._posted, self._lost, self.rank, self.timeout_s)
@@ -93,6 +96,11 @@ class Line:
         if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
             lane = open_lane(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
         return Channel(name, address, self.name, group, self.timeout_s, self._answer, self._behind, lane)
+
+    def _open_background(self) -> Channel:
+        channel = self._open_channel("background", generation=self.passes.reunions)
+        channel.history = deque(maxlen=_HISTORY)
+        return channel
 
     def open_phases(self, count: int) -> None:
         """Have `count` bucket channels at least. Waits for all ranks where one is missing, so all must come here."""
@@ -132,7 +140,7 @@ class Line:
             if channel.lane is not None:
                 channel.lane.close()
         count, self._phases = len(self._phases), []
-        self.background = self._open_channel("background", generation=self.passes.reunions)
+        self.background = self._open_background()
         self.open_phases(count)
         for part in self._part_lines:
             part.passes.rejoin()
@@ -162,6 +170,9 @@ class Line:
         for later in list(self.in_flight):
             with suppress(LtxError):  # whoever reads what became of it is told then
                 later.land_all()
+        join_the_rest(self.background, self._store, self._posted, self._lost)
+        for ticket in list(self.background.tickets):
+            ticket.give_up()
         self.pulse.reports.pop(self._label, None)
         release_pulse(self.pulse)
         for axis in self._parts.values():

@@ -95,7 +95,8 @@ def test_sizes_at_the_ends_of_a_dtype(dtype: torch.dtype, size: float, ranks: Ra
         assert torch.equal(found[1], equal[0])
         assert found[2].isfinite().all()
         for one, simulated in zip(found, ltx.vmap(ltx.adasum)(given), strict=True):
-            assert torch.equal(one, simulated[rank])
+            # Their sums are taken in another order.
+            torch.testing.assert_close(one, simulated[rank], rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 def test_what_is_too_small_to_have_a_norm_is_added() -> None:

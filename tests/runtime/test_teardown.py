@@ -89,9 +89,8 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("case", SCRIPTS)
-def test_two_ranks(case: str) -> None:
-    script, expected = SCRIPTS[case]
+def _run_both(script: str) -> tuple[list[tuple[int, str]], list[str]]:
+    """(exit status and last line of each rank, what each has said on stderr)"""
     port = _free_port()
     processes = [
         _launch(["-c", PREAMBLE + script], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -106,7 +105,38 @@ def test_two_ranks(case: str) -> None:
         (process.returncode, out.strip().rpartition("\n")[2])
         for process, (out, _) in zip(processes, outputs, strict=True)
     ]
-    assert ends == expected, "\n".join(err for _, err in outputs)
+    return ends, [err for _, err in outputs]
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_two_ranks(case: str) -> None:
+    script, expected = SCRIPTS[case]
+    ends, errors = _run_both(script)
+    assert ends == expected, "\n".join(errors)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_is_under_way_in_the_background_is_joined_at_the_end(ahead: int) -> None:
+    """One rank has begun a round more than the other, and neither settles."""
+    ends, errors = _run_both(
+        "from ltx.strategies.async_averaging import AsyncAveraging\n"
+        "with init(timeout=timeout) as here:\n"
+        "    step = ltx.data_parallel(lambda p, x: (p * x).sum(), AsyncAveraging(sync_interval_ms=0))\n"
+        "    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))\n"
+        "    state = train.init(torch.zeros(3))\n"
+        "    def begun():\n"
+        "        return sum(event.label == 'background 0' for event in trace.events)\n"
+        "    with ltx.record() as trace:\n"
+        f"        while begun() < 3 + (here.rank == {ahead}):\n"
+        "            state, _ = train(state, torch.ones(3))\n"
+        "try:\n"
+        "    state.pending.mean.land()\n"
+        "except ltx.errors.AxisError as error:\n"
+        "    print('given up' in str(error))"
+    )
+    assert [status for status, _ in ends] == [0, 0]
+    assert ends[ahead] == (0, "True")  # the other's last round may have landed
+    assert errors == ["", ""]
 
 
 def test_torchrun_itself(tmp_path: Path) -> None:

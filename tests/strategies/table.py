@@ -160,8 +160,20 @@ ROWS: dict[str, Row] = {
         optimizer=ltx.optim.qadam(**QADAM, bagua_exact=True),
         ranks=(3,),
     ),
+    "qadam, hierarchical": Row(
+        ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), hierarchical=True, node_size=2),
+        qadam.trained_by(**QADAM, node=2),
+        optimizer=ltx.optim.qadam(**QADAM),
+        ranks=(4,),
+    ),
     # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
     "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False),
+    "async, hierarchical": Row(
+        ltx.BaguaStrategy("async", warmup_steps=2, schedule=(3, 2), hierarchical=True, node_size=2),
+        async_averaging.rounds(2, 3, 2, node=2),
+        ranks=(4,),
+        replicated=False,
+    ),
     "horovod": Row(ltx.HorovodStrategy(groups=2), horovod.averaged(Adam), ADAM, ranks=(2,)),
     "horovod sum": Row(ltx.HorovodStrategy(op="sum"), horovod.averaged(factor=lambda n: n), ranks=(2,)),
     "horovod fp16": Row(ltx.HorovodStrategy(compression="fp16"), horovod.averaged(sent=horovod.fp16), ranks=(2,)),

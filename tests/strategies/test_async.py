@@ -95,6 +95,49 @@ def test_ranks_go_at_their_own_pace_and_end_together(n: int, ranks: Ranks) -> No
     assert len({own for _, _, own in both}) == n, "losses are the ranks' own"
 
 
+def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
+    """The ranks of a node hold the same parameters at every step, with the mean gradient; nodes don't wait."""
+
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        place, blocked = rank // 2, [rank > 1]
+
+        def held_up(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            if blocked.pop() if blocked else False:
+                ltx.barrier()  # in its first step the second node waits until the first one has done all of its own
+            return loss(params, x)
+
+        train = trainer(AsyncAveraging(sync_interval_ms=0, hierarchical=True, node_size=2), held_up)
+        state, same, results = train.init(start()), True, []
+        mates = ltx.axis.inner(ltx.wire.resolve(None), 2)
+        with ltx.record() as trace:
+            for steps in (5 * place + 3, 2 * (2 - place)):  # after the first settling the first node is the slow one
+                for step in range(steps):
+                    state, metrics = train(state, torch.tensor(float(rank + 1)))
+                    both = ltx.all_gather(state.params["w"], mates)
+                    same = same and torch.equal(both[0], both[1])
+                    if place == 0 and not results and step == steps - 1:
+                        ltx.barrier()
+                state = train.settle(state)
+                results.append(went(state))
+        return results, rounds_of(trace), metrics.loss.item(), same
+
+    found = list(ranks(4).run(run))
+    learned = 0.0
+    for phase in range(2):
+        for place in range(2):
+            learned -= LR * (2 * place + 1.5) * (5 * place + 3, 2 * (2 - place))[phase] / 2
+        for results, _, _, _ in found:
+            for name, x in results[phase].items():
+                torch.testing.assert_close(x, torch.full_like(x, learned), rtol=0, atol=1e-9)
+                assert torch.equal(x, found[0][0][phase][name])
+    assert all(same for _, _, _, same in found)
+    assert len({rounds for _, rounds, _, _ in found}) == 1
+    assert found[0][1] >= 4
+    losses = [own for _, _, own, _ in found]
+    assert losses[0] == losses[1] != losses[2] == losses[3]
+
+
 def test_rounds_keep_their_distance(ranks: Ranks) -> None:
     """With an hour between two rounds there is the first, and that of settling."""
 

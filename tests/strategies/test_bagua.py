@@ -79,7 +79,7 @@ TOGETHER = "hierarchical=True and node_size=(the number of ranks of a node) belo
             "decentralized",
             {"average": True},
             "BaguaStrategy('decentralized') has no field 'average'. It has: hierarchical, node_size, "
-            "peer_selection_mode, communication_interval.",
+            "communication_interval, peer_selection_mode.",
         ),
         ("bytegrad", {"average": 1}, "EightBitGradients.average must be True or False, got 1."),
         ("bytegrad", {"flatten": 1}, "BaguaStrategy.flatten must be True or False, got 1."),

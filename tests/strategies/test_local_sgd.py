@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx import hooks, wire
-from ltx.errors import StrategyError, SyncStateError, UnsupportedError
+from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests.strategies.test_failures import Torn, fails_once, undisturbed
 
 Ranks = Callable[[int], ltx.Pool]
@@ -181,19 +182,20 @@ def in_nodes(strategy: ltx.Strategy) -> tuple[Params, list[Any], bool]:
 
 
 def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
-    """Each step sends them around a node of two, and a header around all four."""
+    """Each step sends them around a node of two, and its header too."""
     strategy = ltx.LocalSGDStrategy({2: 2, 3: 4}, subgroup=2)
     results = ranks(4).run(in_nodes, strategy)
-    gradients, header = ("bucket 0", ring(4 * NUMEL, 2)), ring(wire.HEADER_BYTES, 4)
+    gradients = ("bucket 0", ring(4 * NUMEL, 2))
+    header, of_node = ring(wire.HEADER_BYTES, 4), ring(wire.HEADER_BYTES, 2)
     for params, issued, explained in results:
         assert explained
         assert all(gradients in step for step in issued)
         assert [sum(nbytes for _, nbytes in step) for step in issued] == [
-            gradients[1] + header + more
+            gradients[1] + of_node + more
             for more in (
                 ring(4 * NUMEL, 4) + header,  # of all four
                 0,
-                ring(4 * NUMEL, 2) + ring(wire.HEADER_BYTES, 2),
+                ring(4 * NUMEL, 2) + of_node,
                 ring(4 * NUMEL, 4) + header,
             )
         ]
@@ -267,24 +269,82 @@ def test_parameters_of_all_kinds(strategy: ltx.Strategy, ranks: Ranks, seed: int
         torch.testing.assert_close(half, expected_half, rtol=0.02, atol=0)  # three roundings of 2^-8
 
 
-def test_a_weighted_step_in_nodes_divides_by_the_mean_weight_of_nodes(ranks: Ranks) -> None:
-    totals, weights = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 0.0, 2.0, 3.0])
+WEIGHTS = torch.tensor([1.0, 0.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 0.0, 0.0])
 
-    def moved(total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        step = ltx.data_parallel(lambda w: ltx.Weighted(w * total, weight), ltx.LocalSGDStrategy(5, 1, subgroup=2))
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-        state, _ = train(train.init(torch.zeros(())))
-        before = state.params.clone()
-        return before, train(state)[0].params
+
+def weighted_in_nodes(total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(parameter, loss) after the one step in which nodes are alone"""
+    step = ltx.data_parallel(lambda w: ltx.Weighted((w + 1) * total, weight), ltx.LocalSGDStrategy({5: 4}, subgroup=2))
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    state = replace(train.init(torch.zeros(())), sync_state=replace(train.init(torch.zeros(())).sync_state, step=1))
+    state, metrics = train(state)
+    return state.params, metrics.loss
+
+
+def test_a_weighted_step_in_nodes_is_the_mean_over_a_node(ranks: Ranks) -> None:
+    totals, (weights, _) = torch.tensor([1.0, 2.0, 3.0, 4.0]), WEIGHTS
+    means = (totals.view(2, 2).sum(1) / weights.view(2, 2).sum(1)).repeat_interleave(2)
 
     def on_a_rank() -> tuple[Tensor, Tensor]:
         rank = int(ltx.axis_index())
-        return moved(totals[rank], weights[rank])
+        return weighted_in_nodes(totals[rank], weights[rank])
 
-    (first, *_), after = zip(*ranks(4).run(on_a_rank), strict=True)
-    torch.testing.assert_close(first, -totals.sum() / weights.sum())
-    # Step 1 averages right after its update: the mean of the nodes' is that of all samples.
-    torch.testing.assert_close(torch.stack(after), (2 * first).expand(4))
+    for rank, (params, mean) in enumerate(ranks(4).run(on_a_rank)):
+        torch.testing.assert_close((-params, mean), (means[rank], means[rank]))
+    params, mean = ltx.vmap(weighted_in_nodes)(totals, weights)
+    torch.testing.assert_close((-params, mean), (means, means))
+
+
+def test_a_node_without_samples_stays_where_it_is(ranks: Ranks) -> None:
+    totals, weights = torch.tensor([1.0, 2.0, 0.0, 0.0]), WEIGHTS[1]
+
+    def on_a_rank() -> tuple[Tensor, Tensor]:
+        rank = int(ltx.axis_index())
+        return weighted_in_nodes(totals[rank], weights[rank])
+
+    *with_samples, (params, mean), (other, _) = ranks(4).run(on_a_rank)
+    assert [float(p) for p, _ in with_samples] == [-1.0, -1.0]
+    assert params == other == 0
+    assert mean.isnan()
+
+
+def test_a_node_waits_for_no_other(ranks: Ranks) -> None:
+    """The ranks of the second node only begin once those of the first have done two steps alone."""
+
+    def run() -> list[float]:
+        rank, world = int(ltx.axis_index()), torch.distributed.distributed_c10d._get_default_store()
+        step = ltx.data_parallel(lambda w, x: (w - x).square(), ltx.LocalSGDStrategy(3, subgroup=2))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+        x, losses = torch.tensor(float(rank)), []
+        state, _ = train(train.init(torch.zeros(())), x)  # averages
+        if rank > 1:
+            world.wait(["first/0", "first/1"])
+        for _ in range(2):
+            state, metrics = train(state, x)
+            losses.append(metrics.loss.item())
+        world.set(f"first/{rank}", "done")
+        state, _ = train(state, x)
+        return [*losses, state.params.item()]
+
+    found = list(ranks(4).run(run))
+    # After the mean of the first step, 1.5, each node goes to its own mean; then all average.
+    assert [row[0] for row in found] == [1.25, 1.25, 1.25, 1.25]
+    assert [row[1] for row in found] == [0.25] * 4
+    assert {row[2] for row in found} == {1.5}
+
+
+def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
+    """Mixed precision rounds a node's shares, and they stay in the node."""
+
+    def run() -> Tensor:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.LocalSGDStrategy(5, 1, subgroup=2))
+        step = ltx.mixed_precision(step, ltx.Precision(reduce=torch.bfloat16))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        state = train.init(torch.zeros(2))
+        state = replace(state, sync_state=replace(state.sync_state, step=2))
+        return train(state, torch.full((2,), float(ltx.axis_index())))[0].params
+
+    assert [params.tolist() for params in ranks(4).run(run)] == [[-0.5, -0.5]] * 2 + [[-2.5, -2.5]] * 2
 
 
 @pytest.mark.parametrize("sockets", [False, True], ids=["lane", "sockets"])
@@ -380,3 +440,32 @@ def test_a_graph_cant_hold_a_change_from_mean_to_local_gradients(strategy: ltx.S
     with pytest.raises(UnsupportedError, match=re.escape("leaves gradients local from step 2 on, and a graph that is")):
         strategy.hook_in_graph(1)
     assert strategy.hook_in_graph(2) is None
+
+
+def test_a_rank_that_fails_in_its_node_is_missed_there_alone(ranks: Ranks) -> None:
+    """Rank 1 raises in a backward pass, whose step rank 0 does again with it; the other node knows nothing of that."""
+
+    def run(fails: bool) -> tuple[list[str], float]:
+        rank, broken = int(ltx.axis_index()), []
+
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            product = w * x
+            if broken:
+                product.register_hook(lambda grad: 1 / broken.pop())
+            return (product - 1).square()
+
+        step = ltx.data_parallel(loss, ltx.LocalSGDStrategy(4, subgroup=2))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state, raised = train.init(torch.zeros(())), []
+        for number in range(5):
+            broken += [0] if fails and (rank, number) == (1, 2) else []
+            try:
+                state, _ = train(state, torch.tensor(1.0 + rank))
+            except (ZeroDivisionError, DeadlockDetectedError) as error:
+                raised.append(type(error).__name__)
+                state, _ = train(state, torch.tensor(1.0 + rank))
+        return raised, state.params.item()
+
+    found, undisturbed = ranks(4).run(run, True), ranks(4).run(run, False)
+    assert [raised for raised, _ in found] == [["DeadlockDetectedError"], ["ZeroDivisionError"], [], []]
+    assert [params for _, params in found] == [params for _, params in undisturbed]

@@ -80,7 +80,7 @@ def test_a_quarter_of_the_bytes_after_the_warm_up(ranks: Ranks) -> None:
 
 
 def test_the_momentum_and_the_optimizers_are_one(seed: int) -> None:
-    """After the switch both hold the same numbers in memory of their own; the second moment stays."""
+    """After the switch both hold the same numbers; the second moment stays."""
     step = ltx.data_parallel(lambda p, x: (p["w"] * x).square().sum(), QAdam(warmup_steps=2))
     train = ltx.train_step(step, optim.qadam(warmup_steps=2))
     state, frozen = train.init({"w": torch.randn(3)}), None
@@ -88,7 +88,8 @@ def test_the_momentum_and_the_optimizers_are_one(seed: int) -> None:
         state, _ = train(state, torch.randn(3))
         momentum, adam = state.sync_state.leaves["w"]["momentum"], state.opt_state.per_param["w"]
         assert torch.equal(momentum, adam["exp_avg"]) == (t >= 1)
-        assert momentum.data_ptr() != adam["exp_avg"].data_ptr()
+        # Adam writes into its own during the warm-up. After it, nobody writes into the one that both hold.
+        assert (momentum.data_ptr() == adam["exp_avg"].data_ptr()) == (t >= 2)
         assert adam["step"].item() == state.opt_state.count == t + 1
         assert frozen is None or torch.equal(frozen, adam["exp_avg_sq"])
         frozen = adam["exp_avg_sq"].clone() if t == 1 else frozen

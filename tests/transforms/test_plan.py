@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +17,8 @@ from ltx import hooks
 from ltx.errors import InputError, StrategyError
 from ltx.strategies.base import Moment, Update, Updated
 from ltx.sync.exchange import Exchange
-from ltx.transforms.plan import CODEC_S, Cost, plan
+from ltx.transforms.plan import Cost, plan
+from ltx.transforms.prices import CODEC_S, COPY_S, SEND_S
 from ltx.transforms.recommend import CANDIDATES, Candidate, Effect, recommend
 from tests.strategies.test_protocol import LocalSGD, PostLocalSGD
 
@@ -27,7 +29,8 @@ HEADER_S = 6 * LATENCY + 96e-6
 
 
 def planned(strategy: ltx.Strategy, compute_s: float = 1.0, world: int = N, **kwargs: Any) -> Cost:
-    network = {"world": world, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": compute_s, "codec_s": 0.0}
+    network = {"world": world, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": compute_s}
+    network |= {"codec_s": 0.0, "send_s": 0.0}
     return plan(strategy, PARAMS, **{**network, **kwargs})
 
 
@@ -146,6 +149,27 @@ def test_codecs_take_the_ranks_time() -> None:
     assert chained.notes == ()
 
 
+def test_sending_takes_the_ranks_core() -> None:
+    """While it waits anyway, for nothing; else at the cost of its own work. Two thirds of a byte's time on the link."""
+    send_s, nbytes = 2e-6 / 3, 240_000
+    waits = planned(ltx.DDPStrategy(), send_s=send_s)
+    assert waits.time_s == planned(ltx.DDPStrategy()).time_s
+    # What goes on in the background takes its share of a long step all the same.
+    assert planned(Background(), send_s=send_s).time_s == pytest.approx(1.0 + send_s * nbytes)
+    assert planned(Background(), send_s=0.0).time_s == pytest.approx(1.0)
+    # By default it is that of sockets on links that they can fill.
+    assert planned(Background(), send_s=None).time_s == pytest.approx(1.0 + SEND_S * nbytes, abs=1e-9)
+    assert planned(Background(), send_s=None, bandwidth=1e10).time_s == 1.0
+    # A link that is faster than the core is as fast as the core.
+    fast = planned(ltx.DDPStrategy(), 0.0, send_s=1e-6, bandwidth=1e12)
+    assert fast.time_s == pytest.approx(planned(ltx.DDPStrategy(), 0.0).time_s)
+
+
+def test_steps_that_talk_late_keep_copies() -> None:
+    cost = planned(Local(period=2), codec_s=None)
+    assert cost.codec_s == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S) / 2)
+
+
 def test_local_steps_and_a_mean_in_every_third() -> None:
     cost = planned(Local(period=3))
     assert cost.time_s == pytest.approx(1.0 + (HEADER_S + ring(160_000)) / 3)
@@ -235,6 +259,19 @@ headers      96 B            1       6.1 ms
 gradients  120 kB            1       126 ms
 
 computing 1 s, packing and encoding 0 us, waiting 126 ms"""
+
+
+def test_many_ranks_take_no_longer_to_plan_for() -> None:
+    """10,000 of them, 160 leaves: processor time, whoever else is there."""
+    params = {str(i): torch.empty(160_000, device="meta") for i in range(160)}
+    for candidate in CANDIDATES:
+        if candidate.strategy == ltx.HorovodStrategy(op="adasum"):
+            continue  # for powers of two
+        for ranks in (8, 10_000):  # what is imported for the first doesn't count
+            began = time.process_time()
+            network = {"world": ranks, "bandwidth": 1e10, "latency": 5e-5, "compute_s": 0.1}
+            plan(candidate.strategy, params, optimizer=candidate.optimizer, **network)
+        assert time.process_time() - began < 1.0, candidate
 
 
 def test_table() -> None:

@@ -28,8 +28,16 @@ def eight_bit_mean(vectors: list[Array]) -> Array:
     return np.concatenate([code(np.sum([code(of[r]) for of in rows], 0)) for r in range(n)])[:numel]
 
 
-def mean_in_codes(trees: list[Params]) -> Params:
-    flat = eight_bit_mean([np.concatenate([tree[name].reshape(-1) for name in ORDER]) for tree in trees])
+def by_node(vectors: list[Array], node: int) -> Array:
+    """The same among nodes of so many ranks: exact means of each, whose parts go their own ways."""
+    m, numel = min(node, len(vectors)), len(vectors[0])
+    means = [np.mean(vectors[first : first + m], axis=0) for first in range(0, len(vectors), m)]
+    parts = [np.split(np.pad(mean, (0, -numel % m)), m) for mean in means]
+    return np.concatenate([eight_bit_mean(list(of_nodes)) for of_nodes in zip(*parts, strict=True)])[:numel]
+
+
+def mean_in_codes(trees: list[Params], node: int) -> Params:
+    flat = by_node([np.concatenate([tree[name].reshape(-1) for name in ORDER]) for tree in trees], node)
     parts = np.split(flat, np.cumsum([trees[0][name].size for name in ORDER])[:-1])
     return {name: part.reshape(trees[0][name].shape) for name, part in zip(ORDER, parts, strict=True)}
 
@@ -41,6 +49,7 @@ def trained_by(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     bagua_exact: bool = False,
+    node: int = 1,
 ) -> Callable[[Problem], list[list[Params]]]:
     b1, b2 = betas
 
@@ -54,7 +63,7 @@ def trained_by(
                 m = on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g)
                 v = on_each(lambda v, g: b2 * v + (1 - b2) * g**2, v, g)
             elif s > warmup_steps:
-                m = mean_in_codes([on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g) for g in grads])
+                m = mean_in_codes([on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g) for g in grads], node)
             c1, c2 = 1 - b1**s, np.sqrt(1 - b2**s)
             x = on_each(lambda x, m, v, c1=c1, c2=c2: x - lr / c1 * m / (np.sqrt(v) / c2 + eps), x, m, v)
             history.append([x] * problem.ranks)
