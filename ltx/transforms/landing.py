@@ -82,6 +82,8 @@ class Work:
             states.update((m, {name: next(given) for name in schedule.plan.state_names[m]}) for m in bucket.members)
             if targets is None:
                 _scaled(landed, scale)
+                if self.probes is not None:
+                    sums += self.probes(landed)  # while they are in the cache
                 grads.update(zip(bucket.members, landed, strict=True))
             else:
                 self.apply_bucket(bucket.members, landed, targets, scale)
