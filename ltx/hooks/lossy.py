@@ -31,7 +31,7 @@ class Sent(NamedTuple):
         total: the sum over ranks of what they sent.
         own: gives this rank's part of it in new memory; over all ranks they add up to `total`.
         states: the next states.
-        remainder: makes the share, in place, what is left of it; where None, the share less `own`.
+        remainder: gives what is left of the share, whose memory it may use; where None, the share less `own`.
         finite: what is left is known to be finite.
     """
 

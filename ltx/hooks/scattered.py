@@ -64,10 +64,11 @@ class ScatteredHook(LossyHook):
         if not is_plain(share.flat) or not share.flat.numel():
             return (yield from super().send_and_keep(share))
         sent = yield from self._sending(share, feedback=True, in_place=True)
-        return sent, sent.own()
+        assert sent.remainder is not None
+        return sent, sent.remainder(share.flat)
 
     def _sending(self, share: Share, feedback: bool, in_place: bool) -> Sending:
-        """:meth:`send`; `in_place`, what `own` gives is what is left, in the share's own memory."""
+        """:meth:`send`; `in_place`, codecs leave in the share what they don't say, and nobody may ask for `own`."""
         n, numel, dtype, rank = share.axis_size, share.flat.numel(), share.flat.dtype, share.rank
         if not numel:
             return Sent(share.flat, share.flat.clone, share.states)
@@ -79,27 +80,32 @@ class ScatteredHook(LossyHook):
         encode = self.encode_and_keep if in_place else self.encode
         outgoing = encode(rows, first)
         # Decoded before it is sent: the wire may do with a buffer what it likes.
-        mine = rows if in_place else self.decode(outgoing, m, dtype) if feedback else None
+        mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
         incoming = yield Ask("exchange", outgoing)
         # One message after the other, each while it is in the cache.
         part = self.decode(incoming[:1], m, dtype)[0]
         for place in range(1, 1 if incoming.is_meta else n):  # shapes alone have nothing to add
             part.add_(self.decode(incoming[place : place + 1], m, dtype)[0])
         message = encode(part[None], second)
-        lost = part if in_place else self.decode(message, m, dtype)[0] - part if feedback else None
+        rest = part - self.decode(message, m, dtype)[0] if mine is not None else part
         messages = yield Ask("all_gather", message[0])
         total = self.decode(messages, m, dtype).view(-1)
 
+        def with_rest(rows: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+            if isinstance(rank, int):
+                rows[rank] += rest
+            else:
+                rows = rows + (torch.arange(n, device=rest.device) == rank)[:, None] * rest
+            return rows.view(-1)[:numel]
+
         def own() -> torch.Tensor:
             assert mine is not None
-            assert lost is not None
-            if isinstance(rank, int):
-                mine[rank] += lost
-                return mine.view(-1)[:numel]
-            here = torch.arange(n, device=lost.device) == rank
-            return (mine + here[:, None] * lost).view(-1)[:numel]
+            return with_rest(mine, -rest)
 
-        return Sent(total[:numel], own, share.states)
+        def remainder(corrected: torch.Tensor) -> torch.Tensor:
+            return with_rest(rows if mine is None else rows - mine, rest)
+
+        return Sent(total[:numel], own, share.states, remainder)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
