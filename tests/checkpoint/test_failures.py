@@ -331,18 +331,27 @@ def run_processes(code: str, n: int, *args: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    """Kill what still runs."""
+    for process in processes:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+
+
 #: Starting Python and torch anew takes a while on a busy machine.
 STARTS_PROCESSES = pytest.mark.timeout(200)
 
 
 def finished(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """(exit code, output, errors) of each."""
+    """(exit code, output, errors) of each, none of which is left."""
     try:
         outputs = [process.communicate(timeout=150) for process in processes]
         return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
     finally:
-        for process in processes:
-            process.kill()
+        end(processes)
 
 
 DIES = """
@@ -419,10 +428,14 @@ def run():
 @STARTS_PROCESSES
 def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     processes = run_processes(f"{TRAINS}\nwith ltx.init():\n    run()", 2, str(tmp_path), "1000000000")
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-    processes[1].send_signal(signal.SIGTERM)
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+        processes[1].send_signal(signal.SIGTERM)
+    except BaseException:
+        end(processes)
+        raise
     (code, said, errors), (other_code, other_said, other_errors) = finished(processes)
     assert (errors, other_errors) == ("", "")
     assert (code, other_code) == (RESUMABLE, RESUMABLE) == (75, 75)
