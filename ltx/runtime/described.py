@@ -77,7 +77,7 @@ def _labelled(frame: traceback.FrameSummary) -> traceback.FrameSummary:
         _label(frame.filename),
         frame.lineno,
         frame.name,
-        line=frame.line,
+        line=getattr(frame, "_original_line", frame.line),  # the columns are those of the line with its indentation
         end_lineno=frame.end_lineno,
         colno=frame.colno,
         end_colno=frame.end_colno,
