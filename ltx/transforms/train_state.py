@@ -106,6 +106,10 @@ class TrainState:
         for name in _LATE if later else ():
             self.__dict__.pop(name, None)
 
+    def become(self, following: TrainState) -> None:
+        """Be `following`, which a step has made of this state: an interrupt has kept it from everybody else."""
+        self.__dict__.update(following.__dict__)
+
     def state_dict(self) -> dict[str, Any]:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
         self.check_owned()

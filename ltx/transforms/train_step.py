@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from ltx.transforms.divergence import check_replicas
 from ltx.transforms.fitting import check_every, check_overlap, check_pieces, refuse_in_graph
 from ltx.transforms.guard import not_finite, not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
+from ltx.transforms.interrupts import uninterrupted
 from ltx.transforms.landing import Work, any_not_finite, mean_at_once
 from ltx.transforms.outputs import Outputs, outputs_of, unshared
 from ltx.transforms.sync_state import Synced, SyncState, unwrapped
@@ -100,9 +102,8 @@ class TrainStep:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self._transformed(state, batch)
         state.check_owned()
-        if self.check_every is not None and state.step % self.check_every == 0:
-            check_replicas(state, self.step.axis)
         axis = wire.resolve(self.step.axis)
+        self._compare(state, axis)
         start = start_of(state, self.step.fn, late=self.overlap == "step")
         strategy, moment = self.step.strategy, Moment(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
@@ -117,6 +118,18 @@ class TrainStep:
             if (late or begun or self._asks(moment)) and isinstance(axis.backing, GroupBacking):
                 axis.backing.line.passes.leave(f"{type(error).__name__}: {error}")
             raise
+
+    def _compare(self, state: TrainState, axis: Axis) -> None:
+        """Compare what should be the same on all ranks: when it is due, and at the first step in a world.
+
+        Ranks that come from a checkpoint or from an interrupt may not have come from the same step.
+        """
+        line = axis.backing.line if isinstance(axis.backing, GroupBacking) else None
+        first = line is not None and not line.compared_replicas and self.step.strategy.kinds.params == "replicated"
+        if first or (self.check_every is not None and state.step % self.check_every == 0):
+            check_replicas(state, axis)
+            if line is not None:
+                line.compared_replicas = True
 
     def _step(
         self, state: TrainState, start: Start, batch: Sequence[Any], at: Moment, pending: Any, late: bool
@@ -170,23 +183,44 @@ class TrainStep:
             mean, divisor = mean_at_once(total, weight, at.axis, local=strategy.hook(at.step) is None)
             done = work.at_once(total, divisor)
         states = tree.unflatten(sync_spec, done.sync_flat)
-        finite = None
-        if done.grads is None:
-            params, states = strategy.after_update(done.params, states, at)
-            updated = Updated(params, done.opt_state, states, pending)
-        else:
-            finite = self._finite(done.grads, at, done.sums)
-            if finite is False and self._raises(state):
-                by_place = dict(zip(trained, done.grads, strict=True))
-                reduced = [by_place.get(i, x) for i, x in enumerate(leaves)]
-                raise not_finite_error(self, state, batch, at, reduced, drawn, loss_scale)
+        finite = None if done.grads is None else self._finite(done.grads, at, done.sums)
+        if done.grads is not None and finite is False and self._raises(state):
+            by_place = dict(zip(trained, done.grads, strict=True))
+            reduced = [by_place.get(i, x) for i, x in enumerate(leaves)]
+            raise not_finite_error(self, state, batch, at, reduced, drawn, loss_scale)
+        if done.grads is not None:
             states, buffers = self._kept_if_skipped(finite, state, states, buffers)
-            with wire.span("update"):
+
+        def commit() -> tuple[TrainState, Metrics]:
+            if done.grads is None:
+                params, after = strategy.after_update(done.params, states, at)
+                updated = Updated(params, done.opt_state, after, pending)
+            else:
                 updated = strategy.update(work.update(done.grads, finite), states, at, pending)
-        next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
-        if self.donate:
-            state.donate()
-        return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
+            next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
+            return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
+
+        return self._committed(state, donate, commit)
+
+    def _committed(
+        self, state: TrainState, in_place: bool, commit: Callable[[], tuple[TrainState, Metrics]]
+    ) -> tuple[TrainState, Metrics]:
+        """The end of a step, which an interrupt doesn't tear apart.
+
+        If one comes while tensors are updated in place, the step is finished first. Nobody gets what it returns then,
+        so `state` itself becomes the next one.
+        """
+        finished = None
+        try:
+            with uninterrupted() if in_place else nullcontext(), wire.span("update"):
+                finished = commit()
+                if self.donate:
+                    state.donate()
+        except KeyboardInterrupt:
+            if finished is not None and self.donate:
+                state.become(finished[0])
+            raise
+        return finished
 
     def _later(
         self, state: TrainState, start: Start, work: Work, returned: Outputs, schedule: WireSchedule, at: Moment

@@ -70,6 +70,7 @@ class Line:
         #: (session, call) of ltx.debug_checks() that comes next on this line, the same on all ranks.
         self.next_check = (0, 0)
         self.closed = False
+        self.compared_replicas = False  # whether a training step has, on this line
         self._parts: dict[Part, Axis] = {}
         #: Backward passes that land later (see ltx.transforms.in_flight), oldest first.
         self.in_flight: list[Later] = []
