@@ -10,13 +10,20 @@ import torch
 import ltx
 from ltx.errors import PeerLostError
 
-with ltx.init(heartbeat_timeout=timedelta(seconds=2)):
-    ltx.psum(torch.ones(3))
-    print("up", flush=True)
-    try:
-        while True:
-            began = time.monotonic()
-            ltx.psum(torch.ones(3))
-            time.sleep(0.01)
-    except PeerLostError as error:
-        print(f"{time.monotonic() - began:.1f} {error}", flush=True)
+
+def main() -> None:
+    """One rank."""
+    with ltx.init(heartbeat_timeout=timedelta(seconds=2)):
+        ltx.psum(torch.ones(3))
+        print("up", flush=True)
+        try:
+            while True:
+                began = time.monotonic()
+                ltx.psum(torch.ones(3))
+                time.sleep(0.01)
+        except PeerLostError as error:
+            print(f"{time.monotonic() - began:.1f} {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
