@@ -1,9 +1,9 @@
 """Time of a training step with each communication hook: ltx, DDP, DDP's own hooks and the local step, interleaved.
 
-    python -m benchmarks.hooks [--link loopback|1gbit|100mbit] [--iterations 20] [--hooks fp16 powersgd ...]
+    python -m benchmarks.hooks [--link loopback|1gbit|100mbit] [--iterations 6] [--hooks fp16 powersgd ...]
 
 The model, the batch and the optimizer are those of benchmarks.step_time. Hooks compress from the first step on. DDP's
-PowerSGD has one bucket, since it aborts with two on gloo. Variants take turns of 10 steps, since overlap="step" leaves
+PowerSGD has one bucket, since it aborts with two on gloo. Variants take turns of 30 steps, since overlap="step" leaves
 something under way between two. A figure is the median over iterations of the ratio of two
 variants' times in the same iteration, the slowest rank's each.
 """
@@ -97,8 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", choices=["loopback", *links.RATES], default="loopback")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=20, help="turns")
-    parser.add_argument("--block", type=int, default=10, help="steps a turn, which waits for what is under way")
+    parser.add_argument("--iterations", type=int, default=6, help="turns")
+    parser.add_argument("--block", type=int, default=30, help="steps a turn, which waits for what is under way")
     parser.add_argument(
         "--hooks", nargs="+", choices=list(HOOKS), default=["allreduce", "fp16", "powersgd", "bytegrad"]
     )

@@ -4,7 +4,7 @@
 
 Each variant does forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank. A figure is the
 median over iterations of the ratio of two variants' times in the same iteration, the slowest rank's each. Variants take
-turns of 10 steps where one of them leaves something under way (`--block`), which its own turn waits for. `--memory`
+turns of 30 steps where one of them leaves something under way (`--block`), which its own turn waits for. `--memory`
 runs each variant in processes of its own and compares their peak resident memory above that of the imports. `--alone`
 compares a world of one with the bare torch loop, and with that loop through ``functional_call``, which costs about half
 a percent by itself.
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--warmup", type=int, help="turns; 5, or 1 of several iterations")
-    parser.add_argument("--block", type=int, help="iterations a turn; 10 where something is left under way, else 1")
+    parser.add_argument("--block", type=int, help="iterations a turn; 30 where something is left under way, else 1")
     parser.add_argument("--compiled", action="store_true", help="compiled steps")
     parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
     parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
@@ -229,7 +229,7 @@ def main() -> None:
         )
     names = arguments.variants or names
     keep = not arguments.default_malloc
-    block = arguments.block or (10 if "ltx step" in names else 1)
+    block = arguments.block or (30 if "ltx step" in names else 1)
     warmup = arguments.warmup or (5 if block == 1 else 1)
     times = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block)["times"]
     print("\n".join(table(times, base if base in times else names[0], arguments.link)))
