@@ -19,18 +19,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.device_mesh import DeviceMesh
 
-from ltx import axis as axes
 from ltx.axis import Axis, GroupBacking, Part
-from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError
+from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
 from ltx.wire.farewell import join_the_rest
 from ltx.wire.notes import NOTES, Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
-from ltx.wire.pulse import DEFAULT_HEARTBEAT_S, AskedStore, StoreGoneError, hold_pulse, release_pulse
+from ltx.wire.pulse import AskedStore, StoreGoneError, hold_pulse, release_pulse
 from ltx.wire.shared import open_lane, stride_everywhere
 from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
@@ -115,8 +113,14 @@ class Line:
             ranks = [self._global_ranks[member] for member in part.members(self.rank)]
             label = f"{self._label}/{name} of ranks {ranks}"
             group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
-            self._parts[part] = open_axis(name, group, self._timeout, self.pulse.heartbeat_s)
+            line = Line(name, group, self._timeout, self.pulse.heartbeat_s)
+            self._parts[part] = Axis(name, line.size, GroupBacking(line.rank, line))
         return self._parts[part]
+
+    @property
+    def parts(self) -> list[Axis]:
+        """The parts that are open."""
+        return list(self._parts.values())
 
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket."""
@@ -176,10 +180,9 @@ class Line:
             ticket.give_up()
         self.pulse.reports.pop(self._label, None)
         release_pulse(self.pulse)
-        for axis in self._parts.values():
-            close_axis(axis)
-            assert isinstance(axis.backing, GroupBacking)
-            dist.destroy_process_group(axis.backing.line.group)
+        for line in self._part_lines:
+            line.close()
+            dist.destroy_process_group(line.group)
         for channel in self.channels:
             if channel.lane is not None:
                 channel.lane.close()
@@ -401,100 +404,3 @@ class Line:
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self.name, posts):
             raise error
-
-
-_lines: dict[dist.ProcessGroup, Axis] = {}
-
-
-def open_axis(
-    name: str,
-    group: dist.ProcessGroup,
-    timeout: timedelta = _DEFAULT_TIMEOUT,
-    heartbeat_s: float = DEFAULT_HEARTBEAT_S,
-) -> Axis:
-    """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
-    if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
-        raise AxisError(f"axis {name!r}: {_outsider()}")
-    known = _lines.get(group)
-    if known is not None and known.name == name:
-        return known
-    line = Line(name, group, timeout, heartbeat_s)
-    opened = Axis(name, line.size, GroupBacking(line.rank, line))
-    _lines[group] = opened
-    return opened
-
-
-def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
-    """A named axis over the ranks of a process group of one's own.
-
-    Args:
-        group: a ``torch.distributed`` process group that this process is in.
-        name: what collectives call the axis, unless one of that name is in scope, or two groups are called so; it is
-            always found by the group itself.
-
-    Returns:
-        The axis. All ranks of the group must call this, in the same order for several groups: its channels are opened.
-
-    Raises:
-        AxisError: this process isn't a member.
-    """
-    return open_axis(name, group)
-
-
-def _outsider() -> str:
-    who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
-    return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
-
-
-def close_axis(axis: Axis) -> None:
-    """Close what :func:`open_axis` opened."""
-    if isinstance(axis.backing, GroupBacking):
-        line: Line = axis.backing.line
-        _lines.pop(line.group, None)
-        line.close()
-
-
-def open_axes() -> tuple[Axis, ...]:
-    """Every axis that is open, those included that were opened by passing a group to a collective."""
-    return tuple(_lines.values())
-
-
-def size_and_rank(axis: Any) -> tuple[int, int]:
-    """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
-
-    Unlike :func:`resolve` it never opens an axis, for which ranks would have to meet.
-    """
-    if isinstance(axis, DeviceMesh) and axis.ndim == 1:
-        axis = axis.get_group()
-    if isinstance(axis, dist.ProcessGroup):
-        return axis.size(), axis.rank()
-    found = resolve(axis)
-    return found.size, found.backing.rank if isinstance(found.backing, GroupBacking) else 0
-
-
-def resolve(axis: Any) -> Axis:
-    """The axis that a user means: None, a name, an Axis, a process group, or a one-dimensional DeviceMesh."""
-    if isinstance(axis, str):
-        # By name: what is in scope first, then what axis_from_group has opened.
-        opened = [known for known in _lines.values() if known.name == axis]
-        in_scope = any(known.name == axis for known in axes.axes_in_scope())
-        return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
-    if axis is None:
-        return axes.find(axis)
-    if isinstance(axis, Axis):
-        return axis
-    if isinstance(axis, DeviceMesh):
-        if axis.ndim != 1:
-            raise AxisError(
-                f"a DeviceMesh of {axis.ndim} dimensions names no single axis; pick one, such as "
-                f"mesh[{(axis.mesh_dim_names or ('name',))[0]!r}]."
-            )
-        axis = axis.get_group()
-    if isinstance(axis, dist.ProcessGroup):
-        known = _lines.get(axis)
-        return known if known is not None else open_axis(axis.group_name, axis)
-    if axis == dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to those who aren't in a new group
-        raise AxisError(_outsider())
-    raise AxisError(
-        f"an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got {type(axis).__name__}."
-    )

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx.wire.line import open_axis
+from ltx.wire import open_axis
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, ...]
