@@ -118,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with ltx.Pool(1) as one, ltx.Pool(2) as two, ltx.Pool(4) as four:
         big = torch.ones(25_000_000)
         measures: dict[str, Callable[[], float]] = {

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ltx import wire
 from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
-from ltx.errors import WorldError
+from ltx.errors import PeerLostError, WorldError
 from ltx.runtime.described import message_of
 from ltx.runtime.groups import (
     adopted_world,
@@ -147,7 +147,8 @@ def abandon(error: BaseException) -> None:
     """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
     for axis in wire.open_axes():
         if isinstance(axis.backing, GroupBacking):
-            axis.backing.line.passes.abandon(f"{type(error).__name__}: {message_of(error)}")
+            why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
+            axis.backing.line.passes.abandon(why, lost)
 
 
 def forget() -> None:

@@ -196,7 +196,8 @@ class TrainStep:
                 params, after = strategy.after_update(done.params, states, at)
                 updated = Updated(params, done.opt_state, after, pending)
             else:
-                updated = strategy.update(work.update(done.grads, finite), states, at, pending)
+                with wire.span("update"):
+                    updated = strategy.update(work.update(done.grads, finite), states, at, pending)
             next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
             return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
 
@@ -212,7 +213,7 @@ class TrainStep:
         """
         finished = None
         try:
-            with uninterrupted() if in_place else nullcontext(), wire.span("update"):
+            with uninterrupted() if in_place else nullcontext():
                 finished = commit()
                 if self.donate:
                     state.donate()

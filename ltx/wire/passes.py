@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
+from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
 from ltx.wire.pulse import AskedStore
 
 # The runs of the engine that the present one is inside of.
@@ -135,17 +135,20 @@ class Passes:
             self._key(self._rank), json.dumps([self._completed, why, self.foreign_runs, self.foreign_error])
         )
 
-    def abandon(self, why: str) -> None:
-        """This rank won't issue anything on the line any more: its world ends, because of an exception."""
+    def abandon(self, why: str, lost: bool) -> None:
+        """This rank won't issue anything on the line any more: its world ends, because of an exception.
+
+        `lost`: that is the loss of a peer, which is then what the others raise too.
+        """
         with suppress(RuntimeError):  # the store is gone: nobody is left to be told, or all see that
-            self._store.set("abandoned", json.dumps([self._rank, why]))
+            self._store.set("abandoned", json.dumps([self._rank, why, lost]))
 
     def look_for_abandonment(self) -> None:
         """Raise if a peer has abandoned the line."""
         if self._posted(["abandoned"]):
-            rank, why = json.loads(self._store.get("abandoned"))
+            rank, why, lost = json.loads(self._store.get("abandoned"))
             if rank != self._rank:
-                raise DeadlockDetectedError(
+                raise (PeerLostError if lost else DeadlockDetectedError)(
                     f"rank {self._rank}: rank {rank} has left axis {self._axis_name!r} because of an exception "
                     f"({why}), so what this rank waits for won't come."
                 )
