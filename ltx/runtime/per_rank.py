@@ -9,7 +9,9 @@ from typing import Any, Generic, TypeVar, overload
 import optree
 import torch
 
-from ltx.errors import ReplicaDivergedError, TreeError
+from ltx import tree as trees
+from ltx.arguments import shown
+from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
 from ltx.tree import describe
 
 T = TypeVar("T")
@@ -32,6 +34,8 @@ class PerRank(Sequence[T], Generic[T]):
     __slots__ = ("_values",)
 
     def __init__(self, values: Iterable[T]):
+        if not isinstance(values, Iterable) or (isinstance(values, torch.Tensor) and values.ndim == 0):
+            raise ArgumentError(f"PerRank: values must be one value for each rank, got {shown(values)}.")
         self._values = tuple(values)
 
     @overload
@@ -96,6 +100,10 @@ class PerRank(Sequence[T], Generic[T]):
     def _columns(self) -> tuple[list[list[Any]], list[str], Any]:
         """The leaves by position, each with those of all ranks; the leaves' paths; the structure."""
         values: tuple[Any, ...] = self._values
+        if not values:
+            raise TreeError("there are the values of no rank to put together.")
+        for value in values:
+            trees.flatten(value)
         flat: list[Any] = [optree.tree_flatten(value, none_is_leaf=True) for value in values]
         spec = flat[0][1]
         for rank, (_, other) in enumerate(flat):
