@@ -72,8 +72,8 @@ class DDPStrategy(Strategy):
         if (self.model_averaging_period is None) != (self.start_local_sgd_step is None):
             raise StrategyError(
                 "DDPStrategy.model_averaging_period and start_local_sgd_step go together, got "
-                f"{brief(self.model_averaging_period)} and {brief(self.start_local_sgd_step)}: parameters are averaged every so "
-                "many steps from the step on whose gradients stay local."
+                f"{brief(self.model_averaging_period)} and {brief(self.start_local_sgd_step)}: parameters are averaged "
+                "every so many steps from the step on whose gradients stay local."
             )
         if self.model_averaging_period is not None:
             check_whole(self, 1, "model_averaging_period")
