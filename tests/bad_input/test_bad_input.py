@@ -99,10 +99,10 @@ def test_bad_arguments(calls: dict[str, list[public.Call]], name: str) -> None:
     @given(st.sampled_from(places), VALUES, st.booleans(), st.data())
     def refused(at: tuple[public.Call, int | str], make: Callable[[], Any], two: bool, data: st.DataObject) -> None:
         call, place = at
-        replaced = {place: make()}
+        makers = {place: make}
         if two:
-            replaced[data.draw(st.sampled_from(call.places()))] = data.draw(VALUES)()
-        returns_or_refuses(lambda: call.run(replaced))
+            makers[data.draw(st.sampled_from(call.places()))] = data.draw(VALUES)
+        returns_or_refuses(lambda: call.run({place: made() for place, made in makers.items()}))
 
     refused()
 
