@@ -45,7 +45,8 @@ notebooks: $(VENV)/.test
 	done
 
 # Others beside it: python -m benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
-# benchmarks.plan, benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence, benchmarks.import_time.
+# benchmarks.plan, benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence, benchmarks.import_time,
+# benchmarks.checks.
 bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.step_time $(BENCH)
 

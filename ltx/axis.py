@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
 from torch._C import _functorch
 
 from ltx import tree
+from ltx.arguments import check_fields, checked, is_whole, shown
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -96,6 +97,11 @@ class Axis:
     name: str
     size: int
     backing: GroupBacking | VmapBacking | ShapesBacking | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, AxisError)
+        if self.size < 1:
+            raise AxisError(f"axis {self.name!r}: an axis has at least one rank, got size={self.size}.")
 
     def index(self) -> torch.Tensor:
         """This rank's position on the axis, a 0-dim int64 tensor on every backing."""
@@ -180,6 +186,18 @@ _world_axes: tuple[Axis, ...] = ()
 _opened_axes: list[Axis] = []
 
 
+def check_open(axis: Axis) -> Axis:
+    """`axis`, if its ranks are there: that of a :func:`vmap` that has ended has none."""
+    if isinstance(axis.backing, VmapBacking) and axis.backing.level > (_functorch.maybe_current_level() or 0):
+        raise AxisError(f"axis {axis.name!r} is closed: the ltx.vmap that opened it has ended.")
+    if axis.backing is None and axis.size > 1:
+        raise AxisError(
+            f"axis {axis.name!r} has {axis.size} ranks and none that it stands for. Open one with ltx.vmap, "
+            "ltx.init(mesh=...) or ltx.axis_from_group."
+        )
+    return axis
+
+
 def set_world_axes(axes: tuple[Axis, ...]) -> None:
     """Make `axes`, outermost first, the ones that are in scope everywhere; ``()`` clears them."""
     global _world_axes
@@ -235,13 +253,14 @@ _open._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _close._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+@checked("f", "axis_name", "axis_size", "out_dims", "randomness")
 def vmap(
     f: Callable[..., Any],
     axis_name: str = DEFAULT_NAME,
     axis_size: int | None = None,
     in_dims: Any = 0,
     out_dims: int = 0,
-    randomness: str = "different",
+    randomness: Literal["error", "different", "same"] = "different",
 ) -> Callable[..., Any]:
     """Run `f` on simulated ranks: every rank is one entry of a batch dimension of ``torch.vmap``.
 
@@ -309,6 +328,10 @@ def vmap(
 
 def _place(result: torch.Tensor, out_dims: int) -> torch.Tensor:
     # Not torch.vmap's out_dims, which in torch 2.13 is wrong for an output that is the same on all ranks.
+    if not -result.ndim <= out_dims < result.ndim:
+        raise AxisError(
+            f"out_dims={out_dims} is out of range for an output of {result.ndim} dimensions, ranks included."
+        )
     return result if out_dims == 0 else result.movedim(0, out_dims)
 
 
@@ -320,8 +343,10 @@ def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
         raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")
     dims: list[int | None] = []
     for dim, arg in zip(in_dims, args, strict=True):
-        if dim is None or isinstance(dim, int):
+        if dim is None or is_whole(dim):
             dims.extend([dim] * len(tree.flatten(arg)[0]))
+        elif isinstance(dim, bool | float | str | torch.Tensor):
+            raise AxisError(f"in_dims must be an int, None or a tree of them, got {shown(dim)}.")
         else:
             dims.extend(_prefix_dims(dim, arg))
     return dims
@@ -329,6 +354,7 @@ def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
 
 def _prefix_dims(prefix: Any, arg: Tree) -> list[int | None]:
     dims: list[int | None] = []
+    tree.flatten(prefix)
     try:
         optree.tree_map_(
             lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, arg, none_is_leaf=True
@@ -344,7 +370,11 @@ def _axis_size(name: str, given: int | None, leaves: list[Any], dims: list[int |
         for leaf, dim in zip(leaves, dims, strict=True)
         if dim is not None and isinstance(leaf, torch.Tensor)
     ]
+    if not torch.compiler.is_compiling():
+        tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")
     for leaf, dim in mapped:
+        if not is_whole(dim):
+            raise AxisError(f"axis {name!r}: in_dims must hold ints and None, got {shown(dim)}.")
         if leaf.ndim == 0:
             raise AxisError(
                 f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "

@@ -12,6 +12,10 @@ class LtxError(Exception):
     """Base of every error of ltx."""
 
 
+class ArgumentError(LtxError, TypeError, ValueError):
+    """An argument that isn't what the function's signature says."""
+
+
 class AxisError(LtxError, ValueError):
     """An axis that isn't in scope, or that can't do what was asked of it."""
 

@@ -15,16 +15,53 @@ import optree
 import torch
 import torch.utils._pytree as torch_pytree
 
-from ltx.errors import TreeError
+from ltx.errors import TreeError, UnsupportedError
 from ltx.typing import Tree
 
 T = TypeVar("T")
 _EVERYWHERE = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
-# The very functions of optree, which Dynamo knows by identity; only their types are looser.
-flatten: Callable[[Tree], tuple[list[Any], Any]] = optree.tree_flatten
+# The very function of optree, which Dynamo knows by identity; only its types are looser.
 unflatten: Callable[[Any, Iterable[Any]], Tree] = optree.tree_unflatten
-map: Callable[..., Tree] = optree.tree_map
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Any]:
+    """The leaves, with dicts' keys sorted, and the structure that :func:`unflatten` puts them back into.
+
+    Raises:
+        TreeError: the tree holds itself, or is nested too deeply to be walked.
+
+    >>> flatten({"b": 2, "a": [1, None]})[0]
+    [1, 2]
+    """
+    if torch.compiler.is_compiling():  # in whose graphs optree's own functions can stand, and no handlers
+        return cast(tuple[list[Any], Any], optree.tree_flatten(tree))
+    try:
+        return cast(tuple[list[Any], Any], optree.tree_flatten(tree))
+    except RecursionError:
+        raise _endless(tree) from None
+
+
+def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -> Tree:
+    """`function` of each leaf, and of the leaves in its place in the trees of `rest`. `options` are optree's.
+
+    >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
+    {'a': 3}
+    """
+    if torch.compiler.is_compiling():
+        return optree.tree_map(function, tree, *rest, **options)
+    try:
+        return optree.tree_map(function, tree, *rest, **options)
+    except RecursionError:
+        flatten(tree)  # says so if it is the tree's fault
+        raise
+
+
+def _endless(tree: Tree) -> TreeError:
+    return TreeError(
+        f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply to be walked. Pass dicts, lists "
+        "and tuples of tensors."
+    )
 
 
 def leaf_paths(tree: Tree) -> list[str]:
@@ -33,7 +70,11 @@ def leaf_paths(tree: Tree) -> list[str]:
     >>> leaf_paths({"layers": [1, 2], "bias": 3})
     ['bias', 'layers.0', 'layers.1']
     """
-    return [".".join(str(part) for part in path) or "<the tree itself>" for path in optree.tree_paths(tree)]
+    try:
+        paths = optree.tree_paths(tree)
+    except RecursionError:
+        raise _endless(tree) from None
+    return [".".join(str(part) for part in path) or "<the tree itself>" for path in paths]
 
 
 def plain_paths(tree: Tree) -> list[str]:
@@ -94,7 +135,12 @@ def _leaf_count(node: Tree) -> int:
 
 def check_tensors(tree: Tree, what: str) -> None:
     """Raise :class:`ltx.errors.TreeError` unless every leaf of `tree` is a tensor."""
-    check_leaves(optree.tree_leaves(tree), tree, what)
+    check_leaves(flatten(tree)[0], tree, what)
+
+
+def has_none(tree: Tree) -> bool:
+    """Whether the tree holds None, which for :func:`flatten` is no leaf."""
+    return any(leaf is None for leaf in optree.tree_leaves(tree, none_is_leaf=True))
 
 
 def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
@@ -108,6 +154,29 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
     raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
+
+
+def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
+    """Raise unless every leaf is a tensor that lies in memory by strides, of ordinary numbers."""
+    check_leaves(leaves, tree, what)
+    if all(x.layout is torch.strided and not x.is_quantized and not x.is_nested for x in leaves):
+        return
+    path, x = next(
+        (p, x)
+        for p, x in zip(leaf_paths(tree), leaves, strict=True)
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested
+    )
+    if x.layout in (torch.strided, torch.jagged):
+        kind = "quantized" if x.is_quantized else "nested"
+        raise UnsupportedError(f"{what}: leaf {path!r} is {kind}, and a dense tensor was expected. Convert it.")
+    raise UnsupportedError(f"{what}: leaf {path!r} has layout {x.layout}, and a dense tensor was expected. {hint}")
+
+
+def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
+    """Raise for tensors on the meta device, where values are read."""
+    if any(x.is_meta for x in leaves):
+        path = next(p for p, x in zip(leaf_paths(tree), leaves, strict=True) if x.is_meta)
+        raise TreeError(f"{what}: leaf {path!r} is on the meta device, and its values are needed.")
 
 
 def describe(tensor: torch.Tensor) -> str:

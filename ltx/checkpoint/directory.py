@@ -19,12 +19,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ltx.errors import CheckpointError
+from ltx.arguments import shown
+from ltx.errors import CheckpointError, InputError
 
 MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
+
+
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Raise unless `path` can be the name of a directory."""
+    try:
+        usable = b"\0" not in os.fsencode(path)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InputError(f"checkpoint: {shown(os.fspath(path))} can't be the name of a directory.")
 
 
 def step_path(path: Path, step: int) -> Path:
@@ -38,6 +49,8 @@ def steps(path: Path) -> list[int]:
         names = os.listdir(path)
     except FileNotFoundError:
         return []
+    except (OSError, ValueError) as error:  # not a directory, not readable, not a name
+        raise CheckpointError(f"checkpoint: {shown(os.fspath(path))} can't be read as a directory: {error}") from error
     return sorted((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), reverse=True)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from ltx import tree
+from ltx.arguments import brief, checked
 from ltx.checkpoint import directory, extras, storage
 from ltx.checkpoint.contents import Leaf, leaves_of, name_on
 from ltx.checkpoint.storage import Piece
@@ -79,6 +80,7 @@ class _Opened:
         return extras.decode({part: piece.tensor for part, piece in pieces.items()})
 
 
+@checked("path")
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """The directory of the latest checkpoint under `path`, or None if there is none. Asks nobody, and verifies nothing.
 
@@ -91,6 +93,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     return directory.step_path(Path(os.path.abspath(path)), found[0]) if found else None
 
 
+@checked("path", "step", "rng")
 def load(
     path: str | os.PathLike[str],
     state: TrainState,
@@ -133,9 +136,9 @@ def load(
         InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; names leaf and way out.
     """
     if data not in ("own", "all"):
-        raise InputError(f'checkpoint.load: data must be "own" or "all", got {data!r}.')
+        raise InputError(f'checkpoint.load: data must be "own" or "all", got {brief(data)}.')
     if per_rank not in ("refuse", "mean"):
-        raise InputError(f'checkpoint.load: per_rank must be "refuse" or "mean", got {per_rank!r}.')
+        raise InputError(f'checkpoint.load: per_rank must be "refuse" or "mean", got {brief(per_rank)}.')
     together, base = Together("checkpoint.load", axis), Path(os.path.abspath(path))
     found: list[int] = _all(together, "the steps", lambda: _wanted(base, state, step))[0]
     passed_over: list[str] = []

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ltx import collectives
+from ltx.arguments import brief, checked
 from ltx.errors import InputError
 
 #: The exit code of a process that stopped because it was told to, and may be started again: EX_TEMPFAIL.
@@ -38,6 +39,7 @@ class Preemption:
         raise SystemExit(RESUMABLE)
 
 
+@checked("signals")
 @contextmanager
 def preemption(
     *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1, axis: Any = None
@@ -69,7 +71,7 @@ def preemption(
         ...             preempted.exit()
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise InputError(f"checkpoint.preemption: every must be a positive number of calls, got {every!r}.")
+        raise InputError(f"checkpoint.preemption: every must be a positive number of calls, got {brief(every)}.")
     if threading.current_thread() is not threading.main_thread():
         raise InputError("checkpoint.preemption: signals are handled by the main thread alone. Call it there.")
     asked = Preemption(every, axis)

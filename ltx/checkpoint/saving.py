@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ltx import wire
+from ltx.arguments import brief, checked
 from ltx.checkpoint import directory, extras, storage
 from ltx.checkpoint.contents import leaves_of, name_on, shared_out
 from ltx.checkpoint.storage import Piece
@@ -163,7 +164,10 @@ def _pieces(name: str, encoded: extras.Encoded) -> list[Piece]:
 def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any) -> _Job:
     """What the ranks agree on before anything is written."""
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise InputError(f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {keep!r}.")
+        raise InputError(
+            f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {brief(keep)}."
+        )
+    directory.check_name(path)
     together, base, temporary = Together(operation, axis), Path(os.path.abspath(path)), None
     contents: _Contents | None = None
     failure: Exception | None = None
@@ -223,6 +227,7 @@ def _check_same(by_rank: Sequence[dict[str, Any]]) -> None:
             raise wire.mismatch("of the checkpoint", what, values, fix)
 
 
+@checked("path", "rng")
 def save(
     path: str | os.PathLike[str],
     state: TrainState,
@@ -309,6 +314,7 @@ class Saving:
         return self._path
 
 
+@checked("path", "rng")
 def save_async(
     path: str | os.PathLike[str],
     state: TrainState,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ltx.arguments import checked
 from ltx.collectives.linear import Rule, Static, add_rule, collective
 from ltx.collectives.scale import GradScale, scale_gradient
 from ltx.errors import AxisError
@@ -50,6 +51,7 @@ add_rule(
 )
 
 
+@checked("src")
 def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
     """Rank `src`'s tree, on every rank.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ltx import tree
+from ltx.arguments import checked
 from ltx.collectives.linear import Rule, Static, add_rule, collective
 from ltx.collectives.psum import countable
 from ltx.collectives.scale import GradScale, scale_gradient
@@ -67,6 +68,7 @@ add_rule(
 )
 
 
+@checked("dim", "tiled", "sync_grads", "splits")
 def all_gather(
     value: Tree,
     axis: Any = None,
@@ -118,6 +120,7 @@ def all_gather(
     return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
 
 
+@checked("dim", "tiled", "splits")
 def psum_scatter(
     value: Tree,
     axis: Any = None,

@@ -289,7 +289,11 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_dense(name, leaves, value)
+        if RULES[name].operation in ("sum", "reduce_scatter"):
+            check_sums(name, leaves, value)
         found = wire.resolve(axis)
+        if isinstance(found.backing, GroupBacking):
+            tree.check_values(leaves, value, name)
         groups = [static(x, found.size) for x in leaves]
         meet_as_tree(name, value, leaves, spec, groups, found)
         if len(set(groups)) == 1:
@@ -305,13 +309,16 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
     """Raise unless every leaf is a tensor that lies in memory by strides."""
     tree.check_leaves(leaves, value, f"{name}: its argument")
-    if all(x.layout is torch.strided for x in leaves):
-        return
-    path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.layout is not torch.strided)
-    raise UnsupportedError(
-        f"{name}: leaf {path!r} has layout {x.layout}, and only ltx.psum and ltx.pmean take sparse tensors (COO). Use "
-        "x.to_dense()."
-    )
+    hint = "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense()."
+    tree.check_dense(leaves, value, name, hint)
+
+
+def check_sums(name: str, leaves: list[Any], value: Tree) -> None:
+    """Raise for numbers of 8 bits, which no sum is defined for: not even this process' own kernels have one."""
+    if any(x.dtype.is_floating_point and x.dtype.itemsize == 1 for x in leaves):
+        pairs = zip(tree.leaf_paths(value), leaves, strict=True)
+        path, x = next((p, x) for p, x in pairs if x.dtype.is_floating_point and x.dtype.itemsize == 1)
+        raise UnsupportedError(f"{name}: leaf {path!r} is {tree.describe(x)}, which has no sums. Cast it.")
 
 
 def meet_as_tree(name: str, value: Tree, leaves: list[Any], spec: Any, groups: list[Static], axis: Axis) -> None:

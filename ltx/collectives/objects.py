@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 
 from ltx import wire
+from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.collectives.uneven import told
 from ltx.errors import AxisError
@@ -20,6 +21,7 @@ from ltx.errors import AxisError
 T = TypeVar("T")
 
 
+@checked("src")
 def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     """Rank `src`'s object, on every rank.
 
@@ -119,6 +121,7 @@ def _broadcast_bytes_tensor(line: wire.Line, header: torch.Tensor, src: int) -> 
     return line.user.issue("broadcast", header.to(line.device), "broadcast_object", (src,)).wait()
 
 
+@checked("name")
 def barrier(name: str | None = None, axis: Any = None) -> None:
     """Return once every rank of the axis has come here.
 

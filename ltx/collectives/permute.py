@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ltx.arguments import brief, checked, shown
 from ltx.collectives.linear import Rule, Static, add_rule, collective
 from ltx.collectives.uneven import all_to_all_uneven
 from ltx.errors import AxisError
@@ -76,6 +77,7 @@ add_rule(
 )
 
 
+@checked("split_dim", "concat_dim", "splits")
 def all_to_all(
     value: Tree, split_dim: int, concat_dim: int, axis: Any = None, *, splits: Sequence[int] | None = None
 ) -> Tree:
@@ -153,12 +155,16 @@ def ppermute(value: Tree, perm: Sequence[tuple[int, int]], axis: Any = None) -> 
 
     Source: ``jax.lax.ppermute``.
     """
+    if not isinstance(perm, Sequence) or not all(isinstance(pair, Sequence) for pair in perm):
+        raise AxisError(f"ppermute: perm must be a list of pairs (source, destination), got {shown(perm)}.")
     pairs = [tuple(pair) for pair in perm]
 
     def static(x: torch.Tensor, n: int) -> Static:
         for pair in pairs:
             if len(pair) != 2 or not all(isinstance(rank, int) and 0 <= rank < n for rank in pair):
-                raise AxisError(f"ppermute: perm holds {pair!r}, not a (source, destination) of ranks 0 to {n - 1}.")
+                raise AxisError(
+                    f"ppermute: perm holds {brief(pair)}, not a (source, destination) of ranks 0 to {n - 1}."
+                )
         for what, place in (("source", 0), ("destination", 1)):
             ranks = [pair[place] for pair in pairs]
             if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ltx import tree, wire
+from ltx.arguments import checked
 from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.index import axis_index
 from ltx.collectives.linear import prepare_trace, traced_rank
@@ -15,6 +16,7 @@ from ltx.errors import AxisError
 from ltx.typing import Tree
 
 
+@checked("seed")
 def rank_seed(seed: int, axis: Any = None) -> int:
     """A seed of this rank's own, made from one that all share: for ``torch.Generator.manual_seed`` and the like.
 
@@ -46,6 +48,7 @@ def rank_seed(seed: int, axis: Any = None) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
+@checked("dim")
 def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     """This rank's part of a batch that every rank holds.
 
@@ -87,6 +90,8 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 f"parts, one for each rank of axis {name!r}. Drop or pad the remainder, or return ltx.Weighted from "
                 "the step."
             )
+        if not torch.compiler.is_compiling():
+            tree.check_dense([x], x, f"shard: {path}")
         at, length = dim % x.ndim, x.shape[dim] // size
         if rank is not None:
             return x.narrow(at, rank * length, length)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ltx import tree, wire
+from ltx.arguments import brief, checked
 from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import all_gather
 from ltx.collectives.psum import axis_size, pmean, psum
-from ltx.errors import AxisError, CollectiveError, TreeError
+from ltx.errors import AxisError, CollectiveError, InputError, TreeError
 from ltx.typing import Tree
 
 
@@ -39,6 +40,7 @@ OPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 }
 
 
+@checked("keep_dtype")
 def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: bool = False) -> Tree:
     """Reduce every tensor of a tree over the ranks by the operation called `op`.
 
@@ -69,9 +71,11 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
 
     Source: Lightning's ``Strategy.reduce`` and ``sync_ddp``; all their operations, pure.
     """
-    name = "sum" if op is None else str(op).removeprefix("RedOpType.").lower()
+    name = "sum" if op is None else brief(op, str).removeprefix("RedOpType.").lower()
     if name not in OPS:
-        raise CollectiveError(f"reduce: op must be one of {', '.join(sorted(OPS))} in any case, or None, got {op!r}.")
+        raise CollectiveError(
+            f"reduce: op must be one of {', '.join(sorted(OPS))} in any case, or None, got {brief(op)}."
+        )
 
     leaves, spec = tree.flatten(value)
 
@@ -91,7 +95,8 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     return tree.unflatten(spec, [one(x) for x in leaves])
 
 
-def reduce_boolean_decision(decision: bool, all: bool = True, axis: Any = None) -> bool:
+@checked("decision", "all")
+def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axis: Any = None) -> bool:
     """One decision for all ranks: whether every rank (or with ``all=False`` any rank) says True.
 
     Args:
@@ -118,6 +123,8 @@ def reduce_boolean_decision(decision: bool, all: bool = True, axis: Any = None) 
             f"reduce_boolean_decision has no simulated form: the ranks of axis {found.name!r} can't take different "
             'branches in one process. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.'
         )
+    if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
+        raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
     device = found.backing.line.device if isinstance(found.backing, GroupBacking) else None
     said = torch.tensor(bool(decision), device=device)
     return bool((pmin if all else pmax)(said, found))

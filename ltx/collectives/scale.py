@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import tree, wire
+from ltx.arguments import brief
 from ltx.collectives.linear import Function, prepare_trace, traced_size
 from ltx.errors import CollectiveError
 from ltx.typing import Tree
@@ -45,7 +46,7 @@ def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callab
     if grad_scale == "sum":
         return value
     if grad_scale != "mean":
-        raise CollectiveError(f'grad_scale must be "sum" or "mean", got {grad_scale!r}.')
+        raise CollectiveError(f'grad_scale must be "sum" or "mean", got {brief(grad_scale)}.')
     if torch.compiler.is_compiling():
         _prepare_trace()
         n = traced_size(prepare_trace(axis))

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ltx import tree, wire
+from ltx.arguments import shown
 from ltx.axis import Axis, VmapBacking
 from ltx.collectives.linear import apply, collective
-from ltx.errors import AxisError, RankMismatchError, UnsupportedError
+from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
 
 _DTYPES = (
@@ -49,7 +50,9 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
 
     Source: Lightning's ``gather_all_tensors`` (1.7), whose results carry no gradient.
     """
-    tree.check_tensors(tensor, "gather_all_tensors: its argument")
+    if not isinstance(tensor, torch.Tensor):
+        raise TreeError(f"gather_all_tensors takes one tensor, got {shown(tensor)}. Call it for each leaf of a tree.")
+    tree.check_dense([tensor], tensor, "gather_all_tensors")
     found = _real(axis, "gather_all_tensors", "Simulated ranks have equal shapes: use ltx.all_gather.")
     shapes = _shapes_of_all(tensor, found)
     most = max(shape.numel() for shape in shapes)

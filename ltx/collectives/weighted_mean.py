@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from ltx import tree
+from ltx.arguments import checked
 from ltx.axis import unwrapped
 from ltx.collectives.index import axis_index
+from ltx.collectives.linear import check_dense, check_sums
 from ltx.collectives.psum import axis_size, psum
 from ltx.errors import WeightError
 from ltx.typing import Tree
 
 
+@checked("weight")
 def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
     """The mean over ranks of every tensor of a tree, in which rank r counts with its weight: sum w_r x_r / sum w_r.
 
@@ -51,6 +54,9 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     leaves, spec = tree.flatten(value)
     if not torch.compiler.is_compiling():
         tree.check_leaves(leaves, value, "weighted_mean: its value")
+        check_dense("weighted_mean", leaves, value)
+        check_sums("weighted_mean", leaves, value)
+        tree.check_values(leaves, value, "weighted_mean")
     dtypes = [_sum_dtype(x.dtype) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)
     terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
@@ -87,7 +93,7 @@ def _as_tensor(weight: torch.Tensor | float, leaves: list[torch.Tensor], dtypes:
     """The weight in the widest dtype of the sums, which is the same on every rank whatever each gave."""
     wide = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
     if not isinstance(weight, torch.Tensor):
-        return torch.full((), weight, dtype=wide, device=leaves[0].device if leaves else None)
+        return torch.full((), float(weight), dtype=wide, device=leaves[0].device if leaves else None)
     if weight.ndim != 0:
         raise WeightError(
             f"weighted_mean: the weight must be a number or a 0-dim tensor, got shape {list(weight.shape)}. Sum it."

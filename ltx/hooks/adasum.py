@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from ltx.arguments import brief
 from ltx.collectives.adasum import Halving, levels
 from ltx.errors import StrategyError
 from ltx.hooks.base import CommHook
@@ -57,8 +58,11 @@ class Adasum(CommHook):
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dtype not in _DTYPES:
-            raise StrategyError(f"Adasum.dtype must be a real floating dtype of torch or None, got {self.dtype!r}.")
+            raise StrategyError(
+                f"Adasum.dtype must be a real floating dtype of torch or None, got {brief(self.dtype)}."
+            )
 
     def phases_on(self, axis_size: int) -> int:
         return 2 * levels(axis_size) + 1

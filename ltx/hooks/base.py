@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ltx.arguments import brief, check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.sync.buckets import Bucket
@@ -42,6 +43,9 @@ class CommHook:
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
             cls.__repr__ = CommHook.__repr__  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        check_fields(self, StrategyError)
 
     def __repr__(self) -> str:
         """Fields that have their default values are left out."""
@@ -154,11 +158,12 @@ class CommHook:
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
 
 
-def check_whole(owner: object, least: int, *names: str) -> None:
-    """Raise unless the fields `names` of a hook or strategy are whole numbers of at least `least`."""
+def check_whole(owner: object, least: int, *names: str, most: int = 2**63 - 1) -> None:
+    """Raise unless the fields `names` of a hook or strategy are whole numbers from `least` to `most`."""
     for name in names:
         value = getattr(owner, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            upper = f", and at most {most}" if most < 2**63 - 1 or (isinstance(value, int) and value > most) else ""
             raise StrategyError(
-                f"{type(owner).__name__}.{name} must be a whole number of at least {least}, got {value!r}."
+                f"{type(owner).__name__}.{name} must be a whole number of at least {least}{upper}, got {brief(value)}."
             )

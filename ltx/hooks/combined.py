@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ltx.arguments import brief, check_fields, checked
 from ltx.errors import StrategyError
 from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.base import CommHook, check_whole
@@ -81,6 +82,7 @@ class Chain(LossyHook):
     inner: CommHook
 
     def __post_init__(self) -> None:
+        check_fields(self, StrategyError, "error_feedback")
         for hook in (self.hook, self.inner):
             _check_hook("chain", hook)
         if not self.hook.sums:
@@ -217,6 +219,7 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
         >>> ltx.hooks.chain(ltx.hooks.RandomK(0.1, error_feedback=False), ltx.hooks.BF16()).phases
         1
     """
+    _check_hook("chain", hook)
     if not inner:
         return hook
     first, *others = inner
@@ -226,6 +229,7 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
 _HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: BF16()}
 
 
+@checked("hook", "dtype")
 def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     """`hook`, whose sums travel in half precision, as torch's fp16_compress_wrapper and bf16_compress_wrapper do.
 
@@ -242,10 +246,10 @@ def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     """
     half = _HALVES.get(dtype)
     if half is None:
-        raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}.")
+        raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {brief(dtype)}.")
     return half if hook == _EXACT else hook.cast(dtype) or chain(hook, half)
 
 
 def _check_hook(where: str, hook: object) -> None:
     if not isinstance(hook, CommHook):
-        raise StrategyError(f"{where}: expected an ltx.hooks.CommHook, got {hook!r}.")
+        raise StrategyError(f"{where}: expected an ltx.hooks.CommHook, got {brief(hook)}.")

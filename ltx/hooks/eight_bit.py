@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
 from ltx.hooks.chunks import CHUNK, chunks
@@ -149,9 +150,10 @@ class Quantize(EightBitHook):
     channel: int = 512
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.per not in ("tensor", "channel"):
-            raise StrategyError(f'Quantize.per must be "tensor" or "channel", got {self.per!r}.')
-        check_whole(self, 1, "channel")
+            raise StrategyError(f'Quantize.per must be "tensor" or "channel", got {brief(self.per)}.')
+        check_whole(self, 1, "channel", most=2**24)
 
     def multiple(self) -> int:
         return self.channel if self.per == "channel" else 1

@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from ltx.arguments import checked
 from ltx.errors import StrategyError
 from ltx.hooks.base import CommHook
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
@@ -106,6 +107,7 @@ class LossyHook(CommHook):
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 
+@checked("hook")
 def error_feedback(hook: CommHook) -> CommHook:
     """`hook` with error feedback: what it doesn't send at one step is added to the share of the next.
 

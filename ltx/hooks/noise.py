@@ -23,7 +23,7 @@ def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
     """One 0-dim key of several numbers, Python's or 0-dim tensors."""
     key = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
-        key = _mixed((key * 31 + part + 0x9E3779B9) & _MASK)
+        key = _mixed((key * 31 + (part if isinstance(part, torch.Tensor) else part & _MASK) + 0x9E3779B9) & _MASK)
     return key
 
 

@@ -41,7 +41,8 @@ class OneBit(ScatteredHook):
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_whole(self, 1, "block")
+        super().__post_init__()
+        check_whole(self, 1, "block", most=2**24)
         if self.block % 8:
             raise StrategyError(f"OneBit.block must be a multiple of 8, got {self.block}.")
 

@@ -21,6 +21,7 @@ from zlib import crc32
 
 import torch
 
+from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.base import CommHook, check_whole
@@ -55,6 +56,7 @@ class PowerHook(LossyHook):
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole(self, 1, "rank")
         check_whole(self, 0, "start_step")
 
@@ -103,7 +105,7 @@ class PowerSGD(PowerHook):
         super().__post_init__()
         if not isinstance(self.min_compression_rate, int | float) or not self.min_compression_rate > 0:
             raise StrategyError(
-                f"PowerSGD.min_compression_rate must be a positive number, got {self.min_compression_rate!r}."
+                f"PowerSGD.min_compression_rate must be a positive number, got {brief(self.min_compression_rate)}."
             )
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:

@@ -46,7 +46,8 @@ class QSGD(ScatteredHook):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_whole(self, 1, "levels", "block")
+        super().__post_init__()
+        check_whole(self, 1, "levels", "block", most=2**24)
         if self.levels > 127:
             raise StrategyError(f"QSGD.levels must be at most 127, got {self.levels}.")
 

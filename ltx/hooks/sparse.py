@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.hooks.chunks import CHUNK, chunks
 from ltx.hooks.lossy import LossyHook, Sending, Sent
@@ -28,7 +29,9 @@ _LONG, _EVERY = 1 << 16, 101
 
 def _check_ratio(hook: TopK | RandomK) -> None:
     if not isinstance(hook.ratio, int | float) or not 0 < hook.ratio <= 1:
-        raise StrategyError(f"{type(hook).__name__}.ratio must be greater than 0 and at most 1, got {hook.ratio!r}.")
+        raise StrategyError(
+            f"{type(hook).__name__}.ratio must be greater than 0 and at most 1, got {brief(hook.ratio)}."
+        )
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class TopK(ScatteredHook):
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_ratio(self)
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
@@ -130,6 +134,7 @@ class RandomK(LossyHook):
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_ratio(self)
 
     def send(self, share: Share, *, feedback: bool) -> Sending:

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ltx import wire
+from ltx.arguments import shown
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
 from ltx.hooks.base import CommHook
@@ -56,6 +57,10 @@ class ToTorch:
     def __init__(self, hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None):
         if not isinstance(hook, CommHook):
             raise HookError(f"to_torch takes an ltx.hooks.CommHook, got {type(hook).__name__}.")
+        if not (names is None or isinstance(names, Mapping | DistributedDataParallel)):
+            raise HookError(
+                f"to_torch: names must be None, a DistributedDataParallel or its named parameters, got {shown(names)}."
+            )
         self.hook = hook
         self.step = 0
         self._group = names.process_group if isinstance(names, DistributedDataParallel) else None

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ltx import collectives
+from ltx import collectives, tree
+from ltx.arguments import brief, checked, is_number, is_whole, shown
 from ltx.axis import unwrapped
 from ltx.errors import InputError, TreeError, UnsupportedError
 
 Normed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
+@checked("x", "running_mean", "running_var", "weight", "bias", "training", "eps")
 def sync_batch_norm(
     x: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -79,7 +81,7 @@ def sync_batch_norm(
 
     Source: as at the top of the file; ``torch.nn.SyncBatchNorm`` and ``horovod.torch.SyncBatchNorm``.
     """
-    _check(x, running_mean, running_var, weight, bias, training, momentum)
+    _check(x, running_mean, running_var, weight, bias, training, momentum, eps)
     kernels = _kernels_take(x, [t for t in (running_mean, running_var, weight, bias) if t is not None])
     if running_mean is not None and running_var is not None and not training:
         if kernels:
@@ -195,8 +197,10 @@ def _check(
     bias: torch.Tensor | None,
     training: bool,
     momentum: float | torch.Tensor | None,
+    eps: float,
 ) -> None:
-    if x.ndim < 2 or not x.is_floating_point():
+    tree.check_dense([x], x, "sync_batch_norm: x")
+    if x.ndim < 2 or not x.is_floating_point() or x.dtype.itemsize == 1:
         raise InputError(
             f"sync_batch_norm: x must be a floating tensor of shape (N, C, *), got {x.dtype} of shape {list(x.shape)}."
         )
@@ -211,12 +215,16 @@ def _check(
             f"{'no ' if running_mean is None else ''}running_mean and {'no ' if running_var is None else ''}"
             f"running_var with training={training}."
         )
+    if momentum.ndim != 0 if isinstance(momentum, torch.Tensor) else not is_number(momentum):
+        raise InputError(f"sync_batch_norm: momentum must be a number or a 0-dim tensor, got {brief(momentum)}.")
+    if not eps > 0:
+        raise InputError(f"sync_batch_norm: eps must be a number above 0, got {brief(eps)}.")
     given = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     for name, tensor in given.items():
-        if tensor is not None and tensor.shape != x.shape[1:2]:
+        if tensor is not None and (tensor.shape != x.shape[1:2] or tensor.device != x.device):
             raise InputError(
                 f"sync_batch_norm: {name} must have shape [{x.shape[1]}], one value for each channel of x "
-                f"({list(x.shape)}), got {list(tensor.shape)}."
+                f"({list(x.shape)} on {x.device}), got {list(tensor.shape)} on {tensor.device}."
             )
 
 
@@ -234,6 +242,29 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     axis: Any = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        if not is_whole(num_features) or not 0 < num_features < 2**48:
+            raise InputError(f"SyncBatchNorm: num_features must be a number of channels, got {shown(num_features)}.")
+        if not is_number(eps) or eps <= 0:
+            raise InputError(f"SyncBatchNorm: eps must be a number above 0, got {shown(eps)}.")
+        if momentum is not None and not is_number(momentum):
+            raise InputError(f"SyncBatchNorm: momentum must be a number or None, got {shown(momentum)}.")
+        for name, flag in (("affine", affine), ("track_running_stats", track_running_stats), ("bias", bias)):
+            if not isinstance(flag, bool):
+                raise InputError(f"SyncBatchNorm: {name} must be a bool, got {shown(flag)}.")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` of shape ``(N, C, *)``, normalised."""

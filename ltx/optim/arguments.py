@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx.arguments import brief
 from ltx.errors import OptimError
 from ltx.optim.base import leaf_name
 from ltx.tree import describe, flatten
@@ -24,7 +25,7 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str
     """`kwargs` as an immutable, hashable mapping, once `cls`, `lr` and their names are found right."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         hint = f" Pass the class, {type(cls).__name__}." if isinstance(cls, torch.optim.Optimizer) else ""
-        raise OptimError(f"from_torch expected a class of torch.optim, got {cls!r}.{hint}")
+        raise OptimError(f"from_torch expected a class of torch.optim, got {brief(cls)}.{hint}")
     name = cls.__name__
     if issubclass(cls, torch.optim.LBFGS):
         raise OptimError(
@@ -40,19 +41,20 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str
         raise OptimError(f"from_torch({name}): no argument {', '.join(unknown)}; allowed are {', '.join(allowed)}.")
     if not (lr is None or callable(lr) or isinstance(lr, Real)):
         hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
-        raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {lr!r}.{hint}")
+        raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {brief(lr)}.{hint}")
     return MappingProxyType({key: _hashable(name, key, value) for key, value in kwargs.items()})
 
 
 def _hashable(name: str, key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
+        flatten(value)
         return tuple(_hashable(name, key, item) for item in value)
     if isinstance(value, Tensor):
         raise OptimError(f"from_torch({name}): {key} holds a tensor; optimizers compare by value, so give a number.")
     try:
         hash(value)
     except TypeError:
-        raise OptimError(f"from_torch({name}): {key} must be hashable, got {value!r}.") from None
+        raise OptimError(f"from_torch({name}): {key} must be hashable, got {brief(value)}.") from None
     return value
 
 
@@ -62,7 +64,7 @@ def scheduled_lr(schedule: Callable[[int], Any], count: int) -> float | Tensor:
     if isinstance(lr, Tensor) and lr.dim() == 0:
         return lr
     if not isinstance(lr, Real) or not float(lr) >= 0:
-        raise OptimError(f"the schedule lr({count}) must be a number >= 0 or a 0-dim tensor, got {lr!r}.")
+        raise OptimError(f"the schedule lr({count}) must be a number >= 0 or a 0-dim tensor, got {brief(lr)}.")
     return float(lr)
 
 

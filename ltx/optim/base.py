@@ -15,8 +15,9 @@ import optree
 import torch
 from torch import Tensor
 
+from ltx.arguments import brief, checked, shown
 from ltx.errors import OptimError
-from ltx.tree import describe, flatten, leaf_paths
+from ltx.tree import check_tensors, describe, flatten, leaf_paths
 from ltx.typing import Tree
 
 
@@ -100,13 +101,17 @@ class FunctionPair(Optimizer):
         return self.init_fn(params)
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        return self.update_fn(grads, state, params)
+        result = self.update_fn(grads, state, params)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise OptimError(f"{self!r}: update must return (updates, state), got {brief(result)}.")
+        return result
 
     def __repr__(self) -> str:
         names = (getattr(fn, "__qualname__", repr(fn)) for fn in (self.init_fn, self.update_fn))
         return f"from_functions({', '.join(names)}{', elementwise=True' if self.is_elementwise else ''})"
 
 
+@checked("init", "update", "elementwise")
 def from_functions(
     init: Callable[[Tree], Tree],
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
@@ -130,6 +135,7 @@ def from_functions(
     return FunctionPair(init, update, elementwise)
 
 
+@checked("donate")
 def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     """``params + updates``, leaf by leaf, in the dtype of the parameters.
 
@@ -142,8 +148,16 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     Raises:
         ltx.errors.OptimError: if `updates` hasn't the structure of `params`.
     """
+    check_tensors(params, "params")
     leaves, spec = flatten(params)
     pairs = list(zip(leaves, leaves_like(spec, updates, "updates"), strict=True))
+    for index, (p, u) in enumerate(pairs):
+        if u is not None and not (isinstance(u, Tensor) and u.shape == p.shape and u.device == p.device):
+            got = f"{describe(u)} on {u.device}" if isinstance(u, Tensor) else shown(u)
+            raise OptimError(
+                f"the update of {leaf_name(params, index)} must be a tensor like the parameter, {describe(p)} on "
+                f"{p.device}, or None; got {got}."
+            )
     if not donate:
         return spec.unflatten([p.clone() if u is None else (p + u).to(p.dtype) for p, u in pairs])
     with torch.no_grad():
@@ -155,6 +169,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
 def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
     """The subtrees of `tree` at the leaves of `spec`, which is the structure of the parameters."""
+    flatten(tree)
     try:
         return spec.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
@@ -167,7 +182,7 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
         if grad is None:
             continue
         if not isinstance(grad, Tensor):
-            raise OptimError(f"the gradient of {leaf_name(tree, index)} must be a tensor or None, got {grad!r}.")
+            raise OptimError(f"the gradient of {leaf_name(tree, index)} must be a tensor or None, got {brief(grad)}.")
         if grad.shape != param.shape or grad.dtype != param.dtype:
             raise OptimError(
                 f"the gradient of {leaf_name(tree, index)} is {describe(grad)}, but the parameter is "

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ltx.arguments import brief
 from ltx.errors import OptimError
 from ltx.optim.base import Optimizer
 from ltx.optim.from_torch import TorchOptimizer
@@ -76,7 +77,7 @@ class Chain(Optimizer):
     ) -> tuple[Tree, tuple[Tree, ...]]:
         """Gradients as the last member gets them, and the new states of all members before it."""
         if not isinstance(state, tuple) or len(state) != len(self.members):
-            raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {state!r}.")
+            raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
         front = []
         for member, own in zip(self.members[:-1], state, strict=False):
             grads, own = member.update(grads, own, params, donate=donate)
@@ -112,7 +113,9 @@ def chain(*transforms: Optimizer) -> Optimizer:
     members: list[Optimizer] = []
     for position, transform in enumerate(transforms):
         if not isinstance(transform, Optimizer):
-            raise OptimError(f"chain expected optimizers, but argument {position} is {transform!r}.{_hint(transform)}")
+            raise OptimError(
+                f"chain expected optimizers, but argument {position} is {brief(transform)}.{_hint(transform)}"
+            )
         members += transform.members if isinstance(transform, Chain) else (transform,)
     members = [member for member in members if not isinstance(member, Identity)]
     for member in members[:-1]:

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError
 from ltx.optim.base import Optimizer
 from ltx.optim.state import TorchState
@@ -43,10 +44,11 @@ class ClipByGlobalNorm(Optimizer):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        check_fields(self, OptimError, "max_norm", "eps")
         if not self.max_norm > 0:
-            raise OptimError(f"clip_by_global_norm: max_norm must be > 0, got {self.max_norm!r}.")
+            raise OptimError(f"clip_by_global_norm: max_norm must be > 0, got {brief(self.max_norm)}.")
         if not self.eps >= 0:
-            raise OptimError(f"clip_by_global_norm: eps must be >= 0, got {self.eps!r}.")
+            raise OptimError(f"clip_by_global_norm: eps must be >= 0, got {brief(self.eps)}.")
 
     def init(self, params: Tree) -> ClipState:
         leaves, _ = flatten(params)
@@ -61,7 +63,7 @@ class ClipByGlobalNorm(Optimizer):
     def clip(self, grads: Tree, norm: Tensor) -> tuple[Tree, ClipState]:
         """:meth:`update` for gradients whose norm is known, as where each rank holds a part of them."""
         leaves, spec = flatten(grads)
-        factor = torch.clamp(self.max_norm / (norm + self.eps), max=1.0)
+        factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)
         factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
         if len(factors) == 1 and not is_transforming():
             scaled: Sequence[Tensor] = torch._foreach_mul(leaves, factor)
@@ -123,5 +125,6 @@ def grad_norm(state: Tree) -> Tensor | None:
     tensor(5.)
     """
     # Not into a TorchState, which holds no clipping but hundreds of tensors.
+    flatten(state)
     nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState | TorchState))
     return next((node.norm for node in nodes if isinstance(node, ClipState)), None)

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ltx.arguments import brief, checked
 from ltx.errors import OptimError
 from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
 from ltx.optim.base import Optimizer, check_grads, leaves_like
@@ -61,6 +62,7 @@ class TorchOptimizer(Optimizer):
         states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
         return TorchState(spec.unflatten(states))
 
+    @checked("donate")
     def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
         leaves, spec = flatten(params)
         with self._grad_mode():
@@ -73,6 +75,7 @@ class TorchOptimizer(Optimizer):
                 updates = [new.sub_(old) for new, old in zip(new_leaves, leaves, strict=True)]
             return spec.unflatten(updates), new_state
 
+    @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
         leaves, spec = flatten(params)
         grad_leaves = leaves_like(spec, grads, "grads")
@@ -146,7 +149,7 @@ class TorchOptimizer(Optimizer):
 
     def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> list[dict[str, Tensor]]:
         if not isinstance(state, TorchState):
-            raise OptimError(f"{self} expected the state that its init(params) made, got {state!r}.")
+            raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
         return leaves_like(spec, state.per_param, "the optimizer's state")
 
     def _lr(self, count: int) -> float | Tensor:

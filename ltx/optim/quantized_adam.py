@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx.arguments import brief, checked
 from ltx.errors import OptimError
 from ltx.optim.arguments import scheduled_lr
 from ltx.optim.base import leaf_name
@@ -39,7 +40,7 @@ class QAdamOptimizer(TorchOptimizer):
         if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < least:
             why = " with bagua_exact, whose second moment is 0 until the first of them is over" * self.bagua_exact
             raise OptimError(
-                f"qadam: warmup_steps must be a whole number of at least {least}{why}, got {self.warmup_steps!r}."
+                f"qadam: warmup_steps must be a whole number of at least {least}{why}, got {brief(self.warmup_steps)}."
             )
         super().__post_init__()
 
@@ -114,6 +115,7 @@ class QAdamOptimizer(TorchOptimizer):
         return self.lr, frozenset(self.kwargs.items()), self.warmup_steps, self.bagua_exact
 
 
+@checked("betas", "bagua_exact")
 def qadam(
     lr: float | Callable[[int], float] = 1e-3,
     *,

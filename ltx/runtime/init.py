@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 
+from ltx import tree as trees
 from ltx import wire
+from ltx.arguments import brief, checked
 from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
-from ltx.errors import PeerLostError, WorldError
+from ltx.errors import PeerLostError, TreeError, WorldError
 from ltx.runtime.described import message_of
 from ltx.runtime.groups import (
     adopted_world,
@@ -63,6 +64,7 @@ class _Process:
 _process = _Process()
 
 
+@checked("backend")
 def init(
     strategy: Any = None,
     *,
@@ -193,7 +195,13 @@ def to_device(tree: Tree) -> Tree:
         {'x': tensor([1., 1.]), 'name': 'a'}
     """
     device = world().device
-    return optree.tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, tree)
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
+            raise TreeError(f"to_device: a leaf is {trees.describe(leaf)} on the meta device, which holds no values.")
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None)) else leaf
+
+    return trees.map(moved, tree)
 
 
 def check_current(entered: World) -> None:
@@ -229,8 +237,12 @@ def _asked(
     for name, duration in {"timeout": timeout, "heartbeat_timeout": heartbeat}.items():
         if not isinstance(duration, timedelta) or duration <= timedelta(0):
             raise WorldError(
-                f"{name}={duration!r}: expected a positive datetime.timedelta, such as timedelta(minutes=5)."
+                f"{name}={brief(duration)}: expected a positive datetime.timedelta, such as timedelta(minutes=5)."
             )
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise WorldError(
+            f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
+        )
     asked: dict[str, Any] = {"backend": backend or getattr(strategy, "process_group_backend", None)}
     asked["timeout"] = None if timeout is _DEFAULT_TIMEOUT else timeout
     asked["heartbeat_timeout"] = None if heartbeat is _DEFAULT_HEARTBEAT else heartbeat

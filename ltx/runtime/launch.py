@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from ltx.arguments import checked
 from ltx.errors import WorkerError
 from ltx.runtime.calls import inherited_call, name_of, pack_call
 from ltx.runtime.collecting import collect
@@ -21,6 +22,7 @@ T = TypeVar("T")
 _START_TIMEOUT_S = 60.0
 
 
+@checked("fn", "timeout")
 def launch(
     fn: Callable[..., T],
     nprocs: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ltx.arguments import brief
 from ltx.errors import WorldError
 from ltx.runtime import mpi, slurm
 from ltx.runtime.placement import Placement, Variables, node_of
@@ -60,15 +61,15 @@ def placement_from_arguments(
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None
-    said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    said = ", ".join(f"{name}={brief(value)}" for name, value in given.items())
 
     def read(name: str, low: int, high: int | None, default: int | None = None) -> int:
         value = given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
             allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
             raise WorldError(
-                f"ltx.init({said}): expected {name} to be an integer {allowed}, got {value!r}. Give rank=, size= and "
-                'master="host:port" on every rank, or none of them to read what the launcher says.'
+                f"ltx.init({said}): expected {name} to be an integer {allowed}, got {brief(value)}. Give rank=, size= "
+                'and master="host:port" on every rank, or none of them to read what the launcher says.'
             )
         return value
 
@@ -95,7 +96,7 @@ def _meeting_point(master: str | None, said: str) -> tuple[str, int]:
     if not host or not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
         raise WorldError(
             f'ltx.init({said}): expected master to be "host:port", the name or address of rank 0\'s node and a free '
-            f'port there, as in "10.0.0.1:29500" or "[fd00::1]:29500", got {master!r}.'
+            f'port there, as in "10.0.0.1:29500" or "[fd00::1]:29500", got {brief(master)}.'
         )
     return host, int(port)
 

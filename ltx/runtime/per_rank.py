@@ -9,8 +9,10 @@ from typing import Any, Generic, TypeVar, overload
 import optree
 import torch
 
-from ltx.errors import ReplicaDivergedError, TreeError
-from ltx.tree import describe
+from ltx import tree as trees
+from ltx.arguments import shown
+from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
+from ltx.tree import check_dense, describe
 
 T = TypeVar("T")
 
@@ -32,6 +34,8 @@ class PerRank(Sequence[T], Generic[T]):
     __slots__ = ("_values",)
 
     def __init__(self, values: Iterable[T]):
+        if not isinstance(values, Iterable) or (isinstance(values, torch.Tensor) and values.ndim == 0):
+            raise ArgumentError(f"PerRank: values must be one value for each rank, got {shown(values)}.")
         self._values = tuple(values)
 
     @overload
@@ -96,6 +100,10 @@ class PerRank(Sequence[T], Generic[T]):
     def _columns(self) -> tuple[list[list[Any]], list[str], Any]:
         """The leaves by position, each with those of all ranks; the leaves' paths; the structure."""
         values: tuple[Any, ...] = self._values
+        if not values:
+            raise TreeError("there are the values of no rank to put together.")
+        for value in values:
+            trees.flatten(value)
         flat: list[Any] = [optree.tree_flatten(value, none_is_leaf=True) for value in values]
         spec = flat[0][1]
         for rank, (_, other) in enumerate(flat):
@@ -116,7 +124,14 @@ def _stack(leaves: list[Any], path: str) -> torch.Tensor:
                 f"leaf {path!r} on rank {rank} is of type {type(leaf).__name__}: expected a tensor or a number. "
                 "Use .rank(i) for other values."
             )
+        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+            raise TreeError(f"leaf {path!r} on rank {rank} is too large for an int64: {leaf}. Use .rank(i).")
         tensor = torch.as_tensor(leaf)
+        check_dense([tensor], tensor, f"leaf {path!r} on rank {rank}")
+        if tensor.is_meta and not (tensors or [tensor])[0].is_meta:
+            raise TreeError(f"leaf {path!r} on rank {rank} is on the meta device, and rank 0's isn't. Use .rank(i).")
+        if tensors and tensors[0].is_meta and not tensor.is_meta:
+            raise TreeError(f"leaf {path!r} on rank 0 is on the meta device, and rank {rank}'s isn't. Use .rank(i).")
         tensors.append(tensor.to(tensors[0].device) if tensors else tensor)
     for rank, tensor in enumerate(tensors):
         if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ltx.arguments import checked
 from ltx.errors import WorkerError
 from ltx.runtime.calls import name_of, pack_call
 from ltx.runtime.collecting import collect
@@ -57,6 +58,7 @@ class Pool:
         tensor(3.)
     """
 
+    @checked("start_timeout_s", "timeout_s", "threads", "show_output")
     def __init__(
         self,
         n: int,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ltx.arguments import checked
+
 T = TypeVar("T")
 
 #: On a worker: takes a message to the driver.
@@ -49,6 +51,7 @@ class Shown:
         display(labelled, raw=True)
 
 
+@checked("rank")
 def show(*values: Any, rank: int | None = None) -> None:
     """Show values in the notebook, or on the terminal, that drives this rank.
 
@@ -129,6 +132,7 @@ class Progress:
             del bars[self.label]
 
 
+@checked("iterable", "total", "label")
 def progress(iterable: Iterable[T], *, total: int | None = None, label: str = "") -> Iterator[T]:
     """Iterate, and have a bar of progress drawn: one for all ranks, by the driver, as far as the slowest rank is.
 

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from ltx import hooks, tree
+from ltx.arguments import brief
 from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks.base import check_whole
@@ -118,15 +119,16 @@ class AsyncAveraging(NodeStrategy):
         check_whole(self, 0, "warmup_steps")
         interval = self.sync_interval_ms
         if not isinstance(interval, int | float) or isinstance(interval, bool) or not 0 <= interval < float("inf"):
-            raise StrategyError(f"AsyncAveraging.sync_interval_ms must be a number >= 0, got {interval!r}.")
+            raise StrategyError(f"AsyncAveraging.sync_interval_ms must be a number >= 0, got {brief(interval)}.")
         if self.schedule is not None and not _is_schedule(self.schedule):
             raise StrategyError(
                 "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
-                f"period, got {self.schedule!r}."
+                f"period, got {brief(self.schedule)}."
             )
         if self.peer_selection_mode != "all":
             raise StrategyError(
-                f'AsyncAveraging.peer_selection_mode must be "all", got {self.peer_selection_mode!r}: ranks of which '
+                f'AsyncAveraging.peer_selection_mode must be "all", '
+                f"got {brief(self.peer_selection_mode)}: ranks of which "
                 "nobody knows which round they are in can't be paired."
             )
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from ltx import hooks
+from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.optim.base import Optimizer
@@ -77,9 +78,11 @@ class BaguaStrategy(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
-            raise StrategyError(f"BaguaStrategy.algorithm must be one of {list(ALGORITHMS)}, got {self.algorithm!r}.")
+            raise StrategyError(
+                f"BaguaStrategy.algorithm must be one of {list(ALGORITHMS)}, got {brief(self.algorithm)}."
+            )
         if self.flatten is not None and not isinstance(self.flatten, bool):
-            raise StrategyError(f"BaguaStrategy.flatten must be True or False, got {self.flatten!r}.")
+            raise StrategyError(f"BaguaStrategy.flatten must be True or False, got {brief(self.flatten)}.")
         _ = self.inner  # which checks the rest
 
     def __repr__(self) -> str:
@@ -217,7 +220,7 @@ class GradientAllReduce(NodeStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.average, bool):
-            raise StrategyError(f"{type(self).__name__}.average must be True or False, got {self.average!r}.")
+            raise StrategyError(f"{type(self).__name__}.average must be True or False, got {brief(self.average)}.")
 
     def hook(self, step: int) -> hooks.CommHook:
         hook = self._among_ranks

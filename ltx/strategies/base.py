@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ltx import tree
+from ltx.arguments import brief, check_fields
 from ltx.axis import Axis, ShapesBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
@@ -159,13 +160,16 @@ class Strategy:
     timeout: timedelta = timedelta(seconds=1800)
 
     def __post_init__(self) -> None:
+        check_fields(self, StrategyError, "process_group_backend")
         for name in ("bucket_bytes", "first_bucket_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise StrategyError(f"{type(self).__name__}.{name} must be a positive number of bytes, got {value!r}.")
+                raise StrategyError(
+                    f"{type(self).__name__}.{name} must be a positive number of bytes, got {brief(value)}."
+                )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise StrategyError(
-                f"{type(self).__name__}.timeout must be a positive datetime.timedelta, got {self.timeout!r}."
+                f"{type(self).__name__}.timeout must be a positive datetime.timedelta, got {brief(self.timeout)}."
             )
 
     def hook(self, step: int) -> CommHook | None:

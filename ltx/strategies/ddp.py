@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ltx import hooks
+from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
 from ltx.strategies.base import Kinds, Moment, States, Strategy, unchanging
@@ -71,15 +72,15 @@ class DDPStrategy(Strategy):
         if (self.model_averaging_period is None) != (self.start_local_sgd_step is None):
             raise StrategyError(
                 "DDPStrategy.model_averaging_period and start_local_sgd_step go together, got "
-                f"{self.model_averaging_period!r} and {self.start_local_sgd_step!r}: parameters are averaged every so "
-                "many steps from the step on whose gradients stay local."
+                f"{brief(self.model_averaging_period)} and {brief(self.start_local_sgd_step)}: parameters are averaged "
+                "every so many steps from the step on whose gradients stay local."
             )
         if self.model_averaging_period is not None:
             check_whole(self, 1, "model_averaging_period")
             check_whole(self, 0, "start_local_sgd_step")
         if self.start_method not in _START_METHODS:
             raise StrategyError(
-                f"DDPStrategy.start_method must be one of {sorted(_START_METHODS)}, got {self.start_method!r}."
+                f"DDPStrategy.start_method must be one of {sorted(_START_METHODS)}, got {brief(self.start_method)}."
             )
 
     def _wrapped(self, hook: hooks.CommHook) -> hooks.CommHook:
@@ -90,10 +91,10 @@ class DDPStrategy(Strategy):
             return hooks.cast(hook, _HALVES[wrapper])
         wrapped = wrapper(hook) if callable(wrapper) else None
         if not isinstance(wrapped, hooks.CommHook):
-            gave = f", which gave {wrapped!r}" if callable(wrapper) else ""
+            gave = f", which gave {brief(wrapped)}" if callable(wrapper) else ""
             raise StrategyError(
                 f"DDPStrategy.comm_wrapper must be one of {sorted(_HALVES)} or a function from an ltx.hooks.CommHook "
-                f"to another, got {wrapper!r}{gave}."
+                f"to another, got {brief(wrapper)}{gave}."
             )
         return wrapped
 

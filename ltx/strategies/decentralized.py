@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ltx import tree
+from ltx.arguments import brief
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.hooks import AllReduce, CommHook
@@ -64,7 +65,8 @@ class Decentralized(GossipStrategy):
         super().__post_init__()
         if self.peer_selection_mode not in ("all", "shift_one"):
             raise StrategyError(
-                f'Decentralized.peer_selection_mode must be "all" or "shift_one", got {self.peer_selection_mode!r}.'
+                f'Decentralized.peer_selection_mode must be "all" or "shift_one", '
+                f"got {brief(self.peer_selection_mode)}."
             )
 
     def check_axis(self, axis: Axis) -> None:

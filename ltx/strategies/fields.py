@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ltx import hooks
+from ltx.arguments import brief
 from ltx.errors import StrategyError
 
 
@@ -18,7 +19,7 @@ def resolve_hook(strategy: Any, name: str) -> hooks.CommHook:
     if not isinstance(value, hooks.CommHook):
         raise StrategyError(
             f"{type(strategy).__name__}.{name} must be one of {sorted(hooks.NAMED)} or an ltx.hooks.CommHook, "
-            f"got {value!r}."
+            f"got {brief(value)}."
         )
     return value
 
@@ -28,4 +29,4 @@ def check_number(strategy: Any, name: str, least: float, below: float = math.inf
     value = getattr(strategy, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < below:
         allowed = f"of at least {least:g}" if below == math.inf else f"from {least:g} on, and less than {below:g}"
-        raise StrategyError(f"{type(strategy).__name__}.{name} must be a number {allowed}, got {value!r}.")
+        raise StrategyError(f"{type(strategy).__name__}.{name} must be a number {allowed}, got {brief(value)}.")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import hooks, tree
+from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.optim import Optimizer
@@ -174,7 +175,7 @@ class HorovodStrategy(Strategy):
             self._check_adasum()
 
     def _wrong(self, field: str, allowed: str) -> StrategyError:
-        return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {getattr(self, field)!r}.")
+        return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {brief(getattr(self, field))}.")
 
     def _check_factor(self) -> None:
         factor = self.gradient_predivide_factor

@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks, tree
+from ltx.arguments import brief
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks.base import check_whole
@@ -95,7 +96,7 @@ class LocalSGDStrategy(Strategy):
             raise StrategyError(
                 "LocalSGDStrategy.period must be a whole number of at least 1, or {period: number of ranks} with "
                 "periods ascending from 1 and numbers from 2, each of which divides the next one, got "
-                f"{self.period!r}."
+                f"{brief(self.period)}."
             )
         check_whole(self, 0, "warmup_steps")
         if self.subgroup is not None:

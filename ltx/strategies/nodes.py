@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from ltx.arguments import brief
 from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
 from ltx.hooks import CommHook
@@ -41,7 +42,7 @@ class NodeStrategy(Strategy):
         super().__post_init__()
         name = type(self).__name__
         if not isinstance(self.hierarchical, bool):
-            raise StrategyError(f"{name}.hierarchical must be True or False, got {self.hierarchical!r}.")
+            raise StrategyError(f"{name}.hierarchical must be True or False, got {brief(self.hierarchical)}.")
         if self.node_size is not None:
             check_whole(self, 1, "node_size")
         if self.hierarchical != (self.node_size is not None):

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks, tree
+from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
@@ -116,7 +117,7 @@ class QAdam(NodeStrategy):
         super().__post_init__()
         check_whole(self, 1, "warmup_steps")
         if not (isinstance(self.betas, tuple) and len(self.betas) == 2 and all(_is_rate(beta) for beta in self.betas)):
-            raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {self.betas!r}.")
+            raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {brief(self.betas)}.")
 
     def hook(self, step: int) -> hooks.CommHook:
         return self._hooks.at(step)
@@ -145,7 +146,7 @@ class QAdam(NodeStrategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, QAdamOptimizer):
             raise StrategyError(
-                f"QAdam averages the momenta of its own optimizer, got {optimizer!r}. Use "
+                f"QAdam averages the momenta of its own optimizer, got {brief(optimizer)}. Use "
                 f"ltx.optim.qadam(lr, warmup_steps={self.warmup_steps}), by itself: what comes before it in a chain "
                 "would take momenta for gradients."
             )
@@ -153,7 +154,7 @@ class QAdam(NodeStrategy):
             mine, its = getattr(self, name), getattr(optimizer, name)
             if mine != its:
                 raise StrategyError(
-                    f"QAdam.{name} must be the optimizer's: got {mine!r}, and {its!r} in {optimizer!r}."
+                    f"QAdam.{name} must be the optimizer's: got {brief(mine)}, and {its!r} in {optimizer!r}."
                 )
 
     def update(self, update: Update, states: States, at: Moment, pending: None) -> Updated:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from ltx import tree
+from ltx.arguments import brief, checked
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.sync.marker import ACCUMULATE_PRIORITY, raise_priority
@@ -67,6 +68,8 @@ class Accumulated:
         """For each leaf of the arguments: is it part of the batch?"""
         whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
         if self.carry is not None:
+            if not -len(args) <= self.carry < len(args):
+                raise StepError(f"accumulate: carry={self.carry}, and the step was called with {len(args)} arguments.")
             whole.add(self.carry % len(args))
         return [
             n not in whole and isinstance(leaf, torch.Tensor) and leaf.ndim > 0
@@ -291,6 +294,7 @@ def accumulate(  # type: ignore[overload-overlap]
 def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Accumulated: ...
 
 
+@checked("step", "carry")
 def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParallel | Accumulated:
     """The same step over a batch `steps` times as large, with the memory of one micro-batch's graph.
 
@@ -321,8 +325,8 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
         >>> torch.func.grad(step)(torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
         tensor(2.5000)
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise StepError(f"accumulate: steps must be a whole number of at least 1, got {steps!r}.")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 2**63:
+        raise StepError(f"accumulate: steps must be a whole number of at least 1, got {brief(steps)}.")
     if not isinstance(step, DataParallel):
         return Accumulated(step, steps, 0, carry)
     if step.returns != "value":

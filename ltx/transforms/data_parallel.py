@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ltx import tree, wire
+from ltx.arguments import brief, check_fields
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import StepError, StrategyError, SyncStateError, UnsupportedError
 from ltx.hooks import CommHook
@@ -26,7 +27,7 @@ from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
 from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Marked, Run, refuse_gradients
-from ltx.transforms.sync_state import Synced, SyncState
+from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 from ltx.wire.debug import under_way
 
@@ -57,6 +58,7 @@ class DataParallel:
     precision: Precision | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, StepError, "argnums")
         if not callable(self.fn):
             raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
         if isinstance(self.fn, DataParallel):
@@ -65,11 +67,13 @@ class DataParallel:
                 "strategy=...) for another strategy."
             )
         if not isinstance(self.strategy, Strategy):
-            raise StrategyError(f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {self.strategy!r}.")
+            raise StrategyError(
+                f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {brief(self.strategy)}."
+            )
         if self.outputs not in ("local", "mean"):
-            raise StrategyError(f'outputs must be "local" or "mean", got {self.outputs!r}.')
+            raise StrategyError(f'outputs must be "local" or "mean", got {brief(self.outputs)}.')
         if self.returns not in ("value", "grads"):
-            raise StrategyError(f'returns must be "value" or "grads", got {self.returns!r}.')
+            raise StrategyError(f'returns must be "value" or "grads", got {brief(self.returns)}.')
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             if hasattr(self.fn, name):
                 object.__setattr__(self, name, getattr(self.fn, name))
@@ -251,7 +255,10 @@ class DataParallel:
         if not isinstance(self.argnums, int):
             return tuple(args[n] for n in self.argnums), None
         params = args[self.argnums]
-        return (params.params, params.sync_state) if isinstance(params, Synced) else (params, None)
+        if not isinstance(params, Synced):
+            return params, None
+        check_state(params.sync_state)
+        return params.params, params.sync_state
 
     def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         params, state = self.params_of(args)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ltx import hooks, tree, wire
+from ltx.arguments import brief
 from ltx.errors import InputError, StepError
 from ltx.strategies import Strategy
 from ltx.transforms.data_parallel import DataParallel
@@ -254,7 +255,7 @@ def explain(
         params = params.params
     else:
         params, state = inner.params_of((params, *batch))
-    tree.check_tensors(params, "the parameters")
+    tree.check_dense(tree.flatten(params)[0], params, "the parameters")
     size, rank = wire.size_and_rank(inner.axis) if world is None else (_number("world", world, 1), 0)
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else _number("sync_step", sync_step, 0)
@@ -297,5 +298,5 @@ def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[
 
 def _number(name: str, value: Any, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"explain: {name} must be an int of at least {least}, got {value!r}.")
+        raise InputError(f"explain: {name} must be an int of at least {least}, got {brief(value)}.")
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ltx.arguments import brief
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
@@ -22,14 +23,14 @@ def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
     if step.returns != "value":
         raise StepError('train_step differentiates the step itself: wrap the loss, without returns="grads".')
     if step.argnums != 0:
-        raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {step.argnums!r}.")
+        raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {brief(step.argnums)}.")
     if not isinstance(optimizer, Optimizer):
         raise OptimError(
-            f"optimizer must be an ltx.optim.Optimizer, got {optimizer!r}. Use "
+            f"optimizer must be an ltx.optim.Optimizer, got {brief(optimizer)}. Use "
             "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
         )
     if guard not in ("off", "skip", "raise"):
-        raise StrategyError(f'guard must be "off", "skip" or "raise", got {guard!r}.')
+        raise StrategyError(f'guard must be "off", "skip" or "raise", got {brief(guard)}.')
     step.strategy.check_optimizer(optimizer)
 
 
@@ -38,7 +39,7 @@ def check_every(steps: Any, strategy: Strategy) -> None:
     if steps is None:
         return
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise StrategyError(f"check_every must be None or a positive number of steps, got {steps!r}.")
+        raise StrategyError(f"check_every must be None or a positive number of steps, got {brief(steps)}.")
     if strategy.kinds.params != "replicated":
         raise StrategyError(
             f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "
@@ -49,7 +50,7 @@ def check_every(steps: Any, strategy: Strategy) -> None:
 def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
     """Raise unless a step of these can overlap with its communication so far."""
     if overlap not in ("backward", "update", "step"):
-        raise StrategyError(f'overlap must be "backward", "update" or "step", got {overlap!r}.')
+        raise StrategyError(f'overlap must be "backward", "update" or "step", got {brief(overlap)}.')
     if overlap == "backward":
         return
     strategy, said = step.strategy, f'overlap="{overlap}" applies the optimizer bucket by bucket'

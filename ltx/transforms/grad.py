@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from ltx import tree
+from ltx.arguments import checked
 from ltx.errors import StepError
-from ltx.transforms.sync_state import Synced, SyncState
-from ltx.typing import Step
+from ltx.transforms.sync_state import Synced, SyncState, check_state
+from ltx.typing import Step, Tree
 
 
+@checked("step", "argnums", "has_aux")
 def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """``torch.func.grad_and_value`` with a keyword for the communication state of the step.
 
@@ -48,8 +51,15 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         return output
 
     def transformed(*args: Any, sync_state: SyncState | None = None, **kwargs: Any) -> Any:
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        if any(not -len(args) <= n < len(args) for n in numbers):
+            raise StepError(f"argnums={argnums}: the step was called with {len(args)} positional arguments.")
+        if not torch.compiler.is_compiling():
+            for n in numbers:
+                _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
         if sync_state is None:
             return torch.func.grad_and_value(scalar, argnums, has_aux)(*args, **kwargs)
+        check_state(sync_state)
         if not isinstance(argnums, int):
             raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
         steps = sync_state.checked_step()
@@ -64,6 +74,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
     return transformed
 
 
+@checked("step", "argnums", "has_aux")
 def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """``torch.func.grad`` with a keyword for the communication state of the step.
 
@@ -82,6 +93,27 @@ def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) 
         return (grads, value[1]) if has_aux else grads
 
     return transformed
+
+
+def _check_differentiable(params: Tree, number: int) -> None:
+    """Raise unless argument `number` is a tree of tensors, without None, which torch.func takes for a leaf."""
+    tree.check_tensors(params, f"argument {number} of the step")
+    if tree.has_none(params):
+        raise StepError(f"argument {number} of the step holds None, which has no gradient. Leave it out of the tree.")
+    leaves = tree.flatten(params)[0]
+    if all((x.is_floating_point() or x.is_complex()) and x.layout in _LAYOUTS for x in leaves):
+        return
+    pairs = zip(tree.leaf_paths(params), leaves, strict=True)
+    path, x = next(
+        (p, x) for p, x in pairs if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS
+    )
+    raise StepError(
+        f"argument {number} of the step: leaf {path!r} is {tree.describe(x)} ({x.layout}), which has no gradient. Pass "
+        "floating or complex tensors, and others as arguments of their own."
+    )
+
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)
 
 
 def _what(value: Any) -> str:

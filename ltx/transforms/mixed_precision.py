@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ltx import tree
+from ltx.arguments import brief
 from ltx.errors import StepError
 from ltx.transforms.accumulate import Accumulated
 from ltx.transforms.data_parallel import DataParallel
@@ -77,7 +78,7 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
             "ltx.mixed_precision(ltx.data_parallel(step), ltx.Precision())."
         )
     if not isinstance(precision, Precision):
-        raise StepError(f"mixed_precision: precision must be an ltx.Precision, got {precision!r}.")
+        raise StepError(f"mixed_precision: precision must be an ltx.Precision, got {brief(precision)}.")
     if step.precision is not None:
         raise StepError(f"mixed_precision: this step has {step.precision!r} already.")
     if step.returns != "value":

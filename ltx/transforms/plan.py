@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from ltx import hooks, tree
+from ltx.arguments import brief, checked
 from ltx.errors import InputError
 from ltx.optim import Optimizer
 from ltx.strategies import Strategy
@@ -278,6 +279,7 @@ class _Clock:
         return self.link_free
 
 
+@checked("strategy", "optimizer")
 def plan(
     strategy: Strategy,
     params: Tree,
@@ -352,12 +354,12 @@ def plan(
             or value < 0
             or (name, value) == ("bandwidth", 0)
         ):
-            raise InputError(f"plan: {name} must be a finite number, {least}, got {value!r}.")
+            raise InputError(f"plan: {name} must be a finite number, {least}, got {brief(value)}.")
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise InputError(f"plan: world must be an int of at least 1, got {world!r}.")
+        raise InputError(f"plan: world must be an int of at least 1, got {brief(world)}.")
     if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
-        raise InputError(f"plan: steps must be a range of steps that follow one another, got {steps!r}.")
-    tree.check_tensors(params, "the parameters")
+        raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
+    tree.check_dense(tree.flatten(params)[0], params, "the parameters")
     first, length = strategy.cycle
     window = range(first + length, first + 2 * length) if steps is None else steps
     # A world of one talks to nobody.

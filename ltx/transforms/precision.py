@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ltx import tree
+from ltx.arguments import brief
 from ltx.errors import StrategyError
 
 _COMPUTE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,12 +68,12 @@ class DynamicLossScale:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < high:
                 raise StrategyError(
-                    f"DynamicLossScale.{name} must be a number above {low:g} and below {high:g}, got {value!r}."
+                    f"DynamicLossScale.{name} must be a number above {low:g} and below {high:g}, got {brief(value)}."
                 )
         interval = self.growth_interval
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise StrategyError(
-                f"DynamicLossScale.growth_interval must be a whole number of at least 1, got {interval!r}."
+                f"DynamicLossScale.growth_interval must be a whole number of at least 1, got {brief(interval)}."
             )
 
     def start(self) -> LossScale:
@@ -122,24 +123,27 @@ growth_interval=2000))
 
     def __post_init__(self) -> None:
         if self.compute not in _COMPUTE:
-            raise StrategyError(f"Precision.compute must be one of {_named(_COMPUTE)}, got {self.compute!r}.")
+            raise StrategyError(f"Precision.compute must be one of {_named(_COMPUTE)}, got {brief(self.compute)}.")
         if self.reduce is not None and self.reduce not in _REDUCE:
             raise StrategyError(
                 f"Precision.reduce must be None (the parameters' own dtype, which gradients have) or one of "
-                f"{_named(_REDUCE)}, got {self.reduce!r}."
+                f"{_named(_REDUCE)}, got {brief(self.reduce)}."
             )
         if self.output is not None and self.output not in _COMPUTE:
-            raise StrategyError(f"Precision.output must be None or one of {_named(_COMPUTE)}, got {self.output!r}.")
+            raise StrategyError(
+                f"Precision.output must be None or one of {_named(_COMPUTE)}, got {brief(self.output)}."
+            )
         scale = self.loss_scale
         if not (scale is None or isinstance(scale, DynamicLossScale)):
             if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
                 raise StrategyError(
-                    f"Precision.loss_scale must be None, a positive number or an ltx.DynamicLossScale, got {scale!r}."
+                    f"Precision.loss_scale must be None, a positive number or an ltx.DynamicLossScale, "
+                    f"got {brief(scale)}."
                 )
             object.__setattr__(self, "loss_scale", float(scale))
         if not isinstance(self.keep, tuple) or any(not isinstance(n, int) or n < 0 for n in self.keep):
             raise StrategyError(
-                f"Precision.keep must be a tuple of positions of arguments, such as (1,), got {self.keep!r}."
+                f"Precision.keep must be a tuple of positions of arguments, such as (1,), got {brief(self.keep)}."
             )
 
     def __repr__(self) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from ltx import tree, wire
+from ltx.arguments import checked
 from ltx.collectives import psum
+from ltx.collectives.linear import check_dense, check_sums
 from ltx.collectives.sparse import is_sparse
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.hooks import CommHook
@@ -15,10 +17,11 @@ from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
 from ltx.sync.planning import make_plan
 from ltx.transforms import synchronise
-from ltx.transforms.sync_state import SyncState
+from ltx.transforms.sync_state import SyncState, check_state
 from ltx.typing import Tree
 
 
+@checked("strategy")
 def sync_gradients(
     grads: Tree, strategy: Strategy | None = None, sync_state: SyncState | None = None, *, axis: Any = None
 ) -> tuple[Tree, SyncState | None]:
@@ -57,6 +60,11 @@ def sync_gradients(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         tree.check_tensors(grads, "grads")
+        dense = [x for x in leaves if not is_sparse(x)]
+        check_dense("sync_gradients", dense, dense if len(dense) < len(leaves) else grads)
+        check_sums("sync_gradients", dense, dense if len(dense) < len(leaves) else grads)
+        if sync_state is not None:
+            check_state(sync_state)
     wanted = [i for i, x in enumerate(leaves) if x.is_floating_point() or x.is_complex()]
     sparse = [] if compiling else [i for i in wanted if is_sparse(leaves[i])]
     wanted = [i for i in wanted if i not in sparse]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ltx import axis, tree
+from ltx.arguments import shown
 from ltx.errors import SyncStateError
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
@@ -56,6 +57,14 @@ class SyncState:
     def advanced(self) -> SyncState:
         """The same state with its steps counted in the structure, as ltx's own transformations return it."""
         return replace(self, step=self.step + 1, clock=torch.zeros_like(self.clock))
+
+
+def check_state(state: Any) -> None:
+    """Raise unless `state` is a communication state."""
+    if not isinstance(state, SyncState):
+        raise SyncStateError(
+            f"sync_state must be what step.init(params) or the last step gave, a SyncState, got {shown(state)}."
+        )
 
 
 def unwrapped(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ltx import collectives, hooks, tree, wire
+from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import StepError, TreeError, UnsupportedError
 from ltx.optim import Optimizer, grad_norm
@@ -61,7 +62,7 @@ class TrainStep:
             buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
                 buffers)``, or ``(loss, buffers, aux)`` with `has_aux`.
         """
-        tree.check_tensors(params, "params")
+        tree.check_dense(tree.flatten(params)[0], params, "params")
         for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 raise TreeError(
@@ -444,6 +445,7 @@ class TrainStep:
         return replace(state, opt_state=opt_state, kinds=replace(state.kinds, opt_state="replicated"))
 
 
+@checked("donate", "has_aux")
 def train_step(
     step: DataParallel,
     optimizer: Optimizer,

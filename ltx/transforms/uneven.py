@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import collectives, tree, wire
+from ltx.arguments import brief, checked
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import AxisError, DataError, InputError, UnsupportedError
 from ltx.typing import Tree
@@ -22,6 +23,7 @@ from ltx.typing import Tree
 _DONE, _HAS_DATA, _FAILED = 0, 1, 2
 
 
+@checked("iterable")
 def uneven(
     iterable: Iterable[Any], axis: Any = None, *, divisor: Literal["data", "all"] = "data"
 ) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -86,7 +88,7 @@ def uneven(
     `divisor`.
     """
     if divisor not in ("data", "all"):
-        raise InputError(f'uneven: divisor must be "data" or "all", got {divisor!r}.')
+        raise InputError(f'uneven: divisor must be "data" or "all", got {brief(divisor)}.')
     found = wire.resolve(axis)
     if isinstance(found.backing, VmapBacking):
         raise AxisError(

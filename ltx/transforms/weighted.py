@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ltx.arguments import brief, is_number
 from ltx.errors import StepError
 
 
@@ -44,9 +45,15 @@ class Weighted(NamedTuple):
         """Total and weight as 0-dim tensors of one dtype and device; the weight without gradient."""
         total = self.total
         if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
-            got = f"shape {list(total.shape)}, {total.dtype}" if isinstance(total, torch.Tensor) else repr(total)
+            got = f"shape {list(total.shape)}, {total.dtype}" if isinstance(total, torch.Tensor) else brief(total)
             raise StepError(f"Weighted.total must be a 0-dim floating tensor, got {got}. Sum it.")
-        weight = torch.as_tensor(self.weight, device=total.device)
+        if not isinstance(self.weight, torch.Tensor) and not is_number(self.weight):
+            raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
+        if isinstance(self.weight, torch.Tensor) and self.weight.is_meta and not total.is_meta:
+            raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
+        weight = torch.as_tensor(
+            self.weight if isinstance(self.weight, torch.Tensor) else float(self.weight), device=total.device
+        )
         if weight.ndim != 0:
             raise StepError(f"Weighted.weight must be 0-dim, got shape {list(weight.shape)}. Sum it.")
         return total, weight.to(total.dtype).detach()

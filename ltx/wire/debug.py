@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ltx.arguments import checked
 from ltx.axis import GroupBacking, axes_in_scope
 from ltx.errors import CollectiveTimeoutError, LtxError, RankMismatchError
 from ltx.wire.signature import Agreement, Post, Signature, list_calls, mismatch
@@ -149,6 +150,7 @@ class Checks:
 under_way: list[Checks] = []
 
 
+@checked("same_lines")
 @contextmanager
 def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
     """Compare every call with all ranks before it is issued, and replicas at every step. For finding faults: slow.

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ltx.arguments import checked
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -132,6 +134,7 @@ class Trace:
 _recording: list[Trace] = []
 
 
+@checked("profiler")
 @contextmanager
 def record(*, profiler: bool = False) -> Iterator[Trace]:
     """Record every issue on the wire of this process, and when its steps computed.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
+from ltx.arguments import brief
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import AxisError
 from ltx.wire.line import Line
@@ -51,6 +52,9 @@ def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
     Raises:
         AxisError: this process isn't a member.
     """
+    if not isinstance(group, (dist.ProcessGroup, int)) or not isinstance(name, str):
+        said = f"{brief(group)} and {brief(name)}"
+        raise AxisError(f"axis_from_group takes a torch.distributed process group and a name, got {said}.")
     return open_axis(name, group)
 
 
@@ -96,7 +100,7 @@ def resolve(axis: Any) -> Axis:
     if axis is None:
         return axes.find(axis)
     if isinstance(axis, Axis):
-        return axis
+        return axes.check_open(axis)
     if isinstance(axis, DeviceMesh):
         if axis.ndim != 1:
             raise AxisError(
@@ -107,7 +111,8 @@ def resolve(axis: Any) -> Axis:
     if isinstance(axis, dist.ProcessGroup):
         known = _lines.get(axis)
         return known if known is not None else open_axis(axis.group_name, axis)
-    if axis == dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to those who aren't in a new group
+    if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
+        # What torch gives to those who aren't in a new group.
         raise AxisError(_outsider())
     raise AxisError(
         f"an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got {type(axis).__name__}."

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ltx.arguments import checked
 from ltx.errors import InputError, UnsupportedError
 from ltx.wire.ledger import Event, Span, Trace
 
@@ -134,6 +135,7 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
+@checked("traces")
 def timeline(traces: Iterable[Trace]) -> Timeline:
     """The recordings of several ranks on one time axis: ``.plot()`` draws them, ``.save(path)`` writes a file.
 

@@ -1,0 +1,187 @@
+"""Arguments that aren't what a signature says: found before anything is done with them, and named.
+
+Arguments of public functions are named with :func:`checked`, and their annotations are the check: what these say of an
+argument is what an error says of it. Trees aren't looked into here (:mod:`ltx.tree` does that), and ranges are the
+function's own.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import itertools
+import numbers
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Literal, ParamSpec, TypeVar, Union, cast
+
+import torch
+
+from ltx.errors import ArgumentError, LtxError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Test = Callable[[Any], bool]
+
+
+def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a function that raises :class:`ltx.errors.ArgumentError` for what the annotations of `names` don't allow.
+
+    A whole number is an int that isn't a bool, of NumPy's too; a number is real. Other arguments the function checks
+    itself. Graphs that are compiled hold no checks.
+
+    >>> @checked("count")
+    ... def first(items: list, count: int = 1) -> list:
+    ...     return items[:count]
+    >>> first([1, 2], count="2")
+    Traceback (most recent call last):
+        ...
+    ltx.errors.ArgumentError: first: count must be int, got '2' of type str.
+    """
+
+    def mark(fn: Callable[P, R]) -> Callable[P, R]:
+        inner = inspect.unwrap(fn)
+
+        @functools.cache
+        def tests() -> tuple[list[str], dict[str, tuple[Test, Any]]]:
+            """The arguments by position, and what `names` must be. Annotations may name what is defined later."""
+            parameters = inspect.signature(inner).parameters
+            places = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            annotations = {name: parameters[name].annotation for name in names}
+            found = {name: (_test_of(wanted, inner.__globals__), wanted) for name, wanted in annotations.items()}
+            return places, {name: (test, wanted) for name, (test, wanted) in found.items() if test is not None}
+
+        @functools.wraps(fn)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch.compiler.is_compiling():
+                places, wanted = tests()
+                for name, value in itertools.chain(zip(places, args, strict=False), kwargs.items()):
+                    if name in wanted and not wanted[name][0](value):
+                        raise ArgumentError(f"{inner.__name__}: {_says(name, wanted[name][1], value)}")
+            return fn(*args, **kwargs)
+
+        return wrapped
+
+    return mark
+
+
+def check_fields(value: Any, error: type[LtxError], *names: str) -> None:
+    """Raise `error` unless the fields `names` of a dataclass, or all, hold what their annotations allow."""
+    if torch.compiler.is_compiling():
+        return
+    cls = type(value)
+    for name, (test, annotation) in _field_tests(cast(Any, cls)).items():
+        if (not names or name in names) and not test(found := getattr(value, name)):
+            raise error(f"{cls.__name__}.{_says(name, annotation, found)}")
+
+
+@functools.lru_cache(maxsize=256)
+def _field_tests(cls: Any) -> dict[str, tuple[Test, Any]]:
+    found = {}
+    for field in fields(cls):
+        owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+        test = _test_of(field.type, vars(inspect.getmodule(owner) or types))
+        if field.init and test is not None:
+            found[field.name] = test, field.type
+    return found
+
+
+def _says(name: str, annotation: Any, value: Any) -> str:
+    wanted = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    wanted = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), wanted)
+    return f"{name} must be {wanted.replace(' | ', ' or ')}, got {shown(value)}."
+
+
+def shown(value: Any) -> str:
+    """A value and its type.
+
+    >>> shown(["a"])
+    "['a'] of type list"
+    """
+    return f"{brief(value)} of type {type(value).__name__}"
+
+
+def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
+    """The ``repr`` of a value where it has one that fits into a message: not of a list that holds itself, say.
+
+    >>> brief("a"), brief(range(3))
+    ("'a'", 'range(0, 3)')
+    """
+    try:
+        text = how(value)
+    except Exception:  # an object of the caller's that can't be shown, or a list of lists of lists ...
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-100:]}"
+
+
+def _test_of(annotation: Any, names: dict[str, Any]) -> Test | None:
+    """What tells values of an annotation from others; None where it allows everything, or can't be told."""
+    if annotation is inspect.Parameter.empty:
+        return None
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, names)
+        except NameError:  # a name for type checkers alone
+            return None
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        found = [_test_of(part, names) for part in arguments]
+        alternatives = [test for test in found if test is not None]
+        return None if len(alternatives) < len(found) else lambda x: any(test(x) for test in alternatives)
+    if origin is Literal:
+        return lambda x: isinstance(x, str) and x in arguments
+    if origin is type:
+        return lambda x: isinstance(x, type)
+    if origin is collections.abc.Callable or annotation is collections.abc.Callable:
+        return callable
+    if origin is not None and isinstance(origin, type):
+        return _items_test(origin, arguments, names)
+    if annotation in _TESTS:
+        return _TESTS[annotation]
+    return (lambda x: isinstance(x, annotation)) if isinstance(annotation, type) else None
+
+
+def _items_test(origin: Any, arguments: tuple[Any, ...], names: dict[str, Any]) -> Test:
+    item = _test_of(arguments[0], names) if issubclass(origin, collections.abc.Sequence) else None
+    if item is None and origin is collections.abc.Iterable:
+        return lambda x: isinstance(x, origin) and not (isinstance(x, torch.Tensor) and x.ndim == 0)
+    if item is None:
+        return lambda x: isinstance(x, origin) and not isinstance(x, str | bytes)
+    length = len(arguments) if origin is tuple and arguments[-1] is not ... else None
+    return lambda x: (
+        isinstance(x, origin)
+        and not isinstance(x, str | bytes)
+        and (length is None or len(x) == length)
+        and all(item(entry) for entry in x)
+    )
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"))
+
+
+def is_whole(x: Any) -> bool:
+    """Whether it is an int and no bool; NumPy's and symbolic ones are ints too."""
+    return type(x) is int or (isinstance(x, numbers.Integral | torch.SymInt) and not isinstance(x, bool))
+
+
+def is_number(x: Any) -> bool:
+    """Whether it is a real number, and no bool."""
+    if isinstance(x, torch.SymInt | torch.SymFloat):
+        return True
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+_TESTS: dict[Any, Test | None] = {
+    Any: None,
+    object: None,
+    None: lambda x: x is None,
+    type(None): lambda x: x is None,
+    bool: _is_bool,
+    int: is_whole,
+    float: is_number,
+}

@@ -1,0 +1,448 @@
+"""One good call of every public function and class, whose arguments the tests of bad input replace one by one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import checkpoint, hooks, nn, optim
+
+
+@dataclass
+class Call:
+    """A call that works. What it gives back is used as far as `then` says: entered, iterated, called."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    then: Callable[[Any], Any] = lambda result: result
+    #: Arguments that are the caller's own, of any type at all.
+    free: tuple[int | str, ...] = ()
+
+    def places(self) -> list[int | str]:
+        """What can be replaced."""
+        return [place for place in (*range(len(self.args)), *self.kwargs) if place not in self.free]
+
+    def run(self, replaced: Mapping[int | str, Any] = MappingProxyType({})) -> Any:
+        """The call, with some arguments replaced."""
+        args = [replaced.get(place, arg) for place, arg in enumerate(self.args)]
+        kwargs = {name: replaced.get(name, arg) for name, arg in self.kwargs.items()}
+        return self.then(self.fn(*args, **kwargs))
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    """A step."""
+    return (x @ params["w"] + params["b"]).square().mean()
+
+
+def params() -> dict[str, Tensor]:
+    """Its parameters."""
+    return {"w": torch.ones(3, 2), "b": torch.zeros(2)}
+
+
+def batch() -> Tensor:
+    """Its batch."""
+    return torch.ones(4, 3)
+
+
+def grads_fn(params: Any, x: Tensor) -> Any:
+    """A step's gradients, for returns="grads"."""
+    return torch.func.grad(loss)(params, x)
+
+
+def trained() -> tuple[Any, ltx.TrainState]:
+    """A training step and its state."""
+    step = ltx.train_step(ltx.data_parallel(loss), optim.from_torch(torch.optim.AdamW, lr=0.1), donate=False)
+    return step, step.init(params())
+
+
+def _entered(context: AbstractContextManager[Any]) -> Any:
+    with context as entered:
+        return entered
+
+
+def _first(iterator: Iterator[Any]) -> Any:
+    return next(iter(iterator), None)
+
+
+def _stepped(step: Any) -> Any:
+    return step(params(), batch())
+
+
+def _differentiated(step: Any) -> Any:
+    return ltx.grad(step)(params(), batch())
+
+
+def _reduced(hook: Any) -> Any:
+    """The gradients of a step that the hook reduces, and on two simulated ranks."""
+    strategy = ltx.DDPStrategy(comm_hook=hook)
+    step = ltx.data_parallel(loss, strategy)
+    state = step.init(params())
+    return ltx.vmap(lambda x: ltx.sync_gradients({"w": x}, strategy, step.init({"w": x}))[0])(torch.ones(2, 5)), state
+
+
+def _optimized(optimizer: Any) -> Any:
+    state = optimizer.init(params())
+    return optimizer.apply(params(), state, params())
+
+
+def _uses(result: Any) -> Any:
+    return repr(result)
+
+
+T = torch.ones(4, 4)
+
+
+def calls(folder: Path) -> dict[str, list[Call]]:
+    """All of them, by public name; `folder` is for checkpoints."""
+    step, state = trained()
+    ddp = ltx.DDPStrategy()
+    dp = ltx.data_parallel(loss)
+    checkpoint.save(folder, state, data={"seen": 1})
+    exact = hooks.AllReduce()
+    lossy = hooks.TopK(0.5)
+    adam = optim.from_torch(torch.optim.AdamW, lr=0.1)
+    network: dict[str, Any] = {"world": 4, "bandwidth": 1e9, "latency": 1e-5, "compute_s": 0.1}
+    common: dict[str, Any] = {
+        "bucket_bytes": 1 << 20,
+        "first_bucket_bytes": 1 << 20,
+        "process_group_backend": None,
+        "timeout": timedelta(seconds=60),
+    }
+    with ltx.record() as trace:
+        ltx.psum(T)
+    found: dict[str, list[Call]] = {
+        # --- axes
+        "ltx.Axis": [Call(ltx.Axis, ("data", 1, None), {}, lambda axis: ltx.psum(T, axis))],
+        "ltx.vmap": [
+            Call(
+                ltx.vmap,
+                (lambda x: ltx.psum(x),),
+                {"axis_name": "data", "axis_size": 4, "in_dims": 0, "out_dims": 0, "randomness": "different"},
+                lambda mapped: mapped(T),
+            ),
+            Call(ltx.vmap(lambda x: ltx.psum(x)), (T,)),
+        ],
+        "ltx.axis_index": [Call(ltx.axis_index, ("data",))],
+        "ltx.axis_size": [Call(ltx.axis_size, ("data",))],
+        "ltx.axis_from_group": [],  # what isn't a group is refused in test_processes.py, where there are groups
+        # --- collectives
+        **{
+            f"ltx.{name}": [Call(getattr(ltx, name), (T,), {"axis": "data"})]
+            for name in ("psum", "pmean", "pmax", "pmin", "pvary", "adasum", "gather_all_tensors")
+        },
+        "ltx.AllGatherGrad": [Call(ltx.AllGatherGrad.apply, (T,), {"group": None})],
+        "ltx.all_gather": [
+            Call(
+                ltx.all_gather,
+                (T, "data"),
+                {"dim": 0, "tiled": True, "sync_grads": True, "splits": None, "grad_scale": "sum"},
+            ),
+            Call(ltx.all_gather, (T,), {"dim": 0, "tiled": False}),
+        ],
+        "ltx.psum_scatter": [
+            Call(ltx.psum_scatter, (T, "data"), {"dim": 0, "tiled": True, "splits": None, "grad_scale": "sum"})
+        ],
+        "ltx.all_to_all": [Call(ltx.all_to_all, (T, 0, 1, "data"), {"splits": None})],
+        "ltx.ppermute": [Call(ltx.ppermute, (T, [(0, 0)], "data"))],
+        "ltx.broadcast": [Call(ltx.broadcast, (T, 0, "data"), {"grad_scale": "sum"})],
+        "ltx.weighted_mean": [Call(ltx.weighted_mean, (T, 2.0, "data"))],
+        "ltx.reduce": [Call(ltx.reduce, (T, "mean", "data", False)), Call(ltx.reduce, (T.long(), "bor"))],
+        "ltx.reduce_boolean_decision": [Call(ltx.reduce_boolean_decision, (True, True, "data"))],
+        "ltx.broadcast_object": [Call(ltx.broadcast_object, ({}, 0, "data"), free=(0,))],
+        "ltx.all_gather_object": [Call(ltx.all_gather_object, ({}, "data"), free=(0,))],
+        "ltx.barrier": [Call(ltx.barrier, ("here", "data"))],
+        "ltx.rank_seed": [Call(ltx.rank_seed, (3, "data"))],
+        "ltx.shard": [Call(ltx.shard, (T, "data", 0))],
+        # --- world and running
+        "ltx.init": [
+            Call(
+                ltx.init,
+                (ddp,),
+                {
+                    "backend": None,
+                    "timeout": timedelta(seconds=60),
+                    "mesh": None,
+                    "heartbeat_timeout": timedelta(seconds=10),
+                    "rank": None,
+                    "size": None,
+                    "master": None,
+                },
+                lambda world: ltx.shutdown(),
+            )
+        ],
+        "ltx.shutdown": [Call(ltx.shutdown)],
+        "ltx.world": [Call(ltx.world)],
+        "ltx.World": [Call(ltx.World, (0, 1, 0, 0, 1, torch.device("cpu"), "none", "none"))],
+        "ltx.to_device": [Call(ltx.to_device, ({"x": T},))],
+        "ltx.launch": [],  # starts processes; refused in test_processes.py
+        "ltx.Pool": [],
+        "ltx.PerRank": [Call(ltx.PerRank, ([T, T],), {}, lambda values: values.stack())],
+        "ltx.progress": [Call(ltx.progress, ([1, 2],), {"total": 2, "label": "epoch"}, _first)],
+        "ltx.show": [Call(ltx.show, ("text",), {"rank": 0}, free=(0,))],
+        # --- strategies
+        "ltx.Strategy": [Call(ltx.Strategy, (), {**common})],
+        "ltx.DDPStrategy": [
+            Call(
+                ltx.DDPStrategy,
+                (),
+                {
+                    **common,
+                    "comm_hook": "fp16",
+                    "comm_wrapper": None,
+                    "model_averaging_period": None,
+                    "start_local_sgd_step": None,
+                    "start_method": "popen",
+                },
+            ),
+            Call(ltx.DDPStrategy, (), {"model_averaging_period": 2, "start_local_sgd_step": 3}),
+        ],
+        "ltx.HorovodStrategy": [
+            Call(
+                ltx.HorovodStrategy,
+                (),
+                {
+                    **common,
+                    "compression": "none",
+                    "op": "average",
+                    "backward_passes_per_step": 1,
+                    "gradient_predivide_factor": None,
+                    "groups": None,
+                    "scale_lr": False,
+                },
+            )
+        ],
+        "ltx.BaguaStrategy": [
+            Call(
+                ltx.BaguaStrategy,
+                ("decentralized",),
+                {**common, "hierarchical": False, "peer_selection_mode": "all", "communication_interval": 1},
+            ),
+            Call(ltx.BaguaStrategy, ("async",), {"warmup_steps": 1, "sync_interval_ms": 100, "schedule": None}),
+            Call(
+                ltx.BaguaStrategy, ("gradient_allreduce",), {"hierarchical": False, "node_size": None, "flatten": True}
+            ),
+        ],
+        "ltx.LocalSGDStrategy": [Call(ltx.LocalSGDStrategy, (4, 0, None, "allreduce"), {**common})],
+        "ltx.DiLoCoStrategy": [Call(ltx.DiLoCoStrategy, (4, 0.7, 0.9, "allreduce", 1), {**common})],
+        "ltx.ZeroStrategy": [Call(ltx.ZeroStrategy, (), {**common})],
+        # --- transformations
+        "ltx.DataParallel": [Call(ltx.DataParallel, (loss, ddp, 0), {}, _stepped)],
+        "ltx.data_parallel": [
+            Call(
+                ltx.data_parallel,
+                (loss, ddp),
+                {"argnums": 0, "axis": "data", "outputs": "local", "returns": "value"},
+                _differentiated,
+            ),
+            Call(ltx.data_parallel, (grads_fn,), {"returns": "grads", "axis": None}, _stepped),
+            Call(dp, (params(), batch()), free=(1,)),
+            Call(dp.init, (params(),)),
+        ],
+        "ltx.Metrics": [Call(ltx.Metrics, (torch.tensor(1.0), None, None, None, None), free=(0, 1))],
+        "ltx.Synced": [Call(ltx.Synced, (params(), dp.init(params())), {}, lambda s: dp(s, batch()))],
+        "ltx.SyncState": [Call(lambda value: dp(ltx.Synced(params(), value), batch()), (dp.init(params()),))],
+        "ltx.TrainState": [Call(step, (state, batch()), free=(1,)), Call(ltx.check_replicas, (state,))],
+        "ltx.Weighted": [
+            Call(lambda t, w: ltx.data_parallel(lambda p, x: ltx.Weighted(t, w))(params(), batch()), (T.sum(), 4.0))
+        ],
+        "ltx.accumulate": [Call(ltx.accumulate, (dp, 2), {"carry": None}, _stepped)],
+        "ltx.block_backward_sync": [Call(ltx.block_backward_sync, (dp,), {}, _differentiated)],
+        "ltx.check_replicas": [Call(ltx.check_replicas, (params(), "data"))],
+        "ltx.grad": [Call(ltx.grad, (dp,), {"argnums": 0, "has_aux": False}, _stepped)],
+        "ltx.grad_and_value": [
+            Call(ltx.grad_and_value, (dp,), {"argnums": 0, "has_aux": False}, _stepped),
+            Call(lambda p, s: ltx.grad_and_value(dp)(p, batch(), sync_state=s), (params(), dp.init(params()))),
+        ],
+        "ltx.sync_gradients": [Call(ltx.sync_gradients, (params(), ddp, None), {"axis": "data"})],
+        "ltx.train_step": [
+            Call(
+                ltx.train_step,
+                (dp, adam),
+                {"donate": False, "guard": "off", "overlap": "backward", "has_aux": False, "check_every": None},
+                lambda made: made(made.init(params()), batch()),
+            ),
+            Call(step.init, (params(), None)),
+        ],
+        "ltx.uneven": [Call(ltx.uneven, ([T], "data"), {"divisor": "data"}, _first)],
+        "ltx.mixed_precision": [Call(ltx.mixed_precision, (dp, ltx.Precision()), {}, _stepped)],
+        "ltx.Precision": [
+            Call(
+                ltx.Precision,
+                (),
+                {
+                    "compute": torch.bfloat16,
+                    "reduce": None,
+                    "output": torch.float32,
+                    "loss_scale": None,
+                    "keep": (),
+                },
+                lambda precision: _stepped(ltx.mixed_precision(dp, precision)),
+            )
+        ],
+        "ltx.DynamicLossScale": [
+            Call(ltx.DynamicLossScale, (), {"init": 8.0, "growth": 2.0, "backoff": 0.5, "growth_interval": 10})
+        ],
+        # --- planning
+        "ltx.explain": [Call(ltx.explain, (dp, params(), batch()), {"world": 4, "sync_step": 0}, _uses, free=(2,))],
+        "ltx.Explanation": [],  # results, which nobody makes by hand
+        "ltx.Cost": [],
+        "ltx.plan": [
+            Call(
+                ltx.plan,
+                (ddp, params()),
+                {**network, "optimizer": adam, "steps": range(2), "codec_s": None, "send_s": None},
+                _uses,
+            )
+        ],
+        "ltx.recommend": [Call(ltx.recommend, (params(),), {**network, "send_s": None}, _uses)],
+        # --- the wire
+        "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
+        "ltx.record": [Call(ltx.record, (), {"profiler": False}, _entered)],
+        "ltx.timeline": [Call(ltx.timeline, ([trace],), {}, _uses)],
+        "ltx.Timeline": [],
+        "ltx.load_ipython_extension": [],  # called by IPython, with itself
+        # --- hooks
+        "ltx.hooks.Adasum": [Call(hooks.Adasum, (torch.float32,), {}, _reduced)],
+        "ltx.hooks.After": [Call(hooks.After, (2, lossy, exact), {}, _reduced)],
+        "ltx.hooks.Chain": [Call(hooks.Chain, (hooks.FP16(), exact), {"error_feedback": False}, _reduced)],
+        "ltx.hooks.after": [Call(hooks.after, (2, lossy), {"first": exact}, _reduced)],
+        "ltx.hooks.chain": [Call(hooks.chain, (hooks.FP16(), exact), {}, _reduced)],
+        "ltx.hooks.cast": [Call(hooks.cast, (exact, torch.float16), {}, _reduced)],
+        "ltx.hooks.error_feedback": [Call(hooks.error_feedback, (hooks.FP16(),), {}, _reduced)],
+        **{
+            f"ltx.hooks.{name}": [Call(getattr(hooks, name), (), {"error_feedback": False}, _reduced)]
+            for name in ("BF16", "FP16", "ByteGrad")
+        },
+        **{
+            f"ltx.hooks.{name}": [Call(lambda hook: _reduced(hook), (getattr(hooks, name)(),))]
+            for name in ("AllReduce", "Noop")
+        },
+        **{
+            f"ltx.hooks.{name}": []  # to be derived from, or made by ltx
+            for name in ("CommHook", "LossyHook", "ScatteredHook", "Ask", "Share", "FromTorch", "ToTorch")
+        },
+        "ltx.hooks.OneBit": [Call(hooks.OneBit, (512,), {"error_feedback": True}, _reduced)],
+        "ltx.hooks.QSGD": [Call(hooks.QSGD, (127, 512, 0), {"error_feedback": False}, _reduced)],
+        "ltx.hooks.Quantize": [Call(hooks.Quantize, ("channel", 512), {"error_feedback": False}, _reduced)],
+        "ltx.hooks.RandomK": [Call(hooks.RandomK, (0.5, 0), {"error_feedback": True}, _reduced)],
+        "ltx.hooks.TopK": [Call(hooks.TopK, (0.5,), {"error_feedback": True}, _reduced)],
+        "ltx.hooks.PowerSGD": [
+            Call(hooks.PowerSGD, (1, 0, True, 0, 2.0), {"error_feedback": True}, _reduced),
+        ],
+        "ltx.hooks.BatchedPowerSGD": [Call(hooks.BatchedPowerSGD, (1, 0, 0), {"error_feedback": True}, _reduced)],
+        "ltx.hooks.from_torch": [Call(hooks.from_torch, (lambda state, bucket: None, None), free=(1,))],
+        "ltx.hooks.to_torch": [Call(hooks.to_torch, (exact, None))],
+        # --- optimizers
+        "ltx.optim.Optimizer": [],
+        "ltx.optim.ClipState": [],
+        "ltx.optim.TorchState": [],
+        "ltx.optim.apply_updates": [Call(optim.apply_updates, (params(), params()), {"donate": False})],
+        "ltx.optim.chain": [Call(optim.chain, (optim.clip_by_global_norm(1.0), adam), {}, _optimized)],
+        "ltx.optim.clip_by_global_norm": [
+            Call(optim.clip_by_global_norm, (1.0,), {"axis": None, "eps": 1e-6}, _optimized)
+        ],
+        "ltx.optim.from_functions": [
+            Call(
+                optim.from_functions,
+                (lambda params: (), lambda grads, state, params: (grads, state)),
+                {"elementwise": True},
+                _optimized,
+            )
+        ],
+        "ltx.optim.from_torch": [
+            Call(optim.from_torch, (torch.optim.AdamW,), {"lr": 0.1, "weight_decay": 0.0}, _optimized),
+            Call(adam.init, (params(),)),
+            Call(adam.update, (params(), adam.init(params()), params()), {"donate": False}),
+            Call(adam.apply, (params(), adam.init(params()), params()), {"donate": False}),
+        ],
+        "ltx.optim.grad_norm": [Call(optim.grad_norm, (optim.clip_by_global_norm(1.0).init(params()),))],
+        "ltx.optim.identity": [Call(optim.identity, (), {}, _optimized)],
+        "ltx.optim.qadam": [
+            Call(
+                optim.qadam,
+                (0.1,),
+                {"warmup_steps": 2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "bagua_exact": False},
+                _optimized,
+            )
+        ],
+        # --- layers
+        "ltx.nn.SyncBatchNorm": [
+            Call(
+                nn.SyncBatchNorm,
+                (4, 1e-5, 0.1, True, True),
+                {"bias": True},
+                lambda layer: layer(T),
+            ),
+            Call(nn.SyncBatchNorm(4), (T,)),
+        ],
+        "ltx.nn.convert_sync_batch_norm": [Call(nn.convert_sync_batch_norm, (torch.nn.BatchNorm1d(4), "data"))],
+        "ltx.nn.sync_batch_norm": [
+            Call(
+                nn.sync_batch_norm,
+                (T, torch.zeros(4), torch.ones(4), torch.ones(4), torch.zeros(4)),
+                {"training": True, "momentum": 0.1, "eps": 1e-5, "axis": "data"},
+            )
+        ],
+        # --- checkpoints
+        "ltx.checkpoint.latest": [Call(checkpoint.latest, (folder,))],
+        "ltx.checkpoint.load": [
+            Call(
+                checkpoint.load,
+                (folder, state),
+                {"step": None, "data": "own", "rng": False, "per_rank": "refuse", "axis": "data"},
+            )
+        ],
+        "ltx.checkpoint.save": [
+            Call(
+                checkpoint.save,
+                (folder, state),
+                {"data": None, "rng": True, "keep": None, "axis": "data"},
+                free=("data",),
+            )
+        ],
+        "ltx.checkpoint.save_async": [
+            Call(
+                checkpoint.save_async,
+                (folder, state),
+                {"data": None, "rng": True, "keep": None, "axis": "data"},
+                lambda saving: saving.result(),
+                free=("data",),
+            )
+        ],
+        "ltx.checkpoint.preemption": [
+            Call(
+                checkpoint.preemption,
+                (),
+                {"signals": (signal.SIGTERM,), "every": 1, "axis": "data"},
+                _entered,
+            )
+        ],
+        "ltx.checkpoint.Preemption": [],
+        "ltx.checkpoint.Restored": [],
+        "ltx.checkpoint.Saving": [],
+    }
+    return found
+
+
+def public_names() -> set[str]:
+    """Every function and class of the public modules."""
+    modules: tuple[ModuleType, ...] = (ltx, hooks, optim, nn, checkpoint)
+    return {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name in dir(module)
+        if not name.startswith("_")
+        and callable(found := getattr(module, name))
+        and getattr(found, "__module__", "").startswith("ltx")
+    }
