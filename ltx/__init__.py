@@ -103,6 +103,10 @@ if TYPE_CHECKING:
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
 
+    # --- running on after a loss of ranks
+    from ltx.runtime.elastic import elastic as elastic
+    from ltx.transforms.data_position import DataPosition as DataPosition
+
     # --- transformations
     from ltx.transforms.mixed_precision import mixed_precision as mixed_precision
     from ltx.transforms.plan import Cost as Cost
@@ -123,6 +127,8 @@ _LATER = {
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
     "ZeroStrategy": "ltx.strategies.zero",
+    "elastic": "ltx.runtime.elastic",
+    "DataPosition": "ltx.transforms.data_position",
     "mixed_precision": "ltx.transforms.mixed_precision",
     "DynamicLossScale": "ltx.transforms.precision",
     "Precision": "ltx.transforms.precision",

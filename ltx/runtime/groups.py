@@ -56,6 +56,21 @@ def meet_as(count: int) -> None:
     _meetings.count = count - 1
 
 
+def worlds_so_far() -> int:
+    """How many worlds this process has been in: equal on all ranks of one."""
+    return _meetings.count
+
+
+def store_of(placement: Placement) -> Store | None:
+    """The store through which the world at `placement` met; None if it met by other means."""
+    return _meetings.stores.get(placement)
+
+
+def meet_in(store: Store, placement: Placement) -> None:
+    """Have the world at `placement` meet through `store`, which is there already."""
+    _meetings.stores[placement] = store
+
+
 def adopted_world(placement: Placement, backend: str | None, told: bool) -> World:
     """The world of a process group that the user has initialised; the environment may know more than the group.
 
