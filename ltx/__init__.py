@@ -92,20 +92,20 @@ if TYPE_CHECKING:
     # --- submodules
     from ltx import checkpoint as checkpoint
 
+    # --- running on after a loss of ranks
+    from ltx.runtime.elastic import elastic as elastic
+
     # --- strategies
     from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
     from ltx.strategies.horovod import HorovodStrategy as HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from ltx.strategies.zero import ZeroStrategy as ZeroStrategy
+    from ltx.transforms.data_position import DataPosition as DataPosition
 
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
     from ltx.transforms.explain import explain as explain
-
-    # --- running on after a loss of ranks
-    from ltx.runtime.elastic import elastic as elastic
-    from ltx.transforms.data_position import DataPosition as DataPosition
 
     # --- transformations
     from ltx.transforms.mixed_precision import mixed_precision as mixed_precision

@@ -29,7 +29,9 @@ class Ranks:
     Where they meet is held by this process, as a launcher does, or with ``held_by="rank 0"`` by rank 0.
     """
 
-    def __init__(self, size: int, body: Body, held_by: str = "launcher", sockets: bool = False):
+    def __init__(
+        self, size: int, body: Body, held_by: str = "launcher", sockets: bool = False, heartbeat_s: float = 2.0
+    ):
         context = get_context("fork")
         port = _free_port()
         self.holder: Any = None
@@ -52,7 +54,7 @@ class Ranks:
                 **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if held_by == "launcher" else {}),
             }
             mine, its = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(body, its, environment))
+            process = context.Process(target=_rank, args=(body, its, environment, heartbeat_s))
             process.start()
             its.close()
             self.lines.append(mine)
@@ -75,14 +77,14 @@ class Ranks:
             self.to_holder.close()
 
 
-def _rank(body: Body, line: Connection, environment: dict[str, str]) -> None:
+def _rank(body: Body, line: Connection, environment: dict[str, str], heartbeat_s: float) -> None:
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "LTX_"))]:
         del os.environ[name]
     os.environ.update(environment)
     torch.set_num_threads(1)
     forget()
     try:
-        with ltx.init(timeout=timedelta(seconds=20), heartbeat_timeout=timedelta(seconds=2)):
+        with ltx.init(timeout=timedelta(seconds=20), heartbeat_timeout=timedelta(seconds=heartbeat_s)):
             line.send(body(line.send))
     except Exception as error:
         line.send(f"{type(error).__name__}: {error}")
