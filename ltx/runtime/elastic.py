@@ -38,6 +38,7 @@ LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaD
 _PATIENCE = 3
 
 Batch = Callable[[Any], Any]
+_Told = tuple[int, str, DataPosition]  # steps done, fingerprint of the state, position
 
 
 def elastic(
@@ -62,12 +63,13 @@ def elastic(
     `on_reset`, take the state of the last step that some rank has done whole, and go on from there with the samples
     that come next. Since a step takes the same samples on any number of ranks (:class:`ltx.DataPosition`), none is
     lost or comes twice in an epoch, and neither the number of steps nor the learning rate changes. A stopped process
-    counts as lost; should it go on later, it is told that the others have gone on without it.
+    counts as lost; should it go on later, it is told that the others have gone on without it. Local ranks stay as they
+    were, for they say which device is whose.
 
     They meet in the store of the first meeting. It is held by the launcher under torchrun and ``ltx run``, else by
     rank 0's process: without that one the others can't go on, and say so. ``ltx run`` and torchrun end all ranks
-    when one of them dies, and start them anew with ``--max-restarts``; then, as after any other new start, training goes
-    on from the last snapshot under `snapshots` that is whole, instead of from `state` and `position`.
+    when one of them dies, and start them anew with ``--max-restarts``; then, as after any other new start, training
+    goes on from the last snapshot under `snapshots` that is whole, instead of from `state` and `position`.
 
     Args:
         train: a train step with ``overlap="backward"`` (others don't commit whole), on the world's own axis.
@@ -168,12 +170,16 @@ class _Run:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"elastic: expected {name} to be an integer of at least 1, got {value!r}.")
+        if not isinstance(self.meeting_timeout, timedelta) or self.meeting_timeout <= timedelta(0):
+            raise InputError(
+                f"elastic: expected meeting_timeout to be a positive datetime.timedelta, got {self.meeting_timeout!r}."
+            )
         if self.min_ranks > world.size:
             raise InputError(f"elastic: min_ranks={self.min_ranks}, and there are {world.size} ranks.")
         if self.train.overlap != "backward":
             raise UnsupportedError(
-                f"elastic: the train step has overlap={self.train.overlap!r}, which doesn't commit a step whole: a loss "
-                'in the middle would leave a torn state. Make it with overlap="backward".'
+                f"elastic: the train step has overlap={self.train.overlap!r}, which doesn't commit a step whole: a "
+                'loss in the middle would leave a torn state. Make it with overlap="backward".'
             )
         axis = self._axis
         if axis is not None and not isinstance(axis, str):
@@ -237,54 +243,62 @@ class _Run:
         if own := _ones_own(way.at.state):
             loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
             raise loss
-        told: list[Any] | None = None
-        while told is None:
-            meeting, gone = way.next_meeting, _gone(self._axis)
-            way.futile += 1
-            if meeting is None or way.futile > _PATIENCE:
-                raise loss
-            init.abandon(loss)
-            place = meeting.hold(gone, self.meeting_timeout.total_seconds())
-            if place is None:
-                raise PeerLostError(
-                    f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start "
-                    "it again with all of them, from the last snapshot."
-                ) from loss
-            if place.size < self.min_ranks:
-                raise PeerLostError(
-                    f"rank {way.place.rank}: {place.size} of {way.place.size} ranks are left, fewer than "
-                    f"min_ranks={self.min_ranks}."
-                ) from loss
-            told = self._in_new_world(way, place)
-        self._take_over(way, told)
+        while True:
+            place = self._meet(way, loss)
+            try:
+                if self._taken_over(way, self._in_new_world(way, place)):
+                    return
+            except (*LOSSES, WorldError) as another:  # while the new world was made
+                loss = another
+                continue
+            raise ReplicaDivergedError(
+                f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of them "
+                "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
+            ) from loss
 
-    def _in_new_world(self, way: _Way, place: Placement) -> list[Any] | None:
-        """How far each rank of a new world is; None if one is lost meanwhile."""
+    def _meet(self, way: _Way, loss: Exception) -> Placement:
+        """This rank's place among those that are left; raises if it can't go on."""
+        meeting, gone = way.next_meeting, _gone(self._axis)
+        way.futile += 1
+        if meeting is None or way.futile > _PATIENCE:
+            raise loss
+        init.abandon(loss)
+        place = meeting.hold(gone, self.meeting_timeout.total_seconds())
+        if place is None:
+            raise PeerLostError(
+                f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
+                "again with all of them, from the last snapshot."
+            ) from loss
+        if place.size < self.min_ranks:
+            raise PeerLostError(
+                f"rank {way.place.rank}: {place.size} of {way.place.size} ranks are left, fewer than "
+                f"min_ranks={self.min_ranks}."
+            ) from loss
+        return place
+
+    def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
+        """How far each rank of a new world is."""
         store = store_of(way.place)
         assert store is not None
         meet_in(store, place)
         way.place, way.meetings = place, way.meetings + 1
-        try:
-            world = init.reform(way.settings, way.meetings, place)
-            for callback in self.on_reset:
-                callback(world)
-            mine = (way.at.state.step, fingerprint(way.at.state), way.at.position)
-            return list(collectives.all_gather_object(mine, self._axis))
-        except (*LOSSES, WorldError):
-            return None
+        world = init.reform(way.settings, way.meetings, place)
+        for callback in self.on_reset:
+            callback(world)
+        mine = (way.at.state.step, fingerprint(way.at.state), way.at.position)
+        return list(collectives.all_gather_object(mine, self._axis))
 
-    def _take_over(self, way: _Way, told: list[Any]) -> None:
-        """The state of the last whole step on all ranks, which are as far as they `told`."""
+    def _taken_over(self, way: _Way, told: list[_Told]) -> bool:
+        """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
         last = max(step for step, _, _ in told)
         there = [rank for rank, (step, _, _) in enumerate(told) if step == last]
         most, count = Counter(told[rank][1] for rank in there).most_common(1)[0]
-        if 2 * count <= len(there):
-            self._restore(way, diverged=there)
-            return
-        if len({(step, digest) for step, digest, _ in told}) == 1:
-            return
-        src = next(rank for rank in there if told[rank][1] == most)
-        way.at = _At(self.train.broadcast(way.at.state, src), told[src][2])
+        if 2 * count <= len(there):  # nobody knows which is right
+            return self._restore(way)
+        if len({(step, digest) for step, digest, _ in told}) > 1:
+            src = next(rank for rank in there if told[rank][1] == most)
+            way.at = _At(self.train.broadcast(way.at.state, src), told[src][2])
+        return True
 
     def _save(self, at: _At) -> None:
         if self.snapshots is not None:
@@ -292,23 +306,20 @@ class _Run:
 
             checkpoint.save(self.snapshots, at.state, data=asdict(at.position), keep=self.keep, axis=self._axis)
 
-    def _restore(self, way: _Way, diverged: Sequence[int] = ()) -> None:
-        """Go on from the last snapshot, if there is one."""
-        if self.snapshots is not None:
-            from ltx import checkpoint
+    def _restore(self, way: _Way) -> bool:
+        """Go on from the last snapshot. Whether there is one."""
+        if self.snapshots is None:
+            return False
+        from ltx import checkpoint
 
-            # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
-            if collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self._axis):
-                restored = checkpoint.load(self.snapshots, way.at.state, axis=self._axis)
-                saved = DataPosition(**restored.data)
-                _check_same_data(saved, way.at.position)
-                way.at = _At(restored.state, saved)
-                return
-        if diverged:
-            raise ReplicaDivergedError(
-                f"elastic: ranks {', '.join(map(str, diverged))} have done as many steps and have different values, "
-                "none of them most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
-            )
+        # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
+        if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self._axis):
+            return False
+        restored = checkpoint.load(self.snapshots, way.at.state, axis=self._axis)
+        saved = DataPosition(**restored.data)
+        _check_same_data(saved, way.at.position)
+        way.at = _At(restored.state, saved)
+        return True
 
 
 def _ones_own(state: TrainState) -> list[str]:
@@ -329,6 +340,6 @@ def _gone(axis: Any) -> Callable[[], list[int]]:
 def _check_same_data(saved: DataPosition, given: DataPosition) -> None:
     if replace(saved, epoch=0, done=0) != replace(given, epoch=0, done=0):
         raise InputError(
-            f"elastic: the snapshot is of a run over other data or in another order: {saved}, and now {given}. Give the "
-            "position that the run began with, or another directory for snapshots."
+            f"elastic: the snapshot is of a run over other data or in another order: {saved}, and now {given}. Give "
+            "the position that the run began with, or another directory for snapshots."
         )

@@ -55,9 +55,9 @@ class Meeting:
             return self._placed(self._decided(gone, limit_s))
         except (dist.DistError, PeerLostError) as error:
             raise PeerLostError(
-                f"rank {self._place.rank}: the process that holds the store through which the ranks meet is gone or stopped "
-                "(rank 0's, or the launcher's on its machine), so those that are left can't meet to go on without it. Start "
-                f"all of them again, from the last snapshot. ({error})"
+                f"rank {self._place.rank}: the process that holds the store through which the ranks meet is gone or "
+                "stopped (rank 0's, or the launcher's on its machine), so those that are left can't meet to go on "
+                f"without it. Start all of them again, from the last snapshot. ({error})"
             ) from error
 
     def _decided(self, gone: Callable[[], Sequence[int]], limit_s: float) -> dict[int, list[int]]:

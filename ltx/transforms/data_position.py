@@ -102,10 +102,10 @@ class DataPosition:
     def _check_divides(self, taken: int, size: int) -> None:
         if not self.weighted and taken % size:
             raise InputError(
-                f"DataPosition: a step takes {taken} samples (batch_size={self.batch_size}, length={self.length}), which "
-                f"{size} ranks can't share out equally, and the mean of their means isn't the mean over samples. Let "
-                "the step return ltx.Weighted(total, count) and say so with weighted=True, or choose a batch_size and "
-                f"a length (drop the last samples) that are multiples of {size}."
+                f"DataPosition: a step takes {taken} samples (batch_size={self.batch_size}, length={self.length}), "
+                f"which {size} ranks can't share out equally, and the mean of their means isn't the mean over samples. "
+                "Let the step return ltx.Weighted(total, count) and say so with weighted=True, or choose a batch_size "
+                f"and a length (drop the last samples) that are multiples of {size}."
             )
 
 

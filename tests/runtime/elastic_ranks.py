@@ -85,7 +85,9 @@ def _rank(body: Body, line: Connection, environment: dict[str, str], heartbeat_s
     forget()
     try:
         with ltx.init(timeout=timedelta(seconds=20), heartbeat_timeout=timedelta(seconds=heartbeat_s)):
-            line.send(body(line.send))
+            end = body(line.send)
+        assert not dist.is_initialized(), "the with block has left a world behind"
+        line.send(end)
     except Exception as error:
         line.send(f"{type(error).__name__}: {error}")
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,8 @@ def test_a_connection_that_breaks_costs_no_rank(started: Start) -> None:
     """Every process lives: all meet anew, and the end is that of an undisturbed run, bit for bit."""
 
     def trouble(rank: int, step: int) -> None:
-        if rank == 1 and step == 4 and "cut" not in os.environ:
-            os.environ["cut"] = "1"
+        if rank == 1 and step == 4 and "LTX_TEST_CUT" not in os.environ:
+            os.environ["LTX_TEST_CUT"] = "1"
             raise PeerLostError("the link is down")
 
     ends = {}
@@ -142,6 +143,65 @@ def test_a_connection_that_breaks_costs_no_rank(started: Start) -> None:
     assert [len(end["resets"]) for end in ends["cut"]] == [1, 1]
     assert {str(end["state"]) for run in ends.values() for end in run} == {str(ends["cut"][0]["state"])}
     assert_every_sample_once(ends["cut"], {})
+
+
+def test_a_rank_that_lives_and_doesnt_come_is_left_behind_at_the_limit(started: Start) -> None:
+    def trouble(rank: int, step: int) -> None:
+        if rank == 1 and step == 4:
+            time.sleep(6)
+        if rank == 0 and step == 4 and "LTX_TEST_CUT" not in os.environ:
+            os.environ["LTX_TEST_CUT"] = "1"
+            raise PeerLostError("the link is down")
+
+    world = started(2, training(trouble, meeting_timeout=timedelta(seconds=1)))
+    end = world.told(0)
+    assert isinstance(end, dict), end
+    assert end["world"].size == 1
+    assert "rank 1: the others have gone on without this rank, which they took for lost" in world.told(1)
+
+
+def test_a_loss_that_comes_again_and_again_is_raised_on_all(started: Start) -> None:
+    def trouble(rank: int, step: int) -> None:
+        if rank == 1 and step == 4:
+            raise PeerLostError("this link never works")
+
+    world = started(2, training(trouble))
+    assert world.told(1) == "PeerLostError: this link never works"
+    assert "rank 1 has left axis 'data' because of an exception (PeerLostError: this link" in world.told(0)
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_replicas_that_come_apart(snapshots: bool, started: Start, tmp_path: Path) -> None:
+    """Of three, the one that differs gets the others' state; of two that differ, a snapshot knows what is right."""
+    size = 2 if snapshots else 3
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        train, state = make(check_every=1)
+
+        def on_step(state: Any, *_: Any) -> None:
+            if (ltx.world().rank, state.step) == (1, 7) and "LTX_TEST_FLIPPED" not in os.environ:
+                os.environ["LTX_TEST_FLIPPED"] = "1"
+                state.params["v"][3] += 1e-3  # as memory that has flipped a bit
+
+        kwargs = {"snapshots": tmp_path, "every": 3} if snapshots else {}
+        return values(ltx.elastic(train, state, batch, START, epochs=3, on_step=on_step, **kwargs)[0])
+
+    world = started(size, body)
+    ended = [world.told(rank) for rank in range(size)]
+    assert all(end == ended[0] for end in ended), ended
+    assert close_to(ended[0], undisturbed())
+
+
+def test_two_that_differ_and_no_snapshot(started: Start) -> None:
+    def body(tell: Callable[[Any], None]) -> Any:
+        train, state = make(check_every=1)
+        if ltx.world().rank == 1:
+            state.params["v"][3] += 1e-3
+        return ltx.elastic(train, state, batch, START, epochs=1)
+
+    world = started(2, body)
+    for rank in range(2):
+        assert f"ReplicaDivergedError: elastic: rank {rank}: ranks have done as many steps" in world.told(rank)
 
 
 def test_a_rank_that_raises_is_left_behind_at_once(started: Start) -> None:
@@ -185,8 +245,8 @@ class Behind(TrainStep):
 
     def __call__(self, state: Any, *batch: Any) -> Any:
         done = super().__call__(state, *batch)
-        if (ltx.world().rank, state.step) == (1, 6) and "behind" not in os.environ:
-            os.environ["behind"] = "1"
+        if (ltx.world().rank, state.step) == (1, 6) and "LTX_TEST_BEHIND" not in os.environ:
+            os.environ["LTX_TEST_BEHIND"] = "1"
             raise PeerLostError("the link is down")
         return done
 
@@ -284,7 +344,7 @@ def test_ltx_run_starts_again_from_the_last_snapshot(tmp_path: Path) -> None:
 
 def test_a_step_that_doesnt_commit_whole_is_refused() -> None:
     train, state = make(overlap="update")
-    with pytest.raises(UnsupportedError, match="overlap='update', which doesn't commit a step whole.*\"backward\""):
+    with pytest.raises(UnsupportedError, match=r"overlap='update', which doesn't commit a step whole.*\"backward\""):
         ltx.elastic(train, state, batch, START, epochs=1)
 
 
@@ -310,6 +370,7 @@ def test_what_a_rank_keeps_for_itself_needs_snapshots(started: Start, tmp_path: 
         ({"epochs": 0}, "expected epochs to be an integer of at least 1, got 0"),
         ({"epochs": 1, "every": True}, "expected every"),
         ({"epochs": 1, "min_ranks": 2}, "min_ranks=2, and there are 1 ranks"),
+        ({"epochs": 1, "meeting_timeout": 5}, "a positive datetime.timedelta, got 5"),
     ],
 )
 def test_arguments_out_of_range(kwargs: dict[str, Any], said: str) -> None:
