@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -263,6 +264,7 @@ class _Run:
         if meeting is None or way.futile > _PATIENCE:
             raise loss
         init.abandon(loss)
+        _let_go_of_frames(loss)
         place = meeting.hold(gone, self.meeting_timeout.total_seconds())
         if place is None:
             raise PeerLostError(
@@ -327,6 +329,13 @@ def _ones_own(state: TrainState) -> list[str]:
     kinds = state.kinds
     parts = {"params": state.params, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
     return [name for name, part in parts.items() if getattr(kinds, name) != "replicated" and tree.flatten(part)[0]]
+
+
+def _let_go_of_frames(loss: BaseException | None) -> None:
+    """Of what failed: they hold what was under way, and with it connections of the world that ends."""
+    while loss is not None:
+        traceback.clear_frames(loss.__traceback__)
+        loss = loss.__cause__ or loss.__context__
 
 
 def _gone(axis: Any) -> Callable[[], list[int]]:

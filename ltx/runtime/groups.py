@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import sys
 import threading
 from collections import Counter
@@ -104,6 +105,9 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
             host = f"[{address}]" if ":" in address else address
             url = f"tcp://{host}:{port}?rank={world.rank}&world_size={world.size}"
             store, _, _ = next(iter(rendezvous(url, timeout=timeout)))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
+                store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             _meetings.stores[placement] = store
         store.set_timeout(timeout)
         meeting = PrefixStore(f"ltx/{_meetings.count}", store)

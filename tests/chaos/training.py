@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,7 +64,7 @@ def training(folder: Path, troubles: Sequence[Trouble], generation: int) -> Call
         )
         log.close()
         assert (position.epoch, position.done) == (EPOCHS, 0)
-        return {"state": values(state), "size": ltx.world().size, "resets": resets[0], "files": _open_files()}
+        return {"state": values(state), "size": ltx.world().size, "resets": resets[0]}
 
     return body
 
@@ -83,14 +82,6 @@ def shares() -> dict[tuple[int, int, int], list[int]]:
 #: From a rank's samples to the step that takes them.
 STEP_OF = {tuple(indices): step for (step, _, _), indices in shares().items()}
 assert len(STEP_OF) == EPOCHS * STEPS * sum(range(1, SIZE + 1)), "two steps that give a rank the same samples"
-
-
-def _open_files() -> int:
-    """How many files and sockets this process has open, once threads that end something have ended."""
-    deadline = time.monotonic() + 5
-    while any(thread.name == "ltx-teardown" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _first_time(mark: Path) -> bool:
