@@ -1,5 +1,6 @@
 # make demo   the main job: installs what it needs, trains, prints a table
 # make test   the test suite; make test-full adds every transform of every operation, compiled
+# make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
 # make lint   style, types, import contract
 #
 # Each makes what it needs in .venv; a second call finds it there. PYTHON=python3.12 chooses the interpreter.
@@ -12,10 +13,11 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-inp
 DEPENDENCIES := pyproject.toml constraints.txt
 DEMO ?=
 PYTEST ?=
+CHAOS ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full lint format notebooks bench clean
+.PHONY: demo test test-full chaos lint format notebooks bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -26,6 +28,9 @@ test: $(VENV)/.test
 
 test-full: $(VENV)/.test
 	$(BIN)/python -m pytest --full $(PYTEST)
+
+chaos: $(VENV)/.test
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -92,12 +92,16 @@ if TYPE_CHECKING:
     # --- submodules
     from ltx import checkpoint as checkpoint
 
+    # --- running on after a loss of ranks
+    from ltx.runtime.elastic import elastic as elastic
+
     # --- strategies
     from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy as DiLoCoStrategy
     from ltx.strategies.horovod import HorovodStrategy as HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from ltx.strategies.zero import ZeroStrategy as ZeroStrategy
+    from ltx.transforms.data_position import DataPosition as DataPosition
 
     # --- planning
     from ltx.transforms.explain import Explanation as Explanation
@@ -123,6 +127,8 @@ _LATER = {
     "Explanation": "ltx.transforms.explain",
     "explain": "ltx.transforms.explain",
     "ZeroStrategy": "ltx.strategies.zero",
+    "elastic": "ltx.runtime.elastic",
+    "DataPosition": "ltx.transforms.data_position",
     "mixed_precision": "ltx.transforms.mixed_precision",
     "DynamicLossScale": "ltx.transforms.precision",
     "Precision": "ltx.transforms.precision",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import sys
 import threading
 from collections import Counter
@@ -56,6 +57,21 @@ def meet_as(count: int) -> None:
     _meetings.count = count - 1
 
 
+def worlds_so_far() -> int:
+    """How many worlds this process has been in: equal on all ranks of one."""
+    return _meetings.count
+
+
+def store_of(placement: Placement) -> Store | None:
+    """The store through which the world at `placement` met; None if it met by other means."""
+    return _meetings.stores.get(placement)
+
+
+def meet_in(store: Store, placement: Placement) -> None:
+    """Have the world at `placement` meet through `store`, which is there already."""
+    _meetings.stores[placement] = store
+
+
 def adopted_world(placement: Placement, backend: str | None, told: bool) -> World:
     """The world of a process group that the user has initialised; the environment may know more than the group.
 
@@ -89,6 +105,9 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
             host = f"[{address}]" if ":" in address else address
             url = f"tcp://{host}:{port}?rank={world.rank}&world_size={world.size}"
             store, _, _ = next(iter(rendezvous(url, timeout=timeout)))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
+                store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             _meetings.stores[placement] = store
         store.set_timeout(timeout)
         meeting = PrefixStore(f"ltx/{_meetings.count}", store)

@@ -51,6 +51,7 @@ class _Session:
     settings: dict[str, Any]
     teardown: ExitStack
     holds: int = 1
+    before: tuple[World, ...] = ()  # those in whose place this one came: who entered one of them holds this one
     pid: int = field(default_factory=os.getpid)
 
 
@@ -175,6 +176,29 @@ def renew(count: int) -> None:
     _process.session = _start(settings)
 
 
+def settings() -> dict[str, Any]:
+    """What the world that is up was set up with; empty if none is."""
+    return dict(_process.session.settings) if _process.session is not None else {}
+
+
+def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
+    """A world of other ranks in place of the one that is up, or of one that couldn't be set up.
+
+    Args:
+        asked: the :func:`settings` of the world before.
+        count: as in :func:`renew`.
+        placement: where this process is in the new one.
+    """
+    old = _process.session
+    shutdown()
+    meet_as(count)
+    mesh = ((asked["mesh"][0][0], placement.size),)
+    _process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
+    if old is not None:
+        session.before, session.holds = (*old.before, old.world), old.holds
+    return session.world
+
+
 def world() -> World:
     """The world that :func:`init` set up; a world of one if it hasn't.
 
@@ -216,7 +240,7 @@ def check_current(entered: World) -> None:
 def release(left: World, error: BaseException | None = None) -> None:
     """The end of a ``with`` block on `left`, by `error` or not: take the world down if nobody else holds it."""
     session = _process.session
-    if session is not None and session.world is left:
+    if session is not None and any(known is left for known in (session.world, *session.before)):
         session.holds -= 1
         if session.holds == 0:
             if error is not None:

@@ -330,6 +330,15 @@ class Line:
     def _lost(self) -> list[int]:
         return self.user.lane.lost_peers() if self.user.lane is not None else []
 
+    def gone(self) -> list[int]:
+        """The peers whose processes are known to have ended, or that have shown no sign of life for too long.
+
+        Raises:
+            PeerLostError: the store is gone, or doesn't answer.
+        """
+        silent = [self._global_ranks.index(rank) for rank in self.pulse.look(self._global_ranks)]
+        return sorted({*self._lost(), *silent})
+
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
         theirs = self.read(place, rank)
