@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from ltx.arguments import check_fields
 from ltx.errors import InputError
 
 
@@ -59,6 +60,7 @@ class DataPosition:
     weighted: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, InputError)
         limits = {"length": (1, None), "batch_size": (1, None), "seed": (0, None), "epoch": (0, None)}
         for name, (low, high) in {**limits, "done": (0, self.length - 1)}.items():
             value = getattr(self, name)

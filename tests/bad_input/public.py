@@ -185,6 +185,15 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.world": [Call(ltx.world)],
         "ltx.World": [Call(ltx.World, (0, 1, 0, 0, 1, torch.device("cpu"), "none", "none"))],
         "ltx.to_device": [Call(ltx.to_device, ({"x": T},))],
+        "ltx.DataPosition": [
+            Call(
+                ltx.DataPosition,
+                (8, 4),
+                {"seed": 0, "epoch": 0, "done": 4, "shuffle": True, "weighted": False},
+                lambda position: position.after_step().indices(0, 2),
+            )
+        ],
+        "ltx.elastic": [],  # trains; what it refuses is in runtime/test_elastic.py
         "ltx.launch": [],  # starts processes; refused in test_processes.py
         "ltx.Pool": [],
         "ltx.PerRank": [Call(ltx.PerRank, ([T, T],), {}, lambda values: values.stack())],
