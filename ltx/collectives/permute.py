@@ -55,7 +55,11 @@ def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool
     source_of = dict(zip(static[1::2], static[::2], strict=True))
     moved = xs[torch.tensor([source_of.get(r, 0) for r in range(n)], device=xs.device)]
     without = [r for r in range(n) if r not in source_of]
-    return moved.index_fill(0, torch.tensor(without, device=xs.device), 0) if without else moved, True
+    if not without:
+        return moved, True
+    if xs.dtype.itemsize == 1 and xs.is_floating_point():  # which index_fill doesn't know; zeros are zeros
+        return _moved(xs.view(torch.uint8), n, static)[0].view(xs.dtype), True
+    return moved.index_fill(0, torch.tensor(without, device=xs.device), 0), True
 
 
 def _turned_round(static: Static) -> Static:

@@ -14,6 +14,9 @@ import torch
 from ltx.arguments import check_fields
 from ltx.errors import InputError
 
+# What the seed of a torch.Generator may be, twice over: that of an epoch is the sum of two of these.
+_LARGEST = (1 << 62) - 1
+
 
 @dataclass(frozen=True)
 class DataPosition:
@@ -61,16 +64,11 @@ class DataPosition:
 
     def __post_init__(self) -> None:
         check_fields(self, InputError)
-        limits = {"length": (1, None), "batch_size": (1, None), "seed": (0, None), "epoch": (0, None)}
+        limits = {name: (low, _LARGEST) for name, low in {"length": 1, "batch_size": 1, "seed": 0, "epoch": 0}.items()}
         for name, (low, high) in {**limits, "done": (0, self.length - 1)}.items():
             value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or value < low
-                or (high is not None and value > high)
-            ):
-                allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                allowed = f"of at least {low}" if high == _LARGEST else f"from {low} to {high}"
                 raise InputError(f"DataPosition({name}={value!r}): expected an integer {allowed}.")
 
     @property

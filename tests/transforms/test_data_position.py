@@ -75,7 +75,7 @@ def test_unequal_parts_are_refused_unless_the_step_is_weighted() -> None:
     [
         ({"length": 0, "batch_size": 1}, r"DataPosition\(length=0\): expected an integer of at least 1"),
         ({"length": 3, "batch_size": 0}, r"batch_size=0"),
-        ({"length": 3, "batch_size": True}, r"batch_size=True"),
+        ({"length": 3, "batch_size": True}, r"batch_size must be int, got True"),
         ({"length": 3, "batch_size": 1, "seed": -1}, r"seed=-1"),
         ({"length": 3, "batch_size": 1, "done": 3}, r"DataPosition\(done=3\): expected an integer from 0 to 2"),
     ],
