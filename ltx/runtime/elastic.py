@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -87,7 +88,7 @@ def elastic(
         meeting_timeout: how long those that have met wait for a rank that lives and doesn't come: for longer than a
             step takes. Those that are known to be gone aren't waited for.
         snapshots: a directory that all ranks see, for checkpoints (:mod:`ltx.checkpoint`), written every `every` steps
-            and at the end, of which the latest `keep` stay.
+            and at the end, of which the latest `keep` stay. Random number generators go on only on as many ranks.
         every, keep: see `snapshots`.
 
     Returns:
@@ -317,7 +318,10 @@ class _Run:
         # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
         if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self._axis):
             return False
-        restored = checkpoint.load(self.snapshots, way.at.state, axis=self._axis)
+        with warnings.catch_warnings():
+            # To go on with other ranks than the snapshot's is what this is for.
+            warnings.filterwarnings("ignore", "checkpoint.load: random number generators", RuntimeWarning)
+            restored = checkpoint.load(self.snapshots, way.at.state, axis=self._axis)
         saved = DataPosition(**restored.data)
         _check_same_data(saved, way.at.position)
         way.at = _At(restored.state, saved)

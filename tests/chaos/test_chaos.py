@@ -13,6 +13,7 @@ from tests.chaos.schedule import LOSSES, draw
 LIMIT_S = 45.0
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_rounds_of_chaos(seed: int) -> None:
     rng, end = random.Random(seed), time.monotonic() + LIMIT_S
