@@ -14,16 +14,15 @@ from typing import Any, Literal
 import torch
 
 from ltx import collectives, tree, wire
-from ltx.arguments import brief, checked
+from ltx.arguments import brief
 from ltx.axis import Axis, GroupBacking, VmapBacking
-from ltx.errors import AxisError, DataError, InputError, UnsupportedError
+from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
 from ltx.typing import Tree
 
 # What a rank tells its peers at each step.
 _DONE, _HAS_DATA, _FAILED = 0, 1, 2
 
 
-@checked("iterable")
 def uneven(
     iterable: Iterable[Any], axis: Any = None, *, divisor: Literal["data", "all"] = "data"
 ) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -100,7 +99,11 @@ def uneven(
 
 
 def _alone(iterable: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    for batch in iterable:
+    try:
+        batches = iter(iterable)
+    except TypeError:
+        raise ArgumentError(f"uneven: iterable must be Iterable[Any], got {brief(iterable)}.") from None
+    for batch in batches:
         yield batch, _weight(1.0)
 
 

@@ -161,7 +161,9 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
         for rank in (0, 2):
             _, err = processes[rank].communicate(timeout=50)
             assert processes[rank].returncode == 1, err
-            assert f"PeerLostError: rank {rank}: rank 1 on axis 'data' has shown no sign of life" in err
+            # Seen by itself, or heard from the other that left because of it.
+            assert f"PeerLostError: rank {rank}: " in err
+            assert "rank 1 on axis 'data' has shown no sign of life" in err
     finally:
         for process in processes:
             process.kill()
