@@ -279,7 +279,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         elif self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
-                momentum = 1 / self.num_batches_tracked
+                # Of the statistics' precision: an integer tensor alone would give 1 / n in torch's default dtype.
+                momentum = 1 / self.num_batches_tracked.to(torch.promote_types(self.running_mean.dtype, torch.float32))
         y, mean, var = sync_batch_norm(
             x,
             self.running_mean,
