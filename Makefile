@@ -49,11 +49,12 @@ notebooks: $(VENV)/.test
 		$(BIN)/jupyter-execute --timeout=300 "$$notebook" || exit 1; \
 	done
 
-# Others beside it: python -m benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
-# benchmarks.plan, benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence, benchmarks.import_time,
-# benchmarks.checks.
-bench: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.step_time $(BENCH)
+# One table: ltx, DDP, Fabric, accelerate and JAX on loopback and two shaped links. Others beside it:
+# python -m benchmarks.step_time, benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
+# benchmarks.plan, benchmarks.prices, benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence,
+# benchmarks.import_time, benchmarks.checks.
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.table $(BENCH)
 
 clean:
 	rm -rf $(VENV) ltx-demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -64,6 +65,10 @@ $(VENV)/.python:
 
 $(VENV)/.demo: $(VENV)/.python $(DEPENDENCIES)
 	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.python $(DEPENDENCIES)
+	$(INSTALL) --editable '.[bench]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)

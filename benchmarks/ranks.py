@@ -76,6 +76,8 @@ def interleaved(
             for _ in range(block):
                 variant()
             getattr(variant, "settle", lambda: None)()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             taken = torch.tensor((time.perf_counter() - began) / block)
             if dist.is_initialized():
                 dist.all_reduce(taken, dist.ReduceOp.MAX)

@@ -1,13 +1,15 @@
 """Time of a training step: ltx, torch DDP and the local step, iteration by iteration in one run.
 
-    python -m benchmarks.step_time [--link loopback|1gbit|100mbit] [--iterations 60] [--compiled] [--memory] [--alone]
+    python -m benchmarks.step_time [--link loopback|1gbit|100mbit] [--iterations 60]
+        [--compiled] [--memory] [--alone] [--auto]
 
 Each variant does forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank. A figure is the
 median over iterations of the ratio of two variants' times in the same iteration, the slowest rank's each. Variants take
 turns of 30 steps where one of them leaves something under way (`--block`), which its own turn waits for. `--memory`
 runs each variant in processes of its own and compares their peak resident memory above that of the imports. `--alone`
 compares a world of one with the bare torch loop, and with that loop through ``functional_call``, which costs about half
-a percent by itself.
+a percent by itself. `--auto` compares buckets and hooks that ltx chooses for the link with its defaults and with DDP;
+the steps are those after a hook's exact ones.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import resource
 import statistics
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ from torch import nn
 from torch.func import functional_call
 
 import ltx
-from benchmarks import links
+from benchmarks import links, others
 from benchmarks.models import Transformer, batch, cross_entropy
 from benchmarks.ranks import Variant, interleaved, ratio, run_ranks
 
@@ -39,17 +42,29 @@ GOALS: list[tuple[str, str, float, str | None]] = [
     ("ltx func.grad", "ddp gradients", 1.0, None),
     ("ltx compiled", "ddp compiled", 0.95, None),
     ("ltx alone", "torch loop", 1.01, None),
+    ("ltx auto buckets", "ltx", 1.02, None),
+    ("ltx auto", "ddp", 0.95, "loopback"),
+    ("ltx auto", "ddp", 0.60, "1gbit"),
+    ("ltx auto", "ddp", 0.10, "100mbit"),
+    ("ltx auto update", "ddp", 0.95, "loopback"),
+    ("ltx auto update", "ddp", 0.60, "1gbit"),
+    ("ltx auto update", "ddp", 0.10, "100mbit"),
 ]
+
+#: As much as possible is left to ltx.
+AUTO = ltx.DDPStrategy(bucket_bytes="auto", comm_hook="auto")
+#: More than the exact steps of any hook that may be chosen.
+SETTLED = 10_000
 
 
 class Setting:
     """The model, the batch and the optimizer of all variants on this rank."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, device: str = "cpu"):
         torch.manual_seed(0)
-        self.model = Transformer()
+        self.model = Transformer().to(device)
         self.params = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self.inputs, self.targets = batch(rank)
+        self.inputs, self.targets = (x.to(device) for x in batch(rank))
         self.optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
 
     def loss(self, params: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -104,6 +119,9 @@ class Setting:
         def step() -> None:
             state[0], _ = train(state[0], self.inputs, self.targets)
 
+        if strategy == AUTO:
+            state[0] = replace(state[0], sync_state=replace(state[0].sync_state, step=SETTLED))
+            step.chosen = f"{state[0].sync_state.choice} for {ltx.measure_network()}"
         if options.get("overlap") == "step":
             step.settle = lambda: state[0].params
         return step
@@ -125,6 +143,16 @@ class Setting:
 
         return step
 
+    def ltx_compiled_step(self) -> Variant:
+        """A whole train step as one compiled graph."""
+        train = ltx.train_step(ltx.data_parallel(self.loss), self.optimizer)
+        step, state = torch.compile(train, fullgraph=True), [train.init(self.params)]
+
+        def run() -> None:
+            state[0], _ = step(state[0], self.inputs, self.targets)
+
+        return run
+
 
 def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
     """The variants called `names`, made in the same order on every rank."""
@@ -136,13 +164,19 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "ddp gradients": lambda: setting.torch_gradients(setting.ddp()),
         "ddp compiled": lambda: setting.torch_step(torch.compile(setting.ddp())),
         "local compiled": lambda: setting.torch_step(torch.compile(setting.fresh())),
+        "fabric": lambda: others.fabric_step(setting.fresh(), setting.inputs, setting.targets),
+        "accelerate": lambda: others.accelerate_step(setting.fresh(), setting.inputs, setting.targets),
         "ltx": setting.ltx_step,
         "ltx alone": setting.ltx_step,
         "ltx update": lambda: setting.ltx_step(overlap="update"),
         "ltx guarded": lambda: setting.ltx_step(guard="skip"),
         "ltx step": lambda: setting.ltx_step(overlap="step"),
+        "ltx auto buckets": lambda: setting.ltx_step(ltx.DDPStrategy(bucket_bytes="auto")),
+        "ltx auto": lambda: setting.ltx_step(AUTO),
+        "ltx auto update": lambda: setting.ltx_step(AUTO, overlap="update"),
         "ltx func.grad": setting.ltx_gradients,
         "ltx compiled": setting.ltx_compiled,
+        "ltx compiled step": setting.ltx_compiled_step,
     }
     return {name: makers[name]() for name in names}
 
@@ -152,13 +186,14 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with ltx.init() as world:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        made = variants(Setting(world.rank), arguments.variants)
+        made = variants(Setting(world.rank, arguments.device), arguments.variants)
         times = interleaved(made, arguments.iterations, arguments.warmup, arguments.block)
         peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
         if dist.is_initialized():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         if world.is_global_zero:
-            print(json.dumps({"times": times, "peak_mib": peak.item() / 1024}))
+            chosen = {name: variant.chosen for name, variant in made.items() if hasattr(variant, "chosen")}
+            print(json.dumps({"times": times, "peak_mib": peak.item() / 1024, "chosen": chosen}))
 
 
 def measure(
@@ -169,10 +204,11 @@ def measure(
     warmup: int = 5,
     keep_memory: bool = True,
     block: int = 1,
+    device: str = "cpu",
 ) -> dict[str, object]:
     """Run `names` interleaved on `link`."""
     arguments = ["-m", "benchmarks.step_time", "--worker", "--variants", *names]
-    arguments += ["--iterations", str(iterations), "--warmup", str(warmup), "--block", str(block)]
+    arguments += ["--iterations", str(iterations), "--warmup", str(warmup), "--block", str(block), "--device", device]
     with links.link(link, ranks) as made:
         printed = run_ranks(arguments, made, ranks, keep_memory=keep_memory)
     found: dict[str, object] = json.loads(printed.strip().splitlines()[-1])
@@ -201,7 +237,9 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compiled steps")
     parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
     parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
+    parser.add_argument("--auto", action="store_true", help="what ltx chooses for the link")
     parser.add_argument("--default-malloc", action="store_true", help="let glibc give freed memory back each step")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--variants", nargs="+", help="only these")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -220,7 +258,14 @@ def main() -> None:
     if arguments.alone:
         names, ranks, base = ["torch loop", "functional loop", "ltx alone"], 1, "torch loop"
     elif arguments.compiled:
-        names, ranks, base = ["local compiled", "ddp", "ddp compiled", "ltx compiled"], arguments.ranks, "ddp"
+        names, ranks, base = (
+            ["local compiled", "ddp", "ddp compiled", "ltx compiled", "ltx compiled step"],
+            arguments.ranks,
+            "ddp",
+        )
+    elif arguments.auto:
+        names = ["local", "ddp", "ltx", "ltx auto buckets", "ltx auto", "ltx auto update"]
+        ranks, base = arguments.ranks, "ddp"
     else:
         names, ranks, base = (
             ["local", "ddp", "ltx", "ltx update", "ltx step", "ddp gradients", "ltx func.grad"],
@@ -231,8 +276,11 @@ def main() -> None:
     keep = not arguments.default_malloc
     block = arguments.block or (30 if "ltx step" in names else 1)
     warmup = arguments.warmup or (5 if block == 1 else 1)
-    times = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block)["times"]
+    found = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block, arguments.device)
+    times = found["times"]
     print("\n".join(table(times, base if base in times else names[0], arguments.link)))
+    for name, chosen in found["chosen"].items():
+        print(f"{name}: {chosen}")
 
 
 if __name__ == "__main__":

@@ -51,11 +51,6 @@ from ltx.runtime.init import init as init
 from ltx.runtime.init import shutdown as shutdown
 from ltx.runtime.init import to_device as to_device
 from ltx.runtime.init import world as world
-from ltx.runtime.launch import launch as launch
-from ltx.runtime.per_rank import PerRank as PerRank
-from ltx.runtime.pool import Pool as Pool
-from ltx.runtime.show import progress as progress
-from ltx.runtime.show import show as show
 from ltx.runtime.world import World as World
 
 # --- strategies
@@ -76,12 +71,15 @@ from ltx.transforms import data_parallel as data_parallel
 from ltx.transforms import grad as grad
 from ltx.transforms import grad_and_value as grad_and_value
 from ltx.transforms import sync_gradients as sync_gradients
+from ltx.transforms import sync_params as sync_params
 from ltx.transforms import train_step as train_step
 from ltx.transforms import uneven as uneven
 
 # --- the wire
+from ltx.wire import Network as Network
 from ltx.wire import axis_from_group as axis_from_group
 from ltx.wire import debug_checks as debug_checks
+from ltx.wire import measure_network as measure_network
 from ltx.wire import record as record
 
 if _collects:
@@ -92,8 +90,13 @@ if TYPE_CHECKING:
     # --- submodules
     from ltx import checkpoint as checkpoint
 
-    # --- running on after a loss of ranks
+    # --- running
     from ltx.runtime.elastic import elastic as elastic
+    from ltx.runtime.launch import launch as launch
+    from ltx.runtime.per_rank import PerRank as PerRank
+    from ltx.runtime.pool import Pool as Pool
+    from ltx.runtime.show import progress as progress
+    from ltx.runtime.show import show as show
 
     # --- strategies
     from ltx.strategies.bagua import BaguaStrategy as BaguaStrategy
@@ -128,6 +131,11 @@ _LATER = {
     "explain": "ltx.transforms.explain",
     "ZeroStrategy": "ltx.strategies.zero",
     "elastic": "ltx.runtime.elastic",
+    "launch": "ltx.runtime.launch",
+    "PerRank": "ltx.runtime.per_rank",
+    "Pool": "ltx.runtime.pool",
+    "progress": "ltx.runtime.show",
+    "show": "ltx.runtime.show",
     "DataPosition": "ltx.transforms.data_position",
     "mixed_precision": "ltx.transforms.mixed_precision",
     "DynamicLossScale": "ltx.transforms.precision",

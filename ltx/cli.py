@@ -96,6 +96,8 @@ def launch(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(list(arguments))
     parsed.standalone = parsed.standalone or _is_local(parsed)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
+    if parsed.nnodes in {"1", "1:1"}:
+        os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:

@@ -76,6 +76,10 @@ class PeerLostError(LtxError, RuntimeError):
     """A peer's connection broke while this rank was waiting for it."""
 
 
+class StoreGoneError(PeerLostError):
+    """The store through which the ranks meet has ended with its process; the peers may live all the same."""
+
+
 class CollectiveTimeoutError(LtxError, TimeoutError):
     """A collective didn't complete within the axis' timeout."""
 
@@ -96,6 +100,10 @@ class NotFiniteError(LtxError, FloatingPointError):
     """Gradients that are NaN or infinite, in a training step that was to raise at them."""
 
 
+class AuthenticationError(LtxError, RuntimeError):
+    """An object that came over the network isn't from a rank of this job."""
+
+
 class TornStateError(LtxError, RuntimeError):
     """A train state whose update failed halfway, with ``overlap="step"``."""
 
@@ -106,3 +114,11 @@ class ReplicaDivergedError(LtxError, RuntimeError):
 
 class WorkerError(LtxError, RuntimeError):
     """A function failed on a worker process."""
+
+
+def message_of(error: BaseException) -> str:
+    """What `error` says, also if its own ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<no text: its __str__ raised {type(broken).__name__}>"

@@ -100,7 +100,7 @@ def load(
     *,
     step: int | None = None,
     data: Literal["own", "all"] = "own",
-    rng: bool = True,
+    rng: bool | Literal["same ranks"] = True,
     per_rank: Literal["refuse", "mean"] = "refuse",
     axis: Any = None,
 ) -> Restored:
@@ -122,7 +122,8 @@ def load(
         step: the checkpoint of this step and no other. None: the latest that is whole.
         data: "own": the position in the data that this rank saved, on as many ranks as saved or if they all saved the
             same. "all": a list of those of all ranks that saved, to be divided anew.
-        rng: set the default random number generators as they were, if they were saved.
+        rng: set the default random number generators as they were, if they were saved. ``"same ranks"``: on as many
+            ranks as saved, and on another number leave them alone without a warning.
         per_rank: what becomes of parts that were each rank's own (local SGD's parameters, batch norm's buffers, error
             feedback) on another number of ranks, or where they should be the same on all: "refuse" raises; "mean" gives
             every rank the mean of those saved, of integers rank 0's. That isn't bit-equal to anything.
@@ -147,7 +148,7 @@ def load(
         opened = _attempt(together, "the files", partial(_open, directory_of_step, together), problems)
         if not problems:
             assert opened is not None
-            plan = _checked(together, partial(_plan, opened, state, per_rank, data, rng))
+            plan = _checked(together, partial(_plan, opened, state, per_rank, data, bool(rng)))
             # All of it before the ranks meet once more: afterwards one of them may remove the checkpoint.
             found_in = _attempt(together, "the tensors", partial(_read, opened, state, plan, data), problems)
             if not problems:
@@ -155,11 +156,11 @@ def load(
                 restored, drawn = found_in
                 if drawn is not None:
                     extras.set_random_states(drawn)
-                elif rng and opened.manifest["rng"] and together.rank == 0:
+                elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
                     warnings.warn(
                         f"checkpoint.load: random number generators were saved by {opened.saved_ranks} ranks, and here "
                         f"are {together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed(seed)"
-                        ")), and say so with rng=False.",
+                        ')), and say so with rng=False, or with rng="same ranks".',
                         RuntimeWarning,
                         stacklevel=2,
                     )

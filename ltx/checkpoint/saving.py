@@ -168,7 +168,8 @@ def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, k
             f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {brief(keep)}."
         )
     directory.check_name(path)
-    together, base, temporary = Together(operation, axis), Path(os.path.abspath(path)), None
+    base, temporary = Path(os.path.abspath(path)), None
+    together = Together(operation, axis, base)
     contents: _Contents | None = None
     failure: Exception | None = None
     try:
@@ -193,6 +194,7 @@ def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, k
         assert contents is not None
         _check_same(by_rank)
     except BaseException:
+        together.let_go()
         if temporary is not None:
             directory.discard(temporary)
         raise
@@ -242,7 +244,8 @@ def save(
     The checkpoint is there whole or not at all: it is written to a hidden directory, each file with its SHA-256 in a
     manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. What is the same on all ranks
     (``state.kinds``) is written once, about as much by each rank; what is each rank's own, by that rank; sharded
-    optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools can read them.
+    optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools can read them. When
+    the process that holds the ranks' store has ended they meet in `path`, so that their state can still be saved.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.

@@ -60,6 +60,8 @@ class _Saving(SavePlanner):
     def __init__(self, pieces: Sequence[Piece]):
         self._tensors = {_index(piece): piece.tensor for piece in pieces}
 
+    # What DCP calls on the way to a plan that all ranks agree on, which ltx has already.
+
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
     def create_local_plan(self) -> SavePlan:
         raise NotImplementedError
@@ -169,6 +171,8 @@ class _Loading(LoadPlanner):
 
     pieces: Mapping[str, Piece]
     read: dict[str, int] = field(default_factory=dict)
+
+    # As above.
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
     def create_local_plan(self) -> LoadPlan:

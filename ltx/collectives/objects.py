@@ -25,7 +25,9 @@ T = TypeVar("T")
 def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     """Rank `src`'s object, on every rank.
 
-    The object travels by cloudpickle between the processes of one job, which trust each other.
+    The object travels by cloudpickle between the processes of one job, which trust each other. It is sealed with the
+    job's key, ``LTX_KEY`` in the environment: ``ltx run`` on one machine, :func:`ltx.launch` and :class:`ltx.Pool`
+    make one. Without, with one that the ranks agree on through their store.
 
     Args:
         obj: anything cloudpickle can carry; only `src`'s matters. Tensors in it arrive on the device they were on.
@@ -37,6 +39,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
 
     Raises:
         AxisError: `axis` isn't in scope or is simulated, or `src` isn't on it.
+        AuthenticationError: the object isn't from a rank of this job.
         TypeError: `src`'s object can't be pickled; on every rank, so that nobody waits.
 
     Example:
@@ -50,7 +53,8 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     line = _line("broadcast_object", found)
     if line is None:
         return obj
-    payload, broken = _pickled(obj) if line.rank == src else (b"", False)
+    issue = line.user.issued
+    payload, broken = _pickled(obj, line, issue) if line.rank == src else (b"", False)
     header = _broadcast_bytes_tensor(line, torch.tensor([len(payload), broken]), src)
     length, failed = int(header[0]), bool(header[1])
     body = torch.empty(length, dtype=torch.uint8, device=line.device)
@@ -61,7 +65,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     data = _bytes_of(body.cpu())
     if failed:
         raise TypeError(f"broadcast_object: rank {src}'s object can't be pickled: {data.decode()}")
-    return obj if line.rank == src else pickle.loads(data)
+    return obj if line.rank == src else pickle.loads(wire.opened(line, data, src, issue))
 
 
 def all_gather_object(obj: T, axis: Any = None) -> list[T]:
@@ -76,6 +80,7 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
 
     Raises:
         AxisError: `axis` isn't in scope or is simulated.
+        AuthenticationError: as for :func:`broadcast_object`.
         TypeError: a rank's object can't be pickled; on every rank, so that nobody waits.
 
     Example:
@@ -87,7 +92,8 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     line = _line("all_gather_object", found)
     if line is None:
         return [obj]
-    payload, failed = _pickled(obj)
+    issue = line.user.issued
+    payload, failed = _pickled(obj, line, issue)
     sizes = told("all_gather_object", [len(payload), int(failed)], found)
     most = max(length for length, _ in sizes)
     body = torch.zeros(most, dtype=torch.uint8, device=line.device)
@@ -98,13 +104,16 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     for rank, (text, (_, broken)) in enumerate(zip(texts, sizes, strict=True)):
         if broken:
             raise TypeError(f"all_gather_object: rank {rank}'s object can't be pickled: {text.decode()}")
-    return [obj if rank == line.rank else pickle.loads(text) for rank, text in enumerate(texts)]
+    return [
+        obj if rank == line.rank else pickle.loads(wire.opened(line, text, rank, issue))
+        for rank, text in enumerate(texts)
+    ]
 
 
-def _pickled(obj: Any) -> tuple[bytes, bool]:
-    """The object as bytes, or what went wrong, which must reach every rank."""
+def _pickled(obj: Any, line: wire.Line, issue: int) -> tuple[bytes, bool]:
+    """The object as sealed bytes, or what went wrong, which must reach every rank."""
     try:
-        return cloudpickle.dumps(obj), False
+        return wire.sealed(line, cloudpickle.dumps(obj), issue), False
     except Exception as failure:
         return f"{type(failure).__name__}: {failure}".encode(), True
 

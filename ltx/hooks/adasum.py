@@ -98,7 +98,10 @@ class Adasum(CommHook):
 def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
     """:meth:`Halving.products`."""
     sums = [[0.0, 0.0, 0.0] for _ in halving.sizes]
-    for part, _, x, y in _pieces(halving, a, b, level):
+    a, b = a.view(-1), b.view(-1)
+    memory = torch.empty((2, min(_PIECE, a.numel())), dtype=torch.float64)
+    for part, at in _pieces(halving, level):
+        x, y = (row[: at.stop - at.start].copy_(given[at]) for row, given in zip(memory, (a, b), strict=True))
         for place, (u, v) in enumerate(((x, y), (x, x), (y, y))):
             sums[part][place] += torch.dot(u, v).item()
     by_product = torch.tensor(sums, dtype=torch.float64).T.contiguous()
@@ -109,21 +112,16 @@ def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.
     """:meth:`Halving.combined`."""
     weights = list(zip(*(w.tolist() for w in halving.weights(summed, level)), strict=True))
     result = torch.empty_like(a)
-    flat = result.view(-1)
-    for part, at, x, y in _pieces(halving, a, b, level):
+    a, b, flat = a.view(-1), b.view(-1), result.view(-1)
+    memory = torch.empty(min(_PIECE, flat.numel()), dtype=torch.float64)
+    for part, at in _pieces(halving, level):
         weight_a, weight_b = weights[part]
-        flat[at].copy_(x.mul_(weight_a).add_(y, alpha=weight_b))
+        flat[at].copy_(memory[: at.stop - at.start].copy_(a[at]).mul_(weight_a).add_(b[at], alpha=weight_b))
     return result
 
 
-def _pieces(
-    halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int
-) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
-    """(number of the part, where, a there, b there) in float64, in memory that the next piece overwrites."""
-    a, b = a.view(-1), b.view(-1)
-    x, y = (torch.empty(min(_PIECE, a.numel()), dtype=torch.float64) for _ in range(2))
+def _pieces(halving: Halving, level: int) -> Iterator[tuple[int, slice]]:
+    """(number of the part, where), of as many numbers as stay in the cache in float64."""
     for part, segment in enumerate(halving.segments(level)):
         for start in range(segment.start, segment.stop, _PIECE):
-            at = slice(start, min(start + _PIECE, segment.stop))
-            length = at.stop - at.start
-            yield part, at, x[:length].copy_(a[at]), y[:length].copy_(b[at])
+            yield part, slice(start, min(start + _PIECE, segment.stop))

@@ -12,6 +12,7 @@ step from the true range, however small that is, and clamp, so that nothing wrap
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,19 +75,45 @@ class EightBitHook(ScatteredHook):
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         k, count = messages.shape[0], self.groups(m)
+        if is_plain(messages):
+            rows = torch.empty((k, m), dtype=dtype)
+            for row, message in zip(rows, messages, strict=True):
+                for _ in self.decoded_in_turn(message, m, dtype, row):
+                    pass
+            return rows
         grid, start = from_bytes(messages, 0, 2 * count, dtype)
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
-        if is_plain(messages):
-            rows = torch.empty((k, count, m // count), dtype=dtype)
-            grids = zip(centre.view(k, count, 1), step.view(k, count, 1), strict=True)
-            for row, message, (low, width) in zip(rows, messages, grids, strict=True):
-                codes = message[start:].view(torch.int8).view(row.shape)
-                for some in chunks(*row.shape):
-                    for columns in chunks(row.shape[1]):
-                        row[some, columns].copy_(codes[some, columns]).mul_(width[some]).add_(low[some])
-            return rows.view(k, m)
         codes = messages[:, start:].view(torch.int8).to(dtype).view(k * count, -1)
         return codes.mul_(step).add_(centre).view(k, m)
+
+    def add_decoded(self, message: torch.Tensor, to: torch.Tensor) -> None:
+        if not is_plain(message):
+            super().add_decoded(message, to)
+            return
+        for at, chunk in self.decoded_in_turn(message, to.numel(), to.dtype):
+            to[at].add_(chunk)
+
+    def decoded_in_turn(
+        self, message: torch.Tensor, m: int, dtype: torch.dtype, row: torch.Tensor | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """:meth:`decode` of one eager message on the CPU, chunk by chunk: (where, the numbers there).
+
+        In `row`; else in memory that the next chunk overwrites.
+        """
+        count = self.groups(m)
+        width = m // count
+        grid, start = from_bytes(message[None], 0, 2 * count, dtype)
+        centre, step = grid.view(2, count, 1)
+        codes = message[start:].view(torch.int8).view(count, width)
+        memory = torch.empty(min(m, CHUNK), dtype=dtype) if row is None else row
+        for some in chunks(count, width):
+            for columns in chunks(width):
+                code = codes[some, columns]
+                first = some.start * width + columns.start
+                at = slice(first, first + code.numel())
+                flat = memory[: code.numel()] if row is None else row[at]
+                flat.view(code.shape).copy_(code).mul_(step[some]).add_(centre[some])
+                yield at, flat
 
 
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

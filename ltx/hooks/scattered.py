@@ -44,6 +44,10 @@ class ScatteredHook(LossyHook):
         """Rows of shape ``(k, m)`` in new memory."""
         raise NotImplementedError(f"{type(self).__name__} must define decode(messages, m, dtype)")
 
+    def add_decoded(self, message: torch.Tensor, to: torch.Tensor) -> None:
+        """Add what :meth:`decode` makes of one message to the row `to`, in place."""
+        to.add_(self.decode(message[None], to.numel(), to.dtype)[0])
+
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         """:meth:`encode`, and make `rows`, in place, what is left of them: less what :meth:`decode` will make of it.
 
@@ -85,7 +89,7 @@ class ScatteredHook(LossyHook):
         # One message after the other, each while it is in the cache.
         part = self.decode(incoming[:1], m, dtype)[0]
         for place in range(1, 1 if incoming.is_meta else n):  # shapes alone have nothing to add
-            part.add_(self.decode(incoming[place : place + 1], m, dtype)[0])
+            self.add_decoded(incoming[place], part)
         message = encode(part[None], second)
         rest = part - self.decode(message, m, dtype)[0] if mine is not None else part
         messages = yield Ask("all_gather", message[0])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ltx.arguments import brief, checked
-from ltx.errors import OptimError
+from ltx.errors import OptimError, UnsupportedError
 from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
 from ltx.optim.base import Optimizer, check_grads, leaves_like
 from ltx.optim.fusing import fusable, run_aligned
@@ -90,7 +90,12 @@ class TorchOptimizer(Optimizer):
             rule(grad_leaves, *picked)
             return params, self.advance(state)
         with self._grad_mode():
-            updated = zip(*run_pure(rule, grad_leaves, *picked, self.kernel.differentiable), strict=True)
+            pure = (
+                self._in_graph
+                if torch.compiler.is_compiling()
+                else partial(run_pure, rule, tracked=self.kernel.differentiable)
+            )
+            updated = zip(*pure(grad_leaves, *picked), strict=True)
             by_index = dict(zip(has_grad, updated, strict=True))
             pairs = [
                 by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
@@ -98,6 +103,15 @@ class TorchOptimizer(Optimizer):
             ]
         new_state = TorchState(spec.unflatten([own for _, own in pairs]), state.count + 1)
         return spec.unflatten([leaf for leaf, _ in pairs]), new_state
+
+    def _in_graph(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """The update as nodes of a compiled graph."""
+        names = tuple(tuple(state) for state in states)
+        flat = [t for state in states for t in state.values()]
+        rest = iter(apply_in_graph(_prepare_trace(self), names, *grads, *params, *flat))
+        return [next(rest) for _ in params], [{name: next(rest) for name in held} for held in names]
 
     def leaf_states(self, state: TorchState, params: Tree) -> list[dict[str, Tensor]]:
         return self._per_param(state, flatten(params)[1])
@@ -215,3 +229,46 @@ def from_torch(
             anything is written to.
     """
     return TorchOptimizer(cls, lr, kwargs)
+
+
+# What Dynamo can't look into, it puts into the graph as it is; so it is known by a constant.
+
+_traced: dict[str, TorchOptimizer] = {}
+
+
+def _prepare_trace(optimizer: TorchOptimizer) -> str:
+    """Run by Dynamo at trace time: register the entry into the graph and name `optimizer` by a constant."""
+    if callable(optimizer.lr):
+        raise UnsupportedError(
+            f"{optimizer!r}: a compiled step can't ask for the learning rate of each step, as Python doesn't run "
+            "there. Give a fixed lr, or compile the loss alone: ltx.data_parallel(torch.compile(loss), strategy)."
+        )
+    if "differentiable" not in optimizer.kernel.group:
+        raise UnsupportedError(
+            f"{optimizer!r} reads numbers off its state, which a compiled step can't do. Compile the loss alone: "
+            "ltx.data_parallel(torch.compile(loss), strategy)."
+        )
+    torch.compiler.allow_in_graph(apply_in_graph)
+    key = f"{optimizer!r} {id(optimizer)}"
+    _traced[key] = optimizer
+    return key
+
+
+_prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """New parameters and states of ``*gradients, *parameters, *states``."""
+    optimizer, count = _traced[key], len(names)
+    rest = iter(tensors[2 * count :])
+    states = [{name: next(rest) for name in held} for held in names]
+    params = [x.clone() for x in tensors[count : 2 * count]]
+    # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's other paths.
+    news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
+    with torch.no_grad():
+        # The differentiable path reads no number off a tensor, and a compiler makes one kernel of its operations.
+        optimizer._run(list(tensors[:count]), news, params, differentiable=True, count=0)
+    return (
+        *params,
+        *(new[name].to(x.dtype) for state, new in zip(states, news, strict=True) for name, x in state.items()),
+    )

@@ -89,7 +89,8 @@ class QAdamOptimizer(TorchOptimizer):
                 if count >= self.warmup_steps and m is not momentum:
                     m.copy_(momentum)
                 # m / (sqrt(v) / settled + eps), both multiplied by what is settled of v
-                scale = v.sqrt() + self.kwargs["eps"] * settled
+                root, least = v.sqrt(), self.kwargs["eps"] * settled
+                scale = root + least if torch.is_grad_enabled() else root.add_(least)
                 if isinstance(rate, Tensor):  # that may be differentiated
                     param.sub_((m / scale).mul_(rate))
                 else:

@@ -27,7 +27,8 @@ from ltx.errors import WorkerError
 from ltx.runtime.messages import Call
 from ltx.runtime.parcels import Parcel, Pickler, pack
 
-_LTX_HOME = Path(__file__).resolve().parents[1]
+#: Where ltx itself is installed.
+LTX_HOME = Path(__file__).resolve().parents[1]
 #: A function that carries more than this along, in its closure or in globals, is warned about.
 LARGE_BYTES = 16 << 20
 
@@ -191,4 +192,4 @@ def _is_installed(file: str | None) -> bool:
         return True
     paths = sysconfig.get_paths()
     homes = [Path(paths[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return any(home in Path(file).resolve().parents for home in (*homes, _LTX_HOME))
+    return any(home in Path(file).resolve().parents for home in (*homes, LTX_HOME))

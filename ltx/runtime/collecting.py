@@ -18,7 +18,7 @@ from ltx.runtime.parcels import Parcel
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
 PATIENCE_S = 0.5
 #: How long a rank that was asked to give up gets to do so.
-GRACE_S = 1.5
+GRACE_S = 3.0
 
 
 def collect(

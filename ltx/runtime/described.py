@@ -14,9 +14,9 @@ from types import TracebackType
 
 import cloudpickle
 
+from ltx.errors import message_of
+from ltx.runtime.calls import LTX_HOME
 from ltx.runtime.messages import Failure
-
-_LTX_HOME = str(Path(__file__).resolve().parents[1])
 
 
 def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False) -> Failure:
@@ -33,14 +33,6 @@ def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False
         pickled = None
     where = place_of(error.__traceback__)
     return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled)
-
-
-def message_of(error: BaseException) -> str:
-    """What `error` says, also if its own ``__str__`` raises."""
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"<no text: its __str__ raised {type(broken).__name__}>"
 
 
 def text_of(error: BaseException) -> str:
@@ -63,7 +55,7 @@ def place_of(trace: TracebackType | None) -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(_LTX_HOME)
+    return LTX_HOME in Path(filename).parents
 
 
 def _label(filename: str) -> str:

@@ -1,32 +1,31 @@
-"""elastic: training that goes on after a loss of ranks, with those that are left or from the last snapshot."""
+"""elastic: training that goes on after a loss of ranks, with those that are left, newcomers, or the last snapshot."""
 
 from __future__ import annotations
 
 import os
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from ltx import collectives, tree, wire
+from ltx import collectives, wire
 from ltx.axis import GroupBacking
 from ltx.errors import (
     CollectiveTimeoutError,
     DeadlockDetectedError,
-    InputError,
+    LtxError,
     PeerLostError,
     ReplicaDivergedError,
-    StrategyError,
-    UnsupportedError,
     WorldError,
 )
 from ltx.runtime import init
+from ltx.runtime.elastic_arguments import Arguments, Batch, check_same_data, ones_own
 from ltx.runtime.groups import meet_in, store_of, worlds_so_far
 from ltx.runtime.placement import Placement
-from ltx.runtime.regroup import Meeting
+from ltx.runtime.roster import Roster, begin_run
 from ltx.runtime.world import World
 from ltx.transforms.data_position import DataPosition
 from ltx.transforms.divergence import fingerprint
@@ -39,8 +38,10 @@ LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaD
 # After so many new meetings in a row without a whole step in between, a loss isn't the reason.
 _PATIENCE = 3
 
-Batch = Callable[[Any], Any]
-_Told = tuple[int, str, DataPosition]  # steps done, fingerprint of the state, position
+
+# What ranks tell in a new world: steps done, of which saved, fingerprint of the state, position, whether it has looked
+# for a snapshot. A newcomer has done -1 steps.
+_Told = tuple[int, int, str, DataPosition, bool]
 
 
 def elastic(
@@ -53,6 +54,7 @@ def elastic(
     on_step: Callable[[TrainState, Metrics, DataPosition], object] | None = None,
     on_reset: Sequence[Callable[[World], object]] = (),
     min_ranks: int = 1,
+    max_ranks: int | None = None,
     meeting_timeout: timedelta = timedelta(seconds=60),
     snapshots: str | os.PathLike[str] | None = None,
     every: int = 100,
@@ -67,6 +69,13 @@ def elastic(
     lost or comes twice in an epoch, and neither the number of steps nor the learning rate changes. A stopped process
     counts as lost; should it go on later, it is told that the others have gone on without it. Local ranks stay as they
     were, for they say which device is whose.
+
+    Newcomers may join while the others train, such as one in place of a rank that was lost: the same program, started
+    with the environment variable ``LTX_JOIN=host:port``, the MASTER_ADDR and MASTER_PORT of the others. It is a world
+    of one until it calls this; then it asks to be taken in. The others notice it between two steps, within half of the
+    heartbeat timeout, and meet anew with it. Newcomers become the last ranks, `on_reset` is called on all, they are
+    given state and position, and have the world that :func:`ltx.world` tells then. Where there is no room (`max_ranks`,
+    or a step's samples can't be shared out among so many and all fewer) a newcomer waits until there is.
 
     They meet in the store of the first meeting. It is held by the launcher under torchrun and ``ltx run``, else by
     rank 0's process: without that one the others can't go on, and say so. ``ltx run`` and torchrun end all ranks
@@ -85,8 +94,9 @@ def elastic(
         on_reset: called in this order with the new :class:`ltx.World` after it was made and before ranks take the
             state over, as Horovod's reset callbacks.
         min_ranks: with fewer left, all raise.
+        max_ranks: more aren't taken in; None is without limit.
         meeting_timeout: how long those that have met wait for a rank that lives and doesn't come: for longer than a
-            step takes. Those that are known to be gone aren't waited for.
+            step takes. Those that are known to be gone aren't waited for. A newcomer waits so long for an answer.
         snapshots: a directory that all ranks see, for checkpoints (:mod:`ltx.checkpoint`), written every `every` steps
             and at the end, of which the latest `keep` stay. Random number generators go on only on as many ranks.
         every, keep: see `snapshots`.
@@ -100,6 +110,9 @@ def elastic(
         StrategyError: the strategy keeps parameters, optimizer state or communication state for each rank alone or in
             shards, which a lost rank takes with it, and there are no `snapshots`. With these, a loss is raised, and a
             new start goes on from them.
+        WorldError: there is no training that this newcomer could join, or it is over.
+        RankMismatchError: this newcomer's model, optimizer, data, epochs or snapshots aren't those of the others, which
+            train on.
         InputError, UnsupportedError: the arguments can't be gone on with after a loss; when it is called.
 
     What else a rank raises (a mistake in `data`, an interrupt) ends its training; the others go on without it.
@@ -117,7 +130,9 @@ def elastic(
         >>> state.step, position.epoch, position.done
         (6, 3, 0)
     """
-    run = _Run(train, data, epochs, on_step, tuple(on_reset), min_ranks, meeting_timeout, snapshots, every, keep)
+    run = _Run(
+        train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, meeting_timeout, snapshots, every, keep
+    )
     run.check(state, position)
     return run.to_the_end(state, position)
 
@@ -130,6 +145,10 @@ class _At:
     position: DataPosition
 
 
+class _NewcomersError(LtxError):
+    """There are some, and they are to be taken in before the next step."""
+
+
 @dataclass
 class _Way:
     """How far this process is, and where among its peers."""
@@ -137,141 +156,134 @@ class _Way:
     at: _At
     settings: dict[str, Any]
     place: Placement
-    meetings: int
+    roster: Roster | None = None
+    begun: bool = False  # has looked for a snapshot to start from
+    saved: int = -1  # the step of the last snapshot
     futile: int = 0  # meetings since the last whole step
 
-    @property
-    def next_meeting(self) -> Meeting | None:
-        store = store_of(self.place)
-        return None if store is None else Meeting(store, self.meetings + 1, self.place)
 
-
-@dataclass(frozen=True)
-class _Run:
-    """The arguments of one call of :func:`elastic`."""
-
-    train: TrainStep
-    data: Batch
-    epochs: int
-    on_step: Callable[[TrainState, Metrics, DataPosition], object] | None
-    on_reset: tuple[Callable[[World], object], ...]
-    min_ranks: int
-    meeting_timeout: timedelta
-    snapshots: str | os.PathLike[str] | None
-    every: int
-    keep: int
-
-    @property
-    def _axis(self) -> Any:
-        return self.train.step.axis
-
-    def check(self, state: TrainState, position: DataPosition) -> None:
-        """Raise where a loss of ranks would find that training can't go on."""
-        world = init.world()
-        for name in ("epochs", "min_ranks", "every", "keep"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"elastic: expected {name} to be an integer of at least 1, got {value!r}.")
-        if not isinstance(self.meeting_timeout, timedelta) or self.meeting_timeout <= timedelta(0):
-            raise InputError(
-                f"elastic: expected meeting_timeout to be a positive datetime.timedelta, got {self.meeting_timeout!r}."
-            )
-        if self.min_ranks > world.size:
-            raise InputError(f"elastic: min_ranks={self.min_ranks}, and there are {world.size} ranks.")
-        if self.train.overlap != "backward":
-            raise UnsupportedError(
-                f"elastic: the train step has overlap={self.train.overlap!r}, which doesn't commit a step whole: a "
-                'loss in the middle would leave a torn state. Make it with overlap="backward".'
-            )
-        axis = self._axis
-        if axis is not None and not isinstance(axis, str):
-            raise UnsupportedError(
-                f"elastic: the step is on {axis!r}, which a new world doesn't have. Leave axis= out, or give its name."
-            )
-        mesh = init.settings().get("mesh", ())
-        if len(mesh) > 1:
-            raise UnsupportedError(
-                f"elastic: the world has the axes {dict(mesh)}, and those that are left after a loss don't fill such a "
-                "mesh. Use ltx.init() without mesh=."
-            )
-        if world.size > 1 and world.launcher == "user":
-            raise UnsupportedError(
-                "elastic: the process group was initialised before ltx, so ltx can't make another in its place. Leave "
-                "that to ltx.init()."
-            )
-        position.check_sizes(self.min_ranks, world.size)
-        if (own := _ones_own(state)) and self.snapshots is None and world.size > 1:
-            raise StrategyError(
-                f"elastic: with {state.kinds.strategy} the {' and '.join(own)} of a lost rank {'is' * (len(own) < 2)}"
-                f"{'are' * (len(own) > 1)} lost with it, so the others can't go on. Give a directory for snapshots=, "
-                "from which a new start of all ranks goes on."
-            )
+class _Run(Arguments):
+    """One call of :func:`elastic`."""
 
     def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
         """Train, and meet anew after each loss."""
         settings = init.settings()
-        way = _Way(_At(state, position), settings, settings.get("placement", Placement("none")), worlds_so_far())
+        way = _Way(_At(state, position), settings, settings.get("placement", Placement("none")))
+        over = False
         try:
-            self._restore(way)
+            self._join(way) if way.place.joins else self._open(way)
             while True:
                 try:
+                    if not way.begun:
+                        self._restore(way)
+                    way.begun = True
                     self._train(way)
+                    over = True
                     return way.at.state, way.at.position
-                except LOSSES as loss:
+                except (*LOSSES, _NewcomersError) as loss:
                     self._meet_anew(way, loss)
         except BaseException as error:  # the others shall not wait for this rank
-            if (meeting := way.next_meeting) is not None:
-                meeting.decline()
-                init.abandon(error)
+            init.abandon(error)
             raise
+        finally:
+            if way.roster is not None:
+                way.roster.close(over)
+
+    def _open(self, way: _Way) -> None:
+        """Begin a run with all ranks, where they can meet again."""
+        store = store_of(way.place)
+        if store is None:
+            return
+        size, rank = wire.size_and_rank(self.axis)
+        own = ones_own(way.at.state)
+        refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
+        entrance = self.entrance(way.at.state, way.at.position)
+        number = begin_run(store, size, worlds_so_far(), entrance, refusal) if rank == 0 else 0
+        number = collectives.broadcast_object(number, 0, self.axis)
+        way.roster = Roster.of_member(store, number, rank, size, worlds_so_far(), _heartbeat_s(way))
+        collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
+
+    def _join(self, way: _Way) -> None:
+        """Be taken into a run that has begun, and given its state."""
+        entrance = self.entrance(way.at.state, way.at.position)
+        way.roster = Roster.of_newcomer(way.place, entrance, self.meeting_timeout.total_seconds(), _heartbeat_s(way))
+        place = way.roster.be_taken(way.place)
+        if place.local_rank != way.place.local_rank and init.world().device.type == "cuda":
+            raise WorldError(
+                f"rank {place.rank}: this newcomer computes on {init.world().device}, as another rank of its node "
+                f"does. Set LOCAL_RANK to one that is free, such as {place.local_rank}."
+            )
+        way.begun = True
+        try:
+            done = self._taken_over(way, self._in_new_world(way, place))
+        except (*LOSSES, WorldError) as loss:
+            self._meet_anew(way, loss)
+        else:
+            self._check_taken_over(done, place)
 
     def _train(self, way: _Way) -> None:
-        size, rank = wire.size_and_rank(self._axis)
+        size, rank = wire.size_and_rank(self.axis)
         while way.at.position.epoch < self.epochs:
+            if way.roster is not None and way.roster.waiting and self._room(way, size, way.roster.waiting):
+                raise _NewcomersError(f"rank {rank}: newcomers are to be taken in.")
             batch = self.data(way.at.position.indices(rank, size))
             state, metrics = self.train(way.at.state, *(batch if isinstance(batch, tuple) else (batch,)))
             way.at, way.futile = _At(state, way.at.position.after_step()), 0
             if self.on_step is not None:
                 self.on_step(state, metrics, way.at.position)
             if state.step % self.every == 0:
-                self._save(way.at)
-        if way.at.state.step % self.every:
-            self._save(way.at)
+                self._save(way)
+        if way.saved != way.at.state.step:  # a loss may have come in between
+            self._save(way)
         # A rank that ended now would be lost to one that hasn't done the last step.
-        collectives.barrier("the end of elastic", self._axis)
+        collectives.barrier("the end of elastic", self.axis)
+
+    def _room(self, way: _Way, here: int, asking: int) -> int:
+        """How many of the newcomers that ask can be taken in where so many ranks are."""
+        most = here + asking if self.max_ranks is None else min(here + asking, self.max_ranks)
+        # A loss of any of them has to leave a number that can go on.
+        sizes = range(self.min_ranks, most + 1)
+        return max(0, next((size - 1 for size in sizes if not way.at.position.fits(size)), most) - here)
 
     def _meet_anew(self, way: _Way, loss: Exception) -> None:
         """Meet those that are left, make a world with them, and take over the state of the last whole step."""
-        if own := _ones_own(way.at.state):
+        if own := ones_own(way.at.state):
             loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
             raise loss
         while True:
             place = self._meet(way, loss)
             try:
-                if self._taken_over(way, self._in_new_world(way, place)):
-                    return
+                done = self._taken_over(way, self._in_new_world(way, place))
             except (*LOSSES, WorldError) as another:  # while the new world was made
                 loss = another
-                continue
+            else:
+                return self._check_taken_over(done, place)
+
+    @staticmethod
+    def _check_taken_over(done: bool, place: Placement) -> None:
+        if not done:
             raise ReplicaDivergedError(
                 f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of them "
                 "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
-            ) from loss
+            )
 
     def _meet(self, way: _Way, loss: Exception) -> Placement:
         """This rank's place among those that are left; raises if it can't go on."""
-        meeting, gone = way.next_meeting, _gone(self._axis)
+        roster, lost = way.roster, _lost_on(self.axis)
         way.futile += 1
-        if meeting is None or way.futile > _PATIENCE:
+        if roster is None or way.futile > _PATIENCE:
             raise loss
+        before = set(roster.members)
         init.abandon(loss)
         _let_go_of_frames(loss)
-        place = meeting.hold(gone, self.meeting_timeout.total_seconds())
+        place = roster.meet(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
         if place is None:
             raise PeerLostError(
                 f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
                 "again with all of them, from the last snapshot."
             ) from loss
+        if not before.issuperset(roster.members):
+            way.futile = 0
         if place.size < self.min_ranks:
             raise PeerLostError(
                 f"rank {way.place.rank}: {place.size} of {way.place.size} ranks are left, fewer than "
@@ -281,33 +293,42 @@ class _Run:
 
     def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
         """How far each rank of a new world is."""
-        store = store_of(way.place)
-        assert store is not None
-        meet_in(store, place)
-        way.place, way.meetings = place, way.meetings + 1
-        world = init.reform(way.settings, way.meetings, place)
+        assert way.roster is not None
+        newcomer = way.place.joins is not None
+        meet_in(way.roster.world_store(), place)
+        way.place = place
+        world = init.reform(way.settings, way.roster.meetings, place)
         for callback in self.on_reset:
             callback(world)
-        mine = (way.at.state.step, fingerprint(way.at.state), way.at.position)
-        return list(collectives.all_gather_object(mine, self._axis))
+        if newcomer:
+            mine = (-1, -1, "", way.at.position, True)
+        else:
+            mine = (way.at.state.step, way.saved, fingerprint(way.at.state), way.at.position, way.begun)
+        return list(collectives.all_gather_object(mine, self.axis))
 
     def _taken_over(self, way: _Way, told: list[_Told]) -> bool:
         """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
-        last = max(step for step, _, _ in told)
-        there = [rank for rank, (step, _, _) in enumerate(told) if step == last]
-        most, count = Counter(told[rank][1] for rank in there).most_common(1)[0]
+        last = max(step for step, *_ in told)
+        if last < 0:
+            raise PeerLostError("elastic: the ranks that had the training's state are gone; these are newcomers.")
+        there = [rank for rank, (step, *_) in enumerate(told) if step == last]
+        most, count = Counter(told[rank][2] for rank in there).most_common(1)[0]
+        way.begun = all(begun for *_, begun in told)
         if 2 * count <= len(there):  # nobody knows which is right
             return self._restore(way)
-        if len({(step, digest) for step, digest, _ in told}) > 1:
-            src = next(rank for rank in there if told[rank][1] == most)
-            way.at = _At(self.train.broadcast(way.at.state, src), told[src][2])
+        if len({(step, digest) for step, _, digest, *_ in told}) > 1:
+            src = next(rank for rank in there if told[rank][2] == most)
+            way.at = _At(self.train.broadcast(way.at.state, src), told[src][3])
+        way.saved = min(told[rank][1] for rank in there)
         return True
 
-    def _save(self, at: _At) -> None:
+    def _save(self, way: _Way) -> None:
         if self.snapshots is not None:
             from ltx import checkpoint  # takes a while
 
-            checkpoint.save(self.snapshots, at.state, data=asdict(at.position), keep=self.keep, axis=self._axis)
+            data = asdict(way.at.position)
+            checkpoint.save(self.snapshots, way.at.state, data=data, keep=self.keep, axis=self.axis)
+        way.saved = way.at.state.step
 
     def _restore(self, way: _Way) -> bool:
         """Go on from the last snapshot. Whether there is one."""
@@ -316,23 +337,13 @@ class _Run:
         from ltx import checkpoint
 
         # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
-        if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self._axis):
+        if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self.axis):
             return False
-        with warnings.catch_warnings():
-            # To go on with other ranks than the snapshot's is what this is for.
-            warnings.filterwarnings("ignore", "checkpoint.load: random number generators", RuntimeWarning)
-            restored = checkpoint.load(self.snapshots, way.at.state, axis=self._axis)
+        restored = checkpoint.load(self.snapshots, way.at.state, rng="same ranks", axis=self.axis)
         saved = DataPosition(**restored.data)
-        _check_same_data(saved, way.at.position)
-        way.at = _At(restored.state, saved)
+        check_same_data(saved, way.at.position)
+        way.at, way.saved = _At(restored.state, saved), restored.step
         return True
-
-
-def _ones_own(state: TrainState) -> list[str]:
-    """The parts of `state` that a lost rank takes with it. Buffers aren't among them: any rank's will do."""
-    kinds = state.kinds
-    parts = {"params": state.params, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
-    return [name for name, part in parts.items() if getattr(kinds, name) != "replicated" and tree.flatten(part)[0]]
 
 
 def _let_go_of_frames(loss: BaseException | None) -> None:
@@ -342,7 +353,7 @@ def _let_go_of_frames(loss: BaseException | None) -> None:
         loss = loss.__cause__ or loss.__context__
 
 
-def _gone(axis: Any) -> Callable[[], list[int]]:
+def _lost_on(axis: Any) -> Callable[[], list[int]]:
     """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
     if not init.settings():
         return list
@@ -350,9 +361,6 @@ def _gone(axis: Any) -> Callable[[], list[int]]:
     return backing.line.gone if isinstance(backing, GroupBacking) else list
 
 
-def _check_same_data(saved: DataPosition, given: DataPosition) -> None:
-    if replace(saved, epoch=0, done=0) != replace(given, epoch=0, done=0):
-        raise InputError(
-            f"elastic: the snapshot is of a run over other data or in another order: {saved}, and now {given}. Give "
-            "the position that the run began with, or another directory for snapshots."
-        )
+def _heartbeat_s(way: _Way) -> float:
+    found: timedelta = way.settings["heartbeat_timeout"]
+    return found.total_seconds()

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -28,6 +30,7 @@ from ltx.runtime.launchers import UNSURE
 from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, world_of
 from ltx.wire import close_axis, open_axis
+from ltx.wire.operations import connect_limit
 
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
@@ -109,16 +112,20 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
                 # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             _meetings.stores[placement] = store
+        undo.callback(id, store)  # keeps it: torch's C++ code alone doesn't keep what is Python's of one
         store.set_timeout(timeout)
         meeting = PrefixStore(f"ltx/{_meetings.count}", store)
+        limit = connect_limit(store, world.backend, timeout)
         dist.init_process_group(
             world.backend,
             store=meeting,
             rank=world.rank,
             world_size=world.size,
-            timeout=timeout,
+            timeout=limit,
             device_id=world.device if world.device.type == "cuda" and "nccl" in world.backend else None,
         )
+        if limit < timeout:
+            c10d._set_pg_timeout(timeout, dist.group.WORLD)
     except Exception as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} couldn't set up torch.distributed ({world.backend}) at "
@@ -224,29 +231,30 @@ def _destroy_subgroup(group: dist.ProcessGroup) -> None:
 
 
 def close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
-    """Note the channels of every open axis in `held`, and close those axes that aren't among `axes`.
+    """Note what of every open axis has a process group in `held`, and close those axes that aren't among `axes`.
 
     Collectives that are given a process group or a DeviceMesh open an axis for it.
     """
     everything = wire.open_axes()
-    held.extend(channels_of(everything))
+    held.extend(with_groups(everything))
     for axis in everything:
         if all(axis is not other for other in axes):
             _close(axis, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def channels_of(axes: tuple[Axis, ...]) -> list[Any]:
-    """The channels of `axes`, each with a process group of its own."""
+def with_groups(axes: tuple[Axis, ...]) -> list[Any]:
+    """The lines of `axes` and their channels, each with a process group of its own."""
     lines = [axis.backing.line for axis in axes if isinstance(axis.backing, GroupBacking)]
-    return [channel for line in lines for channel in line.channels]
+    return [one for line in lines for one in (line, *line.channels)]
 
 
-def let_go(channels: list[Any]) -> None:
-    """Drop the process groups of `channels`, which have been closed, and wait until the groups' threads have ended.
+def let_go(held: list[Any]) -> None:
+    """Drop the process groups of lines and channels that have been closed, and wait until the groups' threads end.
 
     torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
-    that are left when Python ends abort the process now and then. So the channels lose their group here, whoever still
-    holds them: a reference cycle, or the traceback of the exception that ended the world.
+    that are left when Python ends abort the process now and then. So who is `held` loses its group here, whatever still
+    holds it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception that ended
+    the world.
 
     A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
     operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not
@@ -254,17 +262,19 @@ def let_go(channels: list[Any]) -> None:
     connections, which the peers see at once.
     """
     groups = []
-    while channels:
-        channel = channels.pop()
-        groups.append(channel.group)
-        channel.group = None
-    channel = None
+    while held:
+        one = held.pop()
+        groups.append(one.group)
+        one.group = None
+    one = None
     if not groups:
         return
 
     def drop() -> None:
+        known = [weakref.ref(group) for group in groups]
         groups.clear()
-        gc.collect()
+        if any(group() is not None for group in known):
+            gc.collect()  # not without need: it keeps all threads waiting, those too that show signs of life
 
     waiter = threading.Thread(target=drop, name="ltx-teardown", daemon=True)
     try:

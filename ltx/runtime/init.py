@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,8 +23,7 @@ from ltx import tree as trees
 from ltx import wire
 from ltx.arguments import brief, checked
 from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
-from ltx.errors import PeerLostError, TreeError, WorldError
-from ltx.runtime.described import message_of
+from ltx.errors import PeerLostError, TreeError, WorldError, message_of
 from ltx.runtime.groups import (
     adopted_world,
     check_mesh,
@@ -60,6 +60,7 @@ class _Process:
     """What is up in this process: process-wide, because process groups and axes are."""
 
     session: _Session | None = None
+    fallen: _Session | None = None  # in whose place another was to come that couldn't be set up
 
 
 _process = _Process()
@@ -127,6 +128,7 @@ def init(
     session = _process.session
     if session is None:
         session = _process.session = _start(asked)
+        _process.fallen = None
         atexit.unregister(shutdown)  # once, and before anything registered earlier
         atexit.register(shutdown)
     else:
@@ -156,7 +158,7 @@ def abandon(error: BaseException) -> None:
 
 def forget() -> None:
     """In a fork: the world that is up is the parent's."""
-    _process.session = None
+    _process.session = _process.fallen = None
 
 
 def renew(count: int) -> None:
@@ -189,13 +191,14 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
         count: as in :func:`renew`.
         placement: where this process is in the new one.
     """
-    old = _process.session
+    old = _process.fallen = _process.session or _process.fallen
     shutdown()
     meet_as(count)
     mesh = ((asked["mesh"][0][0], placement.size),)
     _process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
     if old is not None:
         session.before, session.holds = (*old.before, old.world), old.holds
+    _process.fallen = None
     return session.world
 
 
@@ -245,6 +248,13 @@ def release(left: World, error: BaseException | None = None) -> None:
         if session.holds == 0:
             if error is not None:
                 abandon(error)
+            elif getattr(session.settings.get("placement"), "joins", None) is not None:
+                warnings.warn(
+                    "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
+                    "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
             shutdown()
 
 

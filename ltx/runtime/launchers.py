@@ -16,6 +16,8 @@ from ltx.runtime.placement import Placement, Variables, node_of
 
 #: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
+#: Where the store is of a run that a process asks to be taken into.
+JOIN_VARIABLE = "LTX_JOIN"
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,20 @@ def _torchrun_placement(variables: Variables) -> Placement:
     return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, (address, port))
 
 
+def _joining_placement(variables: Variables) -> Placement:
+    """A process that is alone until :func:`ltx.elastic` has it taken into a run."""
+    said = variables.environ[JOIN_VARIABLE]
+    host, _, port = said.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not host or not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise WorldError(
+            f'environment variable {JOIN_VARIABLE}={said!r}: expected "host:port", the MASTER_ADDR and MASTER_PORT of '
+            'the ranks that train, as in "10.0.0.1:29500". Unset it to run as a world of one.'
+        )
+    local_rank = variables.number("LOCAL_RANK", 0, None, "the index of this process' device", 0)
+    return Placement(variables.launcher, local_rank=local_rank, joins=(host, int(port)))
+
+
 _BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 _BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
 _pmi = mpi.placement(
@@ -146,6 +162,13 @@ LAUNCHERS: tuple[Launcher, ...] = (
         lambda env: POOL_VARIABLE in env and "RANK" in env,
         _torchrun_placement,
         _BY_TORCHRUN,
+    ),
+    Launcher(
+        "join",
+        (JOIN_VARIABLE,),
+        lambda env: JOIN_VARIABLE in env,
+        _joining_placement,
+        f"Set {JOIN_VARIABLE} to the MASTER_ADDR:MASTER_PORT of ranks that run ltx.elastic",
     ),
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "RANK" in env, _torchrun_placement, _BY_TORCHRUN),
     Launcher(

@@ -27,6 +27,8 @@ class Placement:
         master: the address and port of the store through which they find each other; None for a process that is alone.
         own_devices: how many CUDA devices the launcher shows to this process alone; None if it shows the same ones to
             all processes of a node.
+        joins: the address and port of the store of a run that this process, which is alone until then, is to be taken
+            into by :func:`ltx.elastic`.
     """
 
     launcher: str
@@ -38,6 +40,7 @@ class Placement:
     num_nodes: int = 1
     master: tuple[str, int] | None = None
     own_devices: int | None = None
+    joins: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A new meeting of the ranks that are left: who comes to it is alive, and goes on.
+"""A new meeting of an elastic run: who comes to it is alive, and goes on; newcomers are taken in.
 
 It is held in the store through which the ranks have met at first, so whoever holds that has to live.
 """
@@ -6,85 +6,172 @@ It is held in the store through which the ranks have met at first, so whoever ho
 from __future__ import annotations
 
 import json
+import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from ltx.errors import PeerLostError
 from ltx.runtime.placement import Placement
 
 _PAUSE_S = 0.02
 
 
-class Meeting:
-    """The `count`-th meeting of a run, of the ranks of the world that was before.
+@dataclass(frozen=True)
+class Seat:
+    """A process of a run, and where it computes.
 
-    Args:
-        store: the one in which they have met before.
-        count: which meeting it is, the same number on all ranks.
-        place: where this process was in the world before.
+    Attributes:
+        who: its number in the run, which it keeps. Ranks change.
+        node: its node's index in the world that it comes from; -1 for a newcomer, which comes from none.
+        local_rank: among those of its node.
+        host: the node's name.
     """
 
-    def __init__(self, store: Store, count: int, place: Placement):
-        self._store, self._place = PrefixStore(f"ltx/elastic/{count}", store), place
+    who: int
+    node: int
+    local_rank: int
+    host: str
 
-    def decline(self) -> None:
-        """This rank won't come, so nobody needs to wait for it."""
-        try:
-            self._store.set(f"declined/{self._place.rank}", "")
-        except dist.DistError:
-            return  # the store is gone: nobody can meet
+    @staticmethod
+    def of(who: int, place: Placement) -> Seat:
+        """That of process `who`, whose place in the world before is `place`."""
+        newcomer = place.joins is not None
+        return Seat(who, -1 if newcomer else place.node_rank, place.local_rank, platform.node())
 
-    def hold(self, gone: Callable[[], Sequence[int]], limit_s: float) -> Placement | None:
-        """This process' place among those who have come; None if they went on without it.
 
-        All get the same answer, for the first to decide decides for all: once everybody has come that isn't known to
-        be gone, or at the end of `limit_s`.
+@dataclass(frozen=True)
+class Decision:
+    """What a meeting comes to: the same for all who read it.
+
+    Attributes:
+        seats: who goes on, by rank.
+        known: the numbers that are no newcomers any more, for they have been taken in or were lost.
+    """
+
+    seats: tuple[Seat, ...]
+    known: frozenset[int]
+
+    @property
+    def members(self) -> list[int]:
+        """Who goes on, by rank."""
+        return [seat.who for seat in self.seats]
+
+    def place(self, who: int, before: Placement) -> Placement:
+        """The new place of `who`. Ranks and nodes are counted anew; local ranks stay where they can."""
+        seats = _on_nodes(self.seats)
+        mine = seats[self.members.index(who)]
+        nodes = sorted({seat.node for seat in seats})
+        return replace(
+            before,
+            rank=seats.index(mine),
+            size=len(seats),
+            local_rank=mine.local_rank,
+            local_size=sum(seat.node == mine.node for seat in seats),
+            node_rank=nodes.index(mine.node),
+            num_nodes=len(nodes),
+            master=before.master or before.joins,
+            joins=None,
+        )
+
+    def to_json(self) -> str:
+        """Text for the store."""
+        return json.dumps([[[s.who, s.node, s.local_rank, s.host] for s in self.seats], sorted(self.known)])
+
+    @staticmethod
+    def from_json(text: bytes) -> Decision:
+        """Inverse of :meth:`to_json`."""
+        seats, known = json.loads(text)
+        return Decision(tuple(Seat(*seat) for seat in seats), frozenset(known))
+
+
+def _on_nodes(seats: Sequence[Seat]) -> list[Seat]:
+    """The seats, with newcomers on the node of their host, at a free local rank if theirs is taken."""
+    found = [seat for seat in seats if seat.node >= 0]
+    for seat in seats[len(found) :]:
+        new = 1 + max((other.node for other in found), default=-1)
+        node = next((other.node for other in found if other.host == seat.host), new)
+        taken = {other.local_rank for other in found if other.node == node}
+        free = next(local for local in range(len(seats)) if local not in taken)
+        found.append(replace(seat, node=node, local_rank=free if seat.local_rank in taken else seat.local_rank))
+    return found
+
+
+class Meeting:
+    """The `count`-th meeting of a run.
+
+    Args:
+        store: the run's, or an :class:`ltx.wire.pulse.AskedStore` for it.
+        count: which meeting it is, the same number on all ranks: that of the world that comes of it.
+    """
+
+    def __init__(self, store: Any, count: int):
+        self.count = count
+        self._store, self._at = store, f"meeting/{count}"
+
+    def come(self, seat: Seat) -> None:
+        """Say that the process of `seat` is here."""
+        self._store.append(f"{self._at}/log", f"{json.dumps([seat.who, seat.node, seat.local_rank, seat.host])}\n")
+
+    def decline(self, who: int) -> None:
+        """Say that `who` won't come, so that nobody needs to wait for it."""
+        self._store.append(f"{self._at}/log", f"{json.dumps([who])}\n")
+
+    def decision(self) -> Decision | None:
+        """What it has come to, if it has."""
+        key = f"{self._at}/decided"
+        return Decision.from_json(self._store.get(key)) if self._store.check([key]) else None
+
+    def hold(
+        self,
+        mine: Seat,
+        members: Sequence[int],
+        gone: Callable[[Sequence[int]], Collection[int]],
+        limit_s: float,
+        known: Collection[int] = (),
+        asking: Callable[[], Sequence[int]] = tuple,
+        room: Callable[[int, int], int] = lambda here, asking: asking,
+    ) -> Decision:
+        """Come to it as the process of `mine`, and wait until it is decided.
+
+        The first to decide decides for all: once everybody has come that isn't known to be gone, or at the end of
+        `limit_s`.
 
         Args:
-            gone: the ranks that are known to be gone; asked again and again.
-
-        Raises:
-            PeerLostError: the process that holds the store is gone, or doesn't answer.
+            members: who was in the world before, by rank.
+            gone: which of some are known to be gone; asked again and again, of those that have come too.
+            known: see :class:`Decision`.
+            asking: the newcomers that want to be taken in.
+            room: how many newcomers are taken if so many others have come, and so many ask.
         """
-        try:
-            gone()  # first: unlike the store itself, it gives up waiting for an answer
-            return self._placed(self._decided(gone, limit_s))
-        except (dist.DistError, PeerLostError) as error:
-            raise PeerLostError(
-                f"rank {self._place.rank}: the process that holds the store through which the ranks meet is gone or "
-                "stopped (rank 0's, or the launcher's on its machine), so those that are left can't meet to go on "
-                f"without it. Start all of them again, from the last snapshot. ({error})"
-            ) from error
-
-    def _decided(self, gone: Callable[[], Sequence[int]], limit_s: float) -> dict[int, list[int]]:
-        """(node, local rank) of the ranks that go on, by their rank until now."""
-        mine, everyone = self._place, range(self._place.size)
-        self._store.set(f"here/{mine.rank}", json.dumps([mine.node_rank, mine.local_rank]))
+        self.come(mine)
         deadline = time.monotonic() + limit_s
-        while not self._store.check(["decided"]):
-            here = [rank for rank in everyone if self._store.check([f"here/{rank}"])]
-            missing = [rank for rank in everyone if rank not in here and not self._store.check([f"declined/{rank}"])]
-            if not missing or set(missing) <= set(gone()) or time.monotonic() > deadline:
-                self._store.compare_set("decided", "", json.dumps(here))
-                break
-            time.sleep(_PAUSE_S)
-        return {rank: json.loads(self._store.get(f"here/{rank}")) for rank in json.loads(self._store.get("decided"))}
+        while (decision := self.decision()) is None:
+            came, declined = self._read()
+            new = [who for who in asking() if who not in known and who not in members]
+            lost = set(gone([who for who in (*members, *new) if who != mine.who]))
+            here = [who for who in members if who in came and who not in lost]
+            ready = [who for who in new if who in came and who not in lost]
+            taken = ready[: room(len(here), len(ready))]
+            missing = [who for who in members if who not in came]
+            if room(len(here), len(new)) > len(taken):
+                missing += [who for who in new if who not in came]
+            if lost.union(declined).issuperset(missing) or time.monotonic() > deadline:
+                absent = [who for who in new if who in lost or who in missing]
+                seats = tuple(came[who] for who in (*here, *taken))
+                decided = Decision(seats, frozenset((*known, *members, *taken, *absent)))
+                self._store.compare_set(f"{self._at}/decided", "", decided.to_json())
+            else:
+                time.sleep(_PAUSE_S)
+        return decision
 
-    def _placed(self, members: dict[int, list[int]]) -> Placement | None:
-        """Ranks and nodes are counted anew; local ranks stay, for they say which device is whose."""
-        mine = self._place
-        if mine.rank not in members:
-            return None
-        nodes = sorted({node for node, _ in members.values()})
-        return replace(
-            mine,
-            rank=sorted(members).index(mine.rank),
-            size=len(members),
-            local_size=sum(node == mine.node_rank for node, _ in members.values()),
-            node_rank=nodes.index(mine.node_rank),
-            num_nodes=len(nodes),
-        )
+    def _read(self) -> tuple[dict[int, Seat], set[int]]:
+        """The seats of those that have come, and who has declined."""
+        came, declined = dict[int, Seat](), set[int]()
+        for line in self._store.get(f"{self._at}/log").splitlines():
+            who, *rest = json.loads(line)
+            if rest:
+                came[who] = Seat(who, *rest)
+            else:
+                declined.add(who)
+        return came, declined

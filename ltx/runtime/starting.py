@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -21,13 +21,13 @@ import torch.distributed as dist
 from ltx.axis import set_world_axes
 from ltx.errors import WorkerError
 from ltx.runtime import init, worker
+from ltx.runtime.calls import LTX_HOME
 from ltx.runtime.world import POOL_VARIABLE
+from ltx.wire.seal import KEY
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 
-# The folder that ltx is imported from.
-_IMPORT_HOME = str(Path(__file__).resolve().parents[2])
 # Collecting garbage while torch is imported takes a fifth of the time; the worker enables it when it is up.
 _WORKER = "import gc, sys; gc.disable(); from ltx.runtime.worker import main; main(int(sys.argv[1]))"
 
@@ -166,10 +166,17 @@ def _check_fork() -> None:
         )
 
 
+@functools.cache
+def _own_key() -> str:
+    """That of all workers of this process."""
+    return os.urandom(16).hex()
+
+
 def worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
     """The driver's environment, with what torchrun would say to rank `rank` of `size` on one node."""
     # What torchrun said to the driver about its own store isn't about the workers'.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    environment.setdefault(KEY, _own_key())
     environment |= {
         POOL_VARIABLE: str(size),
         "RANK": str(rank),
@@ -184,6 +191,7 @@ def worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # NCCL takes one device for each rank: all on the CPU then
-    if _IMPORT_HOME not in sysconfig.get_paths().values():  # a checkout, not an installed package
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_IMPORT_HOME, os.environ.get("PYTHONPATH")]))
+    home = str(LTX_HOME.parent)
+    if home not in sysconfig.get_paths().values():  # a checkout, not an installed package
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     return environment

@@ -33,8 +33,9 @@ class World:
         device: the device that this rank computes on.
         backend: the backend of torch.distributed that its process groups use, ``"gloo"`` or ``"nccl"`` for example.
         launcher: who started the processes: ``"pool"``, ``"torchrun"``, ``"slurm"`` (srun), ``"openmpi"``, ``"pmi"``
-            (MPICH, Intel MPI), ``"mvapich2"``; ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"``
-            for a process group that was initialised before ltx, ``"none"`` for a process that nobody started as a
+            (MPICH, Intel MPI), ``"mvapich2"``; ``"join"`` for one that :func:`ltx.elastic` takes into a run of others;
+            ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"`` for a process group that was
+            initialised before ltx, ``"none"`` for a process that nobody started as a
             rank.
 
     Example:

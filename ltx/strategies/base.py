@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ltx import tree
+from ltx import tree, wire
 from ltx.arguments import brief, check_fields
 from ltx.axis import Axis, ShapesBacking
 from ltx.errors import StrategyError, UnsupportedError
@@ -21,9 +21,9 @@ from ltx.sync.exchange import Exchange
 from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Plan
+from ltx.sync.sizes import DEFAULT_BYTES, MIB
 from ltx.typing import Tree
 
-MIB = 1 << 20
 T = TypeVar("T")
 
 
@@ -74,6 +74,8 @@ class Update:
         donate: whether :meth:`apply` overwrites `params` and `opt_state`.
         finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
             tensor under transforms); else None.
+        gives: whether the step gives its old state away once nothing can fail any more, for
+            :attr:`Updated.finish` to write to.
     """
 
     optimizer: Optimizer
@@ -82,6 +84,7 @@ class Update:
     opt_state: Tree
     donate: bool = False
     finite: bool | torch.Tensor | None = None
+    gives: bool = False
 
     def apply(self) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state); the old ones where gradients aren't finite.
@@ -118,12 +121,19 @@ def _one_more(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class Updated:
-    """What :meth:`Strategy.update` gives: all that a step changes, and what it leaves under way."""
+    """What :meth:`Strategy.update` gives: all that a step changes, and what it leaves under way.
+
+    Attributes:
+        finish: what is left to be done to tensors of the old state, which an update that `gives` them lends to the new
+            one: a step whose ranks talk late writes to them when all has landed. It can't fail, and nothing is between
+            it and the step's end, an interrupt neither.
+    """
 
     params: Tree
     opt_state: Tree
     states: States
     pending: Any = None
+    finish: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,25 +158,37 @@ class Strategy:
 
     Attributes:
         bucket_bytes: gradients travel in buckets of at most this many bytes; a hook that sends far less than them may
-            ask for larger ones (``CommHook.bucket_factor``).
-        first_bucket_bytes: size of the first bucket; small, so that the link starts early.
+            ask for larger ones (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first meet there
+            (:func:`ltx.measure_network`), and sizes are chosen by what a message costs
+            (:mod:`ltx.sync.sizes`), the same on every rank and from then on. Sums of three and more ranks are rounded
+            by where a number lies in its bucket: give a number where two runs must be equal bit for bit. Compiled
+            graphs want the measurement before; simulated ranks and worlds of one take the default.
+        first_bucket_bytes: size of the first bucket; small, so that the link starts early. With "auto" its size at
+            most.
+        network: what "auto" goes by instead of a measurement.
         process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
         timeout: how long ``ltx.init``'s collectives wait for a peer.
     """
 
-    bucket_bytes: int = 4 * MIB
+    bucket_bytes: int | Literal["auto"] = DEFAULT_BYTES
     first_bucket_bytes: int = MIB
+    network: wire.Network | None = None
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)
 
     def __post_init__(self) -> None:
         check_fields(self, StrategyError, "process_group_backend")
         for name in ("bucket_bytes", "first_bucket_bytes"):
-            value = getattr(self, name)
+            value, auto = getattr(self, name), name == "bucket_bytes"
+            if auto and isinstance(value, str) and value == "auto":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise StrategyError(
-                    f"{type(self).__name__}.{name} must be a positive number of bytes, got {brief(value)}."
-                )
+                what = 'a positive number of bytes or "auto"' if auto else "a positive number of bytes"
+                raise StrategyError(f"{type(self).__name__}.{name} must be {what}, got {brief(value)}.")
+        if not isinstance(self.network, wire.Network | None):
+            raise StrategyError(
+                f"{type(self).__name__}.network must be an ltx.Network or None, got {brief(self.network)}."
+            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise StrategyError(
                 f"{type(self).__name__}.timeout must be a positive datetime.timedelta, got {brief(self.timeout)}."
@@ -205,8 +227,23 @@ class Strategy:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one."""
-        return self.bucket_bytes, self.first_bucket_bytes
+        """Bytes of a bucket, and of the first one; with "auto" where there is no network to go by."""
+        bucket = self.bucket_bytes
+        return DEFAULT_BYTES if isinstance(bucket, str) else bucket, self.first_bucket_bytes
+
+    @property
+    def auto_sizes(self) -> bool:
+        """Whether the sizes of buckets are chosen for the network."""
+        return self.bucket_bytes == "auto"
+
+    @property
+    def auto_hook(self) -> bool:
+        """Whether the hook is chosen for the network, by ``step.init``, which puts its name into the state."""
+        return False
+
+    def with_choice(self, choice: str) -> Strategy:
+        """This strategy with the hook that a state says was chosen; the strategy itself where none is."""
+        return self
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.

@@ -36,7 +36,8 @@ class DDPStrategy(Strategy):
     there on: gradients stay local, and parameters are averaged periodically. :class:`ltx.LocalSGDStrategy` says more.
 
     Args:
-        comm_hook: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`.
+        comm_hook: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`. "auto": ``step.init(params)`` and
+            ``train.init(params)`` choose one by what it costs and saves, see below.
         comm_wrapper: what goes around that hook: "fp16" and "bf16" for :func:`ltx.hooks.cast` (torch's
             ``fp16_compress_wrapper``, ``bf16_compress_wrapper``), or a function from hook to hook. A strategy with a
             function compares and pickles as that function does, so take one that a module defines.
@@ -46,7 +47,29 @@ class DDPStrategy(Strategy):
             ``ltx.LocalSGDStrategy(period, start, subgroup=...)`` does.
         start_method: how ``ltx.launch(..., strategy=strategy)`` starts processes: "popen", "spawn", "fork" or
             "forkserver". Checked and carried here; nothing in ltx reads it yet.
-        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
+        bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in :class:`Strategy`.
+
+    A hook pays if it takes a rank less time to encode and decode than it saves on the link. Of B bytes of float32 a sum
+    over n ranks takes 2 (n-1)/n B/beta at a bandwidth of beta, with a hook that sends c times less the c-th part of
+    that, and its codec B/4 times the seconds for a number that were measured of it (:mod:`ltx.transforms.prices`). So
+    it breaks even at
+
+        beta = 8 (n-1)/n (1 - 1/c) / (codec - all-reduce's packing)          (bytes a second)
+
+    which with two ranks is 53 Gbit/s for bfloat16, 10 for eight bits, and 12 for PowerSGD. ``comm_hook="auto"``
+    measures the axis (or takes `network`), and goes from the all-reduce to the next of
+    :func:`ltx.strategies.candidates.candidates` if that takes at most so much of the time, codec and link together: 0.7
+    for BF16 and ByteGrad, with which losses were those of the exact mean in benchmarks.convergence, and 0.3 for
+    PowerSGD of rank 2, exact for the first 1,000 steps, which lost half a percent there (with rank 4). What of the
+    link's time hides behind the backward pass isn't known then, and counts as if nothing did: where computing takes
+    most of a step, say what you want instead. So do on GPUs, whose codecs are faster than those that were measured.
+
+    The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, and so the
+    same for as long as training goes on; ``ltx.explain(step, state)`` says why. In a world of one, and on simulated
+    ranks without a `network`, it is "none". A checkpoint fits a state in which the same was chosen, or one whose hook
+    carries the same; to go on with another choice, load into the one that was, which the error of a load names, and
+    then take the next one's communication state: ``replace(state, sync_state=replace(train.step.init(state.params),
+    step=state.step))``.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
@@ -68,7 +91,9 @@ class DDPStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "_hook", self._wrapped(resolve_hook(self, "comm_hook")))
+        # Before one is chosen, "auto" is the exact mean.
+        hook = hooks.AllReduce() if self.auto_hook else resolve_hook(self, "comm_hook", "auto")
+        object.__setattr__(self, "_hook", self._wrapped(hook))
         if (self.model_averaging_period is None) != (self.start_local_sgd_step is None):
             raise StrategyError(
                 "DDPStrategy.model_averaging_period and start_local_sgd_step go together, got "
@@ -98,6 +123,17 @@ class DDPStrategy(Strategy):
             )
         return wrapped
 
+    @property
+    def auto_hook(self) -> bool:
+        return isinstance(self.comm_hook, str) and self.comm_hook == "auto"
+
+    def with_choice(self, choice: str) -> Strategy:
+        if not self.auto_hook:
+            return self
+        from ltx.strategies.candidates import with_choice
+
+        return with_choice(self, choice)
+
     def hook(self, step: int) -> hooks.CommHook | None:
         if self.start_local_sgd_step is not None and step >= self.start_local_sgd_step:
             return None
@@ -116,7 +152,8 @@ class DDPStrategy(Strategy):
 
     @property
     def stateful(self) -> bool:
-        return self._hook.stateful or self.start_local_sgd_step is not None  # which needs the count of steps
+        # Local SGD needs the count of steps, "auto" what was chosen.
+        return self._hook.stateful or self.start_local_sgd_step is not None or self.auto_hook
 
     @property
     def cycle(self) -> tuple[int, int]:

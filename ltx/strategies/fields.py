@@ -10,16 +10,19 @@ from ltx.arguments import brief
 from ltx.errors import StrategyError
 
 
-def resolve_hook(strategy: Any, name: str) -> hooks.CommHook:
-    """The hook in field `name`. Where that holds the name of a hook, it comes to hold the hook: they are equal."""
+def resolve_hook(strategy: Any, name: str, *besides: str) -> hooks.CommHook:
+    """The hook in field `name`. Where that holds the name of a hook, it comes to hold the hook: they are equal.
+
+    `besides`: names that it may hold too, which the strategy knows what to do with.
+    """
     value = getattr(strategy, name)
     if isinstance(value, str) and value in hooks.NAMED:
         value = getattr(hooks, hooks.NAMED[value])()
         object.__setattr__(strategy, name, value)
     if not isinstance(value, hooks.CommHook):
         raise StrategyError(
-            f"{type(strategy).__name__}.{name} must be one of {sorted(hooks.NAMED)} or an ltx.hooks.CommHook, "
-            f"got {brief(value)}."
+            f"{type(strategy).__name__}.{name} must be one of {sorted((*hooks.NAMED, *besides))} or an "
+            f"ltx.hooks.CommHook, got {brief(value)}."
         )
     return value
 

@@ -26,6 +26,7 @@ from ltx.optim import Optimizer
 from ltx.optim.chain import Chain
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated, unchanging
+from ltx.strategies.late import may_be_written_to
 from ltx.sync.reduction import LeafState, Reduction, Share
 from ltx.typing import Tree
 
@@ -302,7 +303,7 @@ class HorovodStrategy(Strategy):
                 added, grads = self._added(update, states)
                 states = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
                 update = replace(update, grads=grads)
-            return Updated(*self._combined(update, at), states, pending)
+            return replace(self._combined(update, states, at), states=states, pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, at.axis)).apply()
         return Updated(params, opt_state, states, pending)
 
@@ -320,16 +321,56 @@ class HorovodStrategy(Strategy):
         added = {path: {**states[path], PASSES: total} for path, total in zip(paths, totals, strict=True)}
         return {**states, **added}, tree.unflatten(spec, totals)
 
-    def _combined(self, update: Update, at: Moment) -> tuple[Tree, Tree]:
-        """(parameters moved by the adaptive sum of what this rank's optimizer would add, its next state)"""
+    def _combined(self, update: Update, states: States, at: Moment) -> Updated:
+        """Parameters moved by the adaptive sum of what this rank's optimizer would add, and its next state."""
         if at.axis.size == 1 or update.finite is False:
-            return update.apply()
-        deltas, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
+            return Updated(*update.apply(), {})
         starts, spec = tree.flatten(update.params)
-        combine = hooks.Adasum(getattr(self._compression, "short", None))
-        moves, _ = self.exchange(combine, tree.flatten(deltas)[0], tree.leaf_paths(update.params), at).land()
+        short = getattr(self._compression, "short", None)
+        if _gives_differences(update.optimizer):
+            # The differences are formed while they are packed.
+            given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
+            combine: hooks.CommHook = AdasumOfMoves(short)
+            begun: list[LeafState] = [{START: start} for start in starts]
+        else:
+            given, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
+            combine, begun = hooks.Adasum(short), []
+        paths = tree.leaf_paths(update.params)
+        moves, _ = self.exchange(combine, tree.flatten(given)[0], paths, at, begun).land()
+        if update.gives and may_be_written_to(starts, (opt_state, states)):
+
+            def finish() -> None:
+                with torch.no_grad():
+                    torch._foreach_add_(starts, moves)
+
+            return Updated(update.params, opt_state, {}, finish=finish)
         moved = tree.unflatten(spec, [p + move for p, move in zip(starts, moves, strict=True)])
-        return update.if_finite((moved, opt_state), (update.params, update.opt_state))
+        return Updated(*update.if_finite((moved, opt_state), (update.params, update.opt_state)), {})
+
+
+#: What a parameter's move is the difference from.
+START = "start"
+
+
+@dataclass(frozen=True)
+class AdasumOfMoves(hooks.Adasum):
+    """The adaptive sum of how far parameters have moved from where their states say that they were."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (START,)
+
+    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
+        return -state[START]
+
+    def reduce(self, share: Share) -> Reduction:
+        total, _ = yield from super().reduce(share)
+        return total, ()
+
+
+def _gives_differences(optimizer: Optimizer) -> bool:
+    """Whether its updates are differences of the parameters that it gives."""
+    return isinstance(optimizer.members[-1] if isinstance(optimizer, Chain) else optimizer, TorchOptimizer)
 
 
 @lru_cache(maxsize=64)

@@ -11,23 +11,26 @@ know them of each other: all copies of a W are equal bit for bit, as all add the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import ClassVar
+from itertools import accumulate
+from typing import Any, ClassVar
 
 import torch
 
 from ltx import tree
-from ltx.axis import Axis
+from ltx.axis import Axis, GroupBacking
 from ltx.errors import StrategyError
 from ltx.hooks import ByteGrad
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Moment, States
+from ltx.strategies.base import Moment, States, Update, Updated
 from ltx.strategies.gossip import GossipStrategy
-from ltx.strategies.nodes import NodeHook, across, gathered, scattered
+from ltx.strategies.late import may_be_written_to
+from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
 from ltx.sync.buckets import Bucket
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of, unpack
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()
@@ -78,20 +81,72 @@ class LowPrecisionDecentralized(GossipStrategy):
     def talks_late(self, step: int) -> bool:
         return self.communicates(step)
 
+    @property
+    def updates_in_buckets(self) -> bool:
+        return True
+
+    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
+        params, opt_state = update.apply()
+        if not update.gives or not isinstance(at.axis.backing, GroupBacking):
+            params, states = self.after_update(params, states, at)
+            return Updated(params, opt_state, states, pending)
+        leaves, spec = tree.flatten(params)
+        paths, names = tree.leaf_paths(params), self._ring.known(at.axis.size)
+        given, landed = [states[path] for path in paths], self._landed(params, states, at)
+        alike = all(state["own"].dtype is x.dtype for state, x in zip(given, leaves, strict=True))
+        if not (alike and may_be_written_to([state[name] for state in given for name in names], opt_state)):
+            params, states = self._made(params, states, landed)
+            return Updated(params, opt_state, states, pending)
+
+        def finish() -> None:
+            for bucket, messages in landed:
+                for name, rows in messages.items():
+                    _add_decoded(rows, [given[member][name] for member in bucket.members])
+
+        own = tree.unflatten(spec, [state["own"].detach() for state in given])
+        known = {path: {**state, "right": state[names[-1]]} for path, state in zip(paths, given, strict=True)}
+        return Updated(own, opt_state, known, pending, finish)
+
     def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
         if not self.talks_late(at.step):
             return params, states
+        if isinstance(at.axis.backing, GroupBacking):
+            return self._made(params, states, self._landed(params, states, at))
         leaves, spec = tree.flatten(params)
         paths = tree.leaf_paths(params)
         landed, known = self.exchange(self._ring, leaves, paths, at, [states[path] for path in paths]).land()
         return tree.unflatten(spec, landed), dict(zip(paths, known, strict=True))
 
+    def _landed(self, params: Tree, states: States, at: Moment) -> list[tuple[Bucket, LeafState]]:
+        """One round between processes, as far as it may fail: each bucket's messages."""
+        paths = tree.leaf_paths(params)
+        ring = replace(self._ring, adds=False)
+        exchange = self.exchange(ring, tree.flatten(params)[0], paths, at, [states[path] for path in paths])
+        return [(bucket, messages) for bucket, (_, (messages, *_)) in exchange.land_buckets() if bucket.numel]
+
+    def _made(self, params: Tree, states: States, landed: list[tuple[Bucket, LeafState]]) -> tuple[Tree, States]:
+        """The next parameters and states, in new memory."""
+        leaves, spec = tree.flatten(params)
+        paths, states = tree.leaf_paths(params), dict(states)
+        for bucket, messages in landed:
+            flat, known = self._ring.added(messages, [states[paths[member]] for member in bucket.members], bucket)
+            for member, leaf, state in zip(bucket.members, unpack(flat, bucket), known, strict=True):
+                leaves[member], states[paths[member]] = leaf, state
+        return tree.unflatten(spec, leaves), states
+
 
 @dataclass(frozen=True)
 class Ring(NodeHook):
-    """One round: what is given are the weights after the optimizer, what comes out the next ones."""
+    """One round: what is given are the weights after the optimizer, what comes out the next ones.
+
+    Attributes:
+        adds: else the state stays as it is, and what comes out are the messages by the name of what they are added to,
+            of each a row for each rank of the node.
+    """
 
     exact: ClassVar[bool] = False
+
+    adds: bool = field(default=True, repr=False)
 
     @property
     def phases(self) -> int:  # type: ignore[override]
@@ -106,7 +161,7 @@ class Ring(NodeHook):
 
     def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
         m = min(self.node_size, axis_size)
-        own, *others = (state[name] for name in self._known(axis_size // m))
+        own, *others = (state[name] for name in self.known(axis_size))
         z = own * (-5 / 3 / m)
         for other in others:
             z = torch.add(z, other, alpha=2 / 3 / len(others) / m)
@@ -115,17 +170,17 @@ class Ring(NodeHook):
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype.itemsize < 4 else dtype
 
-    def _known(self, nodes: int) -> tuple[str, ...]:
+    def known(self, axis_size: int) -> tuple[str, ...]:
         """What is known apart. Of two places left and right are the same one, which is known once."""
-        return self.state_names[: 2 if nodes == 2 else 3]
+        return self.state_names[: 2 if axis_size == 2 * min(self.node_size, axis_size) else 3]
 
     def reduce(self, share: Share) -> Reduction:
-        m, numel = self.node_size, share.flat.numel()
-        if not numel:
+        m = self.node_size
+        if not share.flat.numel():
             return share.flat, share.states
         assert share.axis is not None
         nodes = across(share.axis, m)
-        names = self._known(nodes.size)
+        names = self.known(share.axis_size)
         z = yield from scattered(share, m)
         messages = [_CODEC.encode(z[None], None)[0]]
         for by in (1, -1)[: len(names) - 1]:
@@ -134,14 +189,26 @@ class Ring(NodeHook):
                 message = yield Ask("permute", message.clone(), None, _shifted(nodes.size, by), nodes)
             messages.append(message)
         # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
-        arrived = yield from gathered(torch.stack(messages), share, m)
-        known = []
-        for i, name in enumerate(names):
-            change = _CODEC.decode(arrived[:, i], z.numel(), z.dtype).reshape(-1)[:numel]
-            known.append(_moved([state[name] for state in share.states], change, share.bucket))
-        flat, *_ = known
-        by_leaf = zip(*(parts_of(x, share.bucket) for x in (known[0], known[1], known[-1])), strict=True)
-        return flat, [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
+        if node(share.axis, m).size > 1:
+            arrived = list((yield from gathered(torch.stack(messages), share, m)).unbind(1))
+        else:
+            arrived = [message[None] for message in messages]
+        messages_of = dict(zip(names, arrived, strict=True))
+        if not self.adds:
+            return share.flat.new_empty(0), [messages_of]
+        return self.added(messages_of, share.states, share.bucket)
+
+    def added(
+        self, messages: LeafState, states: Sequence[LeafState], bucket: Bucket
+    ) -> tuple[torch.Tensor, list[LeafState]]:
+        """A bucket's next weights, side by side, and its next states, in new memory."""
+        dtype, known = self.wire_dtype(bucket.dtype), []
+        for name, rows in messages.items():
+            width = -(-bucket.numel // len(rows))
+            change = _CODEC.decode(rows, width, dtype).reshape(-1)[: bucket.numel]
+            known.append(_moved([state[name] for state in states], change, bucket))
+        by_leaf = zip(*(parts_of(x, bucket) for x in (known[0], known[1], known[-1])), strict=True)
+        return known[0], [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
 
 
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
@@ -151,6 +218,22 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
     for x, part in zip(leaves, parts_of(change, bucket), strict=True):
         part.add_(x)
     return change
+
+
+def _add_decoded(rows: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+    """Add what rows of a message say to the leaves that they are about, side by side, in place."""
+    ends = list(accumulate(x.numel() for x in leaves))
+    width = -(-ends[-1] // len(rows))
+    for place, row in enumerate(rows):
+        for at, change in _CODEC.decoded_in_turn(row, width, leaves[0].dtype):
+            offset = place * width + at.start
+            start, stop = offset, min(offset + change.numel(), ends[-1])
+            number = bisect_right(ends, start)
+            while start < stop:
+                leaf, end = leaves[number].view(-1), min(stop, ends[number])
+                begin = ends[number] - leaf.numel()
+                leaf[start - begin : end - begin].add_(change[start - offset : end - offset])
+                start, number = end, number + 1
 
 
 @lru_cache(maxsize=16)

@@ -14,6 +14,7 @@ import torch
 from ltx import wire
 from ltx.axis import GroupBacking
 from ltx.errors import LtxError, StrategyError
+from ltx.sync.buckets import Bucket
 from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import LeafState, pack, pack_pure, reduce_at_once, unpack
 from ltx.sync.schedule import Plan
@@ -102,15 +103,9 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
             RankMismatchError: ranks have issued different things before it.
         """
-        try:
-            self._wait()
-        except BaseException as error:
-            if self._header is not None:  # what is in the background may be waited for again
-                self._line.passes.leave(f"{type(error).__name__}: {error}")
-            raise
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
-        for bucket, (flat, advanced) in zip(plan.buckets, self._landed, strict=True):
+        for bucket, (flat, advanced) in self.land_buckets():
             given = plan.hook.gives(bucket, plan.axis.size)
             for member, tensor in zip(bucket.members, unpack(flat, given), strict=True):
                 results[member] = tensor
@@ -118,6 +113,16 @@ class Exchange:
                 for member, state in zip(bucket.members, advanced, strict=True):
                     states[member] = dict(state)
         return results, states
+
+    def land_buckets(self) -> list[tuple[Bucket, Landed]]:
+        """:meth:`land`, for whoever knows what the hook returns for a bucket: (bucket, (that, the next states))."""
+        try:
+            self._wait()
+        except BaseException as error:
+            if self._header is not None:  # what is in the background may be waited for again
+                self._line.passes.leave(f"{type(error).__name__}: {error}")
+            raise
+        return list(zip(self._plan.buckets, self._landed, strict=True))
 
     def _wait(self) -> None:
         if self._failed is not None:

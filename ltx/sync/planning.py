@@ -11,9 +11,11 @@ import torch
 
 from ltx import wire
 from ltx.axis import Axis, GroupBacking, ShapesBacking
+from ltx.errors import UnsupportedError
 from ltx.sync.buckets import Leaf, plan_buckets
 from ltx.sync.reduction import Reducer
 from ltx.sync.schedule import Plan
+from ltx.sync.sizes import DEFAULT_BYTES, bucket_sizes
 
 #: For each leaf, the names of its communication state's tensors.
 Names = tuple[tuple[str, ...], ...]
@@ -26,7 +28,17 @@ class Owner(Protocol):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one."""
+        """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` where there is no network to go by."""
+        ...
+
+    @property
+    def auto_sizes(self) -> bool:
+        """Whether sizes are to be chosen for the network."""
+        ...
+
+    @property
+    def network(self) -> wire.Network | None:
+        """The network, if somebody has said what it is."""
         ...
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
@@ -44,9 +56,38 @@ def _plan(
     groups: tuple[int, ...],
     names: Names,
     agreement: wire.Agreement | None,
+    network: wire.Network | None,
 ) -> Plan:
-    buckets = plan_buckets(tuple(Leaf(*leaf) for leaf in leaves), arrival, *sizes, groups)
+    found = tuple(Leaf(*leaf) for leaf in leaves)
+    bucket, first = chosen_sizes(sizes, network, hook, axis.size, sum(leaf.nbytes for leaf in found))
+    buckets = plan_buckets(found, arrival, hook.bucket_factor * bucket, first, groups)
     return Plan(axis, hook, buckets, names, agreement=agreement)
+
+
+def chosen_sizes(
+    sizes: tuple[int, int], network: wire.Network | None, hook: Reducer, ranks: int, nbytes: int
+) -> tuple[int, int]:
+    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or what suits the network."""
+    if network is None or ranks == 1:
+        return sizes
+    bucket, first = bucket_sizes(network, ranks, nbytes, sizes[1])
+    # Where far less than the gradients is sent, more of a bucket's time are its starts.
+    return (max(bucket, DEFAULT_BYTES), sizes[1]) if hook.bucket_factor > 1 else (bucket, first)
+
+
+def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> wire.Network | None:
+    """What sizes are chosen by: all ranks have it, or come here together. None where they aren't chosen."""
+    if not owner.auto_sizes or background or owner.network is not None:
+        return owner.network if owner.auto_sizes and not background else None
+    if not isinstance(axis.backing, GroupBacking) or axis.size == 1:
+        return None
+    line: wire.Line = axis.backing.line
+    if line.network is None and not compare:
+        raise UnsupportedError(
+            'bucket_bytes="auto" measures the network, which a compiled graph can\'t do. Call ltx.measure_network() on '
+            "every rank before, or train.init(params); or say what it is: network=ltx.Network(bandwidth=, latency=)."
+        )
+    return wire.measured(line)
 
 
 def make_plan(
@@ -74,7 +115,9 @@ def make_plan(
         compare: False inside a graph, where nothing can be waited for.
         background: for the background channel, on which a hook has one phase.
     """
-    leaves = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    # Once it has met several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
+    shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
+    leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
     order = tuple(arrival)
     agreement = None
     if compare and isinstance(axis.backing, GroupBacking):
@@ -83,7 +126,7 @@ def make_plan(
             line.background if background else line.bucket_channel(0),
             (operation, owner, hook, leaves, names, structure),  # not the order: it may differ
             lambda: wire.Signature.of(
-                operation, paths(), list(tensors), f"{hook!r} with {_names_text(names)}buckets of {owner.sizes} bytes"
+                operation, paths(), list(tensors), f"{hook!r} with {_names_text(names)}buckets of {_sizes_text(owner)}"
             ),
             offer=list(order),
         )
@@ -91,14 +134,22 @@ def make_plan(
         parts = [part.backing.line for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
         for opened in () if background else (line, *parts):
             opened.open_phases(hook.phases_on(axis.size))
-    bucket, first = owner.sizes
+    network = _network(owner, axis, compare, background)
     groups = owner.grouping(paths, order)
     # An axis of shapes is made for one look, and needn't be kept.
     make = _plan.__wrapped__ if isinstance(axis.backing, ShapesBacking) else _plan
-    plan: Plan = make(axis, hook, (hook.bucket_factor * bucket, first), leaves, order, groups, names, agreement)
+    plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan
 
 
 def _names_text(names: Names) -> str:
     """The states of a hook in the words of an error."""
     return f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
+
+
+def _sizes_text(owner: Owner) -> str:
+    """What ranks must agree on for their buckets to be equal."""
+    if not owner.auto_sizes:
+        return f"{owner.sizes} bytes"
+    network = "the network as measured" if owner.network is None else repr(owner.network)
+    return f"bytes for {network}, the first of at most {owner.sizes[1]}"

@@ -216,12 +216,17 @@ def pack(
     axis_size: int,
     states: Sequence[LeafState],
     batch: Sequence[int] = (),
+    empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A new flat buffer of shape ``(*batch, numel)`` with the gradients times the hook's scale, plus what it carries
-    over, in one pass over them.
+    """A flat buffer of shape ``(*batch, numel)`` with the gradients times the hook's scale, plus what it carries over,
+    in one pass over them. `empty` makes the buffer, if it isn't to be a new one.
     """
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
-    flat = torch.empty((*batch, bucket.numel), dtype=wire_dtype, device=bucket.device)
+    shape = (*batch, bucket.numel)
+    if empty is None:
+        flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
+    else:
+        flat = empty(shape, wire_dtype, bucket.device)
     for grad, part, state in zip(grads, flat.split(bucket.sizes, dim=-1), states, strict=True):
         if grad.layout is not torch.strided:
             raise UnsupportedError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -22,12 +22,11 @@ from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
 from ltx.sync import marker
 from ltx.sync.planning import make_plan
-from ltx.sync.reduction import LeafState
 from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
 from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Marked, Run, refuse_gradients
-from ltx.transforms.sync_state import Synced, SyncState, check_state
+from ltx.transforms.sync_state import Synced, SyncState, check_state, kept_beside, states_of_leaves
 from ltx.typing import Step, Tree
 from ltx.wire.debug import under_way
 
@@ -112,15 +111,29 @@ class DataParallel:
         return None if self.precision is None else self.precision.reduce
 
     def init(self, params: Tree) -> SyncState:
-        """The communication state before the first step, for strategies that have one; without leaves for others."""
+        """The communication state before the first step, for strategies that have one; without leaves for others.
+
+        With ``bucket_bytes="auto"`` or ``comm_hook="auto"`` the network is measured here, so every rank must call this.
+        """
         tree.check_tensors(params, "params")
-        leaves = tree.flatten(params)[0]
+        leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
+        if strategy.auto_sizes or strategy.auto_hook:
+            from ltx.transforms.choosing import choose_on_axis
+
+            choice = choose_on_axis(self, params)
+            strategy = strategy.with_choice(choice)
         states = {
             path: state
             for path, leaf in zip(tree.leaf_paths(params), leaves, strict=True)
-            if leaf.is_floating_point() and (state := self.strategy.init(leaf, path))
+            if leaf.is_floating_point() and (state := strategy.init(leaf, path))
         }
-        return SyncState.new(states)
+        return SyncState.new(states, choice)
+
+    def settled(self, state: SyncState | None) -> DataParallel:
+        """This step with the hook that `state` says was chosen, where its strategy leaves that to a choice."""
+        if state is None or not self.strategy.auto_hook or self.blocked:
+            return self
+        return replace(self, strategy=self.strategy.with_choice(state.choice))
 
     def run(
         self,
@@ -139,6 +152,9 @@ class DataParallel:
         the given ones stand for.
         """
         params, sync_state = self._params_of(args)
+        if self.strategy.auto_hook and sync_state is not None and not (self.blocked or torch.compiler.is_compiling()):
+            settled = self.settled(sync_state)
+            return settled.run(args, kwargs, deferred=deferred, step=step, ahead=ahead, flight=flight)
         leaves, spec = tree.flatten(params)
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
@@ -184,7 +200,7 @@ class DataParallel:
         if not wanted:
             return Marked(leaves)
         paths = functools.cache(lambda: tree.leaf_paths(params))
-        states = self._states(sync_state, paths, wanted, hook)
+        states = states_of_leaves(sync_state, paths, wanted, hook)
         plan = make_plan(
             self.strategy,
             hook,
@@ -201,7 +217,7 @@ class DataParallel:
         schedule = synchronise.wire_schedule(plan, deferred, ahead)
         marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         carried = {paths()[i] for i in wanted} if sync_state is not None else set()
-        kept = self._kept(sync_state, carried, hook.state_names)
+        kept = kept_beside(sync_state, carried, hook.state_names)
         filled = _filled(leaves, wanted, marked)
         return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
@@ -212,13 +228,19 @@ class DataParallel:
         if self.blocked:
             kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
         else:
-            kept = self._kept(sync_state, set(), ())
+            kept = kept_beside(sync_state, set(), ())
         nothing = synchronise.no_schedule(axis)
         return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
 
     def _mark_in_graph(self, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int) -> Marked:
         key = synchronise.prepare_trace(
-            self.strategy, self.axis, step, sync_state is not None, self.blocked, self._reduce_dtype
+            self.strategy,
+            self.axis,
+            step,
+            sync_state is not None,
+            self.blocked,
+            self._reduce_dtype,
+            "" if sync_state is None else sync_state.choice,
         )
         if key == "":
             return Marked(leaves)
@@ -231,7 +253,7 @@ class DataParallel:
             entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
             names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
             states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
-            kept = self._kept(sync_state, {paths[i] for i in wanted}, all_names)
+            kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
         arrival = tuple(synchronise.arrival_order(params, wanted))
         clock = None if sync_state is None else sync_state.clock
         outs = synchronise.mark_in_graph(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
@@ -279,39 +301,6 @@ class DataParallel:
             for n, value in zip(self.argnums, params, strict=True):
                 filled[n] = value
         return tuple(filled)
-
-    def _states(
-        self, state: SyncState | None, paths: Callable[[], list[str]], wanted: list[int], hook: Any
-    ) -> list[LeafState]:
-        """The hook's part of each wanted leaf's state."""
-        if not hook.state_names:
-            return [{} for _ in wanted]
-        assert state is not None
-        found: list[LeafState] = []
-        for i in wanted:
-            found.append(hook.states_of(state.leaves.get(paths()[i], {})))
-            lost = [name for name, tensor in found[-1].items() if not synchronise.tracked(tensor)]
-            if lost:
-                raise SyncStateError(
-                    f"leaf {paths()[i]!r}: its communication state {lost[0]!r} isn't differentiated, so its next value "
-                    "would be lost. Differentiate with respect to ltx.Synced(params, state) as a whole, or use "
-                    "ltx.grad_and_value(step)(params, batch, sync_state=state)."
-                )
-        return found
-
-    def _kept(
-        self, state: SyncState | None, wanted: set[str], names: tuple[str, ...]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The state's tensors that no bucket carries (they carry `names` of `wanted` paths), and their next values."""
-        if state is None:
-            return []
-        rest = [
-            (tensor, tensor.detach())
-            for path, entries in state.leaves.items()
-            for name, tensor in entries.items()
-            if path not in wanted or name not in names
-        ]
-        return [(state.uses, torch.ones_like(state.uses)), (state.clock, state.clock.detach() + 1), *rest]
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
         if not self.blocked and self.strategy.hook(0) is not None:

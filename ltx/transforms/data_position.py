@@ -99,6 +99,12 @@ class DataPosition:
             for taken in (min(self.batch_size, self.length), self.length % self.batch_size):
                 self._check_divides(taken, size)
 
+    def fits(self, size: int) -> bool:
+        """Whether all steps of an epoch can be shared out among `size` ranks."""
+        return self.weighted or all(
+            taken % size == 0 for taken in (min(self.batch_size, self.length), self.length % self.batch_size)
+        )
+
     def _check_divides(self, taken: int, size: int) -> None:
         if not self.weighted and taken % size:
             raise InputError(

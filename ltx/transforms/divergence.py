@@ -1,4 +1,4 @@
-"""check_replicas: are the parts of a state that should be the same on every rank the same?
+"""check_replicas: are the parts of a state that should be the same on every rank the same? sync_params: make them so.
 
 What makes ranks drift apart without a word: memory or links that flip bits, kernels that differ between machines,
 parameters changed by hand on one rank. Gradients are averaged all the same, so nothing shows it.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-from ltx import tree, wire
-from ltx.axis import GroupBacking, VmapBacking
+from ltx import collectives, tree, wire
+from ltx.arguments import checked
+from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import ReplicaDivergedError
 from ltx.transforms.digests import digest, values
 from ltx.transforms.replicas import with_ranks
 from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
+
+State = TypeVar("State")
 
 
 def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
@@ -48,16 +51,65 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
     """
     found = wire.resolve(axis)
     leaves = _replicated(state)
-    match found.backing:
+    by_rank = _digests(found, leaves)
+    if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):
+        those = [[x for x, differ in zip(digests, differs, strict=True) if differ] for digests in by_rank]
+        raise _diverged(found.name, [leaf for leaf, differ in zip(leaves, differs, strict=True) if differ], those)
+
+
+@checked("src")
+def sync_params(state: State, src: int | None = None, axis: Any = None) -> State:
+    """`state` with the same values on every rank where ranks should have the same: repairs what has drifted apart.
+
+    Args:
+        state: as for :func:`check_replicas`; the same structure, shapes and dtypes on every rank.
+        src: whose values are taken. None: those that most ranks have, in all leaves.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: `src`'s values, in tensors of its own; `state` itself where nothing differs and `src` is
+        None. What a strategy keeps for each rank alone stays as it is. Not part of a graph: no gradient flows back.
+
+    Raises:
+        ReplicaDivergedError: on every rank: `src` is None, and no value is that of more than half of the ranks.
+        RankMismatchError: ranks come with different structures, shapes or dtypes.
+        AxisError: `src` isn't on the axis.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.sync_params)(torch.tensor([1.0, 3.0, 1.0]))
+        tensor([1., 1., 1.])
+    """
+    found = wire.resolve(axis)
+    leaves = _replicated(state)
+    if src is None:
+        by_rank = _digests(found, leaves)
+        if not any(len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)):
+            return state
+        most, count = Counter(map(tuple, by_rank)).most_common(1)[0]
+        if 2 * count <= found.size:
+            check_replicas(state, axis)
+        src = list(map(tuple, by_rank)).index(most)
+    same = collectives.broadcast([leaf for _, leaf in leaves], src, axis)
+    by_path = {path: leaf.detach() for (path, _), leaf in zip(leaves, same, strict=True)}
+    everything, spec = tree.flatten(state)
+    return cast(
+        State,
+        tree.unflatten(
+            spec, [by_path.get(path, x) for path, x in zip(tree.leaf_paths(state), everything, strict=True)]
+        ),
+    )
+
+
+def _digests(axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
+    """Each rank's digests of `leaves`; where all are the same perhaps only this rank's."""
+    match axis.backing:
         case GroupBacking(line=line):
-            by_rank = _on_processes(line, leaves)
+            return _on_processes(line, leaves)
         case VmapBacking(level=level):
-            by_rank = _on_simulated_ranks(level, found.size, leaves)
+            return _on_simulated_ranks(level, axis.size, leaves)
         case _:
-            return
-    differ = [i for i, digests in enumerate(zip(*by_rank, strict=True)) if len(set(digests)) > 1]
-    if differ:
-        raise _diverged(found.name, [leaves[i] for i in differ], [[digests[i] for i in differ] for digests in by_rank])
+            return [["" for _ in leaves]]
 
 
 def fingerprint(state: TrainState) -> str:
@@ -114,6 +166,6 @@ def _diverged(
     more = f" So do {len(leaves) - 1} more: {names}{', ...' if len(leaves) > 8 else '.'}" if len(leaves) > 1 else ""
     return ReplicaDivergedError(
         f"axis {axis_name!r}: leaf {path!r} ({shape}) should be the same on every rank, and differs on {those} from "
-        f"{than}.{more} Take the values of a rank that has the right ones: ltx.broadcast(params, src={right}), or "
-        f"train.broadcast(state, src={right}) for all of a training state."
+        f"{than}.{more} Take the values of a rank that has the right ones: ltx.sync_params(state, src={right}), "
+        f"or train.broadcast(state, src={right}) for all of a training state, what is each rank's own included."
     )

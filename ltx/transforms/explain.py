@@ -259,6 +259,9 @@ def explain(
     size, rank = wire.size_and_rank(inner.axis) if world is None else (_number("world", world, 1), 0)
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else _number("sync_step", sync_step, 0)
+    from ltx.transforms.choosing import explained  # which shows times as ltx.plan does, and that shows tables as this
+
+    given, (inner, chosen) = inner.strategy, explained(inner, params, state, size, number)
     hook = inner.hook(number, training=isinstance(step, TrainStep))
     trains, strategy = isinstance(step, TrainStep), inner.strategy
     gradients = Gradients(strategy, params, size, rank)
@@ -275,10 +278,8 @@ def explain(
     elif size > 1 and hook is not None:
         issues = gradients.only(hook, number)
     exchanges = issues.exchanges if trains else None
-    notes = _notes(inner, hook, size)
-    return Explanation(
-        strategy, hook, size, rank, number, issues.buckets, exchanges, issues.headers, plain_bytes, notes
-    )
+    notes = (*chosen, *_notes(inner, hook, size))
+    return Explanation(given, hook, size, rank, number, issues.buckets, exchanges, issues.headers, plain_bytes, notes)
 
 
 def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[str, ...]:

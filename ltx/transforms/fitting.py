@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ltx import tree
 from ltx.arguments import brief
-from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
+from ltx.errors import OptimError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
 from ltx.transforms.data_parallel import DataParallel
+from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.transforms.precision import Precision
 
 
 def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
@@ -104,3 +109,27 @@ def refuse_in_graph(strategy: Strategy, looks: bool, guard: str, overlap: str) -
 
 
 refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_trained(params: Tree) -> None:
+    """Refuse parameters that can't be trained."""
+    tree.check_dense(tree.flatten(params)[0], params, "params")
+    for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TreeError(
+                f"params: leaf {path!r} is {tree.describe(leaf)}, and only floating or complex tensors can be "
+                "trained. Pass it in the buffers, or close over it."
+            )
+
+
+def check_kept(buffers: Tree, precision: Precision | None) -> None:
+    """Refuse buffers that steps would round."""
+    tree.check_tensors(buffers, "buffers")
+    if precision is None or 1 in precision.keep:
+        return
+    for path, leaf in zip(tree.leaf_paths(buffers), tree.flatten(buffers)[0], strict=True):
+        if leaf.is_floating_point() and leaf.dtype != precision.compute:
+            raise StepError(
+                f"train_step: the buffer {path!r} is {tree.describe(leaf)}, and would be rounded to "
+                f"{precision.compute} at every step. Keep the buffers as they are: ltx.Precision(..., keep=(1,))."
+            )

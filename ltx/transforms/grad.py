@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         state = synced.sync_state
         if torch.compiler.is_compiling():  # the clock has counted: a step in the structure would be compiled anew
             return (synced.params, state), value
-        return (synced.params, SyncState(state.leaves, state.uses, torch.zeros_like(state.clock), steps + 1)), value
+        return (synced.params, replace(state, clock=torch.zeros_like(state.clock), step=steps + 1)), value
 
     return transformed
 

@@ -19,7 +19,7 @@ from ltx.axis import GroupBacking, VmapBacking
 from ltx.errors import NotFiniteError
 from ltx.strategies.base import Moment
 from ltx.transforms.landing import any_not_finite
-from ltx.transforms.outputs import outputs_of
+from ltx.transforms.outputs import arguments_of, outputs_of
 from ltx.transforms.replicas import with_ranks
 from ltx.transforms.sync_state import unwrapped
 from ltx.transforms.train_state import TrainState
@@ -117,7 +117,7 @@ def _own_gradients(train: TrainStep, state: TrainState, batch: Sequence[Any], at
     local = replace(train.step, blocked=True)
 
     def loss(params: Tree) -> torch.Tensor:
-        run = local.run(train._arguments(params, state.buffers, batch), {}, step=at.step)
+        run = local.run(arguments_of(params, state.buffers, batch), {}, step=at.step)
         found = outputs_of(run, state.buffers, train.has_aux).loss
         total = found.total if isinstance(found, Weighted) else found
         return total if factor is None else total * factor

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ltx import tree
 from ltx.errors import LtxError, TornStateError
 from ltx.sync.reduction import LeafState
-from ltx.sync.schedule import Plan, WireSchedule
+from ltx.sync.schedule import Plan
+from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.landing import Work
 from ltx.transforms.progress import look_after
 from ltx.transforms.sync_state import SyncState

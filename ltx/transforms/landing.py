@@ -14,7 +14,7 @@ from ltx.errors import WeightError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Update
 from ltx.sync.reduction import LeafState
-from ltx.sync.schedule import WireSchedule
+from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
 

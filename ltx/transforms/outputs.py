@@ -1,7 +1,8 @@
-"""What the step inside a train step returned."""
+"""What the step inside a train step is given and returns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,11 @@ class Outputs(NamedTuple):
     loss: torch.Tensor | Weighted
     buffers: Tree
     aux: Any
+
+
+def arguments_of(params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
+    """What the step is called with."""
+    return (params, *batch) if buffers is None else (params, buffers, *batch)
 
 
 def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:

@@ -11,12 +11,11 @@ carries one message after the other, and a rank waits where the strategy lands w
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
-from ltx import hooks, tree
+from ltx import hooks, tree, wire
 from ltx.arguments import brief, checked
 from ltx.errors import InputError
 from ltx.optim import Optimizer
@@ -25,7 +24,7 @@ from ltx.sync.exchange import Exchange
 from ltx.transforms.explain import aligned, format_bytes
 from ltx.transforms.issues import BucketExplanation, Collective, Issues, Lands, Starts
 from ltx.transforms.on_shapes import Steps
-from ltx.transforms.prices import COPY_S, codec, sending_s
+from ltx.transforms.prices import BESIDE_S, COPY_S, codec, sending_s, sending_share
 from ltx.typing import Tree
 
 #: Parts of a step's own time: forward pass, backward pass, optimizer.
@@ -52,7 +51,11 @@ class Network:
     def seconds(self, collective: Collective) -> float:
         """How long a collective takes, alone on the link, which is no faster than the core that feeds it."""
         messages = MESSAGES[collective.operation](collective.ranks)
-        return messages * self.latency + collective.nbytes * max(8 / self.bandwidth, self.send_s)
+        return messages * self.latency + max(collective.nbytes * 8 / self.bandwidth, self.core_s(collective))
+
+    def core_s(self, collective: Collective) -> float:
+        """How long it keeps a core busy."""
+        return collective.nbytes * self.send_s * sending_share(collective)
 
 
 @dataclass(frozen=True)
@@ -165,16 +168,24 @@ def _same(value: object, default: object) -> bool:
 
 
 @dataclass
-class _Sending:
-    """A bucket on its way: its collectives one after the other, with the rank's own work before, between and behind."""
+class _Flight:
+    """A bucket on its way: its collectives one after the other, with the rank's own work before, between and behind.
+
+    Attributes:
+        collectives: of which `issued` are on the link or have landed.
+        piece_s: the work ahead of each, and behind the last: equal parts of all.
+        done: when what was issued last has landed.
+        landed: whether the rank has done its work behind all of them.
+    """
 
     collectives: tuple[Collective, ...]
-    work_s: float
+    piece_s: float
+    issued: int = 0
+    done: float = 0.0
+    landed: bool = False
 
-    @property
-    def first_s(self) -> float:
-        """The work ahead of the first collective, an equal part of all."""
-        return self.work_s / (len(self.collectives) + 1)
+    def is_past(self, phase: int) -> bool:
+        return self.landed or self.issued > phase
 
 
 @dataclass
@@ -182,22 +193,26 @@ class _Clock:
     """A rank going through steps: it does one thing after the other, and so does its link.
 
     Attributes:
+        network, compute_s: as :func:`plan` is told of them.
+        codec: seconds of the rank for a number, by hook.
+        beside_s: seconds besides for a gradient's number.
         now: when the rank is done with what it does.
         link_free: when the link is done with what it was given.
         codec_s: what the rank has spent on packing, encoding, decoding.
         owed_s: work of sending that its core has still to do, be it while the rank waits or while it computes.
-        landing: when exchanges under way will be there.
+        landing: exchanges under way.
         traffic: by kind: bytes, collectives, seconds on the link.
     """
 
     network: Network
     compute_s: float
     codec: Callable[[hooks.CommHook], float]
+    beside_s: float = 0.0
     now: float = 0.0
     link_free: float = 0.0
     codec_s: float = 0.0
     owed_s: float = 0.0
-    landing: dict[Exchange, float] = field(default_factory=dict)
+    landing: dict[Exchange, tuple[list[_Flight], str]] = field(default_factory=dict)
     traffic: dict[str, list[float]] = field(default_factory=dict)
 
     def step(self, issues: Issues, copies_s: float = 0.0) -> None:
@@ -215,64 +230,73 @@ class _Clock:
         self.codec_s += copies_s
         for event in updated:
             self._event(event)
-        self._wait(self.now)
+        # What the core couldn't send while the rank stood still was at the cost of the rank's own work.
+        self.now, self.owed_s = self.now + self.owed_s, 0.0
 
     def _wait(self, until: float) -> None:
         """The rank stands still, and its core sends."""
-        self.now, self.owed_s = max(until, self.now + self.owed_s), 0.0
+        if until > self.now:
+            self.owed_s = max(0.0, self.owed_s - (until - self.now))
+            self.now = until
 
     def _backward(self, buckets: Sequence[BucketExplanation]) -> None:
         """Gradients get ready evenly by their bytes. All of them are waited for."""
-        whole, ready = sum(bucket.nbytes for bucket in buckets), []
+        whole = sum(bucket.nbytes for bucket in buckets)
+        flights: list[_Flight] = []
         for bucket in buckets:
-            sending = self._sending(bucket)
-            self.now += BACKWARD * self.compute_s * (bucket.nbytes / whole if whole else 0.0) + sending.first_s
-            ready.append((self.now, sending))
+            self.now += BACKWARD * self.compute_s * (bucket.nbytes / whole if whole else 0.0)
+            self._launch(flights, bucket, "gradients")
         self.now += 0.0 if whole else BACKWARD * self.compute_s
-        landed = self._send(ready, "gradients")
-        # What is left of the work is done as soon as its collective has landed, be it during the backward pass.
-        self.now += sum(sending.work_s - sending.first_s for _, sending in ready)
-        self._wait(landed)
+        self._land(flights, "gradients")
 
     def _event(self, event: Starts | Lands) -> None:
         if isinstance(event, Lands):
-            self._wait(self.landing.pop(event.exchange, self.now))
+            self._land(*self.landing.pop(event.exchange, ([], "")))
             return
         if event.header is not None:
             self._carry(event.header, "headers", self.now)
-        ready = []
-        for row in event.rows:
-            sending = self._sending(row)
-            self.now += sending.first_s
-            ready.append((self.now, sending))
+        flights: list[_Flight] = []
         kind = "exchanges" if event.header is not None else "in the background"
-        self.landing[event.exchange] = self._send(ready, kind)
+        for row in event.rows:
+            self._launch(flights, row, kind)
+        self.landing[event.exchange] = flights, kind
 
-    def _sending(self, bucket: BucketExplanation) -> _Sending:
-        work_s = self.codec(bucket.hook) * bucket.elements
+    # What follows is what ltx.sync.flights does: a rank goes on with buckets that have landed where it launches another
+    # one, and once all are launched, in rounds, one collective of each after the other.
+
+    def _launch(self, flights: list[_Flight], bucket: BucketExplanation, kind: str) -> None:
+        work_s = (self.codec(bucket.hook) + (self.beside_s if kind == "gradients" else 0.0)) * bucket.elements
         self.codec_s += work_s
-        return _Sending(bucket.collectives, work_s)
+        flights.append(_Flight(bucket.collectives, work_s / (len(bucket.collectives) + 1)))
+        self._advance(flights[-1], kind)
+        for place, flight in enumerate(flights):
+            while not flight.landed and flight.done <= self.now and self._may_issue(flights, place):
+                self._advance(flight, kind)
 
-    def _send(self, ready: Sequence[tuple[float, _Sending]], kind: str) -> float:
-        """When all have landed: the link takes what is there first, each collective after the one before it."""
-        landed = self.now
-        queue = [(at, place, 0) for place, (at, _) in enumerate(ready)]
-        heapq.heapify(queue)
-        while queue:
-            at, place, phase = heapq.heappop(queue)
-            sending = ready[place][1]
-            if phase == len(sending.collectives):
-                landed = max(landed, at)
-                continue
-            done = self._carry(sending.collectives[phase], kind, at)
-            heapq.heappush(queue, (done + sending.first_s, place, phase + 1))
-        return landed
+    def _may_issue(self, flights: list[_Flight], place: int) -> bool:
+        return all(flights[earlier].is_past(flights[place].issued) for earlier in range(place))
+
+    def _advance(self, flight: _Flight, kind: str) -> None:
+        """Wait for a bucket's collective, do the work behind it, issue the next one."""
+        self._wait(flight.done)
+        self.now += flight.piece_s
+        if flight.issued == len(flight.collectives):
+            flight.landed = True
+            return
+        flight.done = self._carry(flight.collectives[flight.issued], kind, self.now)
+        flight.issued += 1
+
+    def _land(self, flights: list[_Flight], kind: str) -> None:
+        while not all(flight.landed for flight in flights):
+            for flight in flights:
+                if not flight.landed:
+                    self._advance(flight, kind)
 
     def _carry(self, collective: Collective, kind: str, at: float) -> float:
         """When a collective that is there at `at` is done."""
         taken = self.network.seconds(collective)
         self.link_free = max(self.link_free, at) + taken
-        self.owed_s += collective.nbytes * self.network.send_s
+        self.owed_s += self.network.core_s(collective)
         sums = self.traffic.setdefault(kind, [0.0, 0.0, 0.0])
         for place, amount in enumerate((collective.nbytes, 1, taken)):
             sums[place] += amount
@@ -301,7 +325,10 @@ def plan(
     and ahead of an optimizer's 0.1; the link takes them one after the other. So it does with what goes on in the
     background. Exchanges in the foreground are waited for where the strategy lands them.
 
+    A bucket of several collectives goes on where the rank launches another bucket, and once all are launched in rounds.
+
     Sending takes the rank's core `send_s` a byte: while it waits anyway, for nothing, else at the cost of its own work.
+    Other operations than a sum of float32 numbers take more or less of it.
 
     Left out: that ranks aren't equally fast, and that messages share links or switches.
 
@@ -315,7 +342,8 @@ def plan(
         optimizer: for strategies that insist on one; else one that does nothing stands for any.
         steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
         codec_s: seconds a number for packing, encoding and decoding, for all hooks; if None, what was measured of each
-            hook on one core; those that ltx doesn't know count as AllReduce, with a note.
+            hook on one core, and where cores do the sending too, of what that does to the caches of the rest of a step;
+            hooks that ltx doesn't know count as AllReduce, with a note.
         send_s: seconds of a core for a byte sent, with what is received meanwhile; 0.0 where others do the sending
             (NCCL on GPUs). If None, what was measured of sockets, on links that a core can fill through them (5.7
             Gbit/s), and 0.0 on faster ones, which come with hardware for that.
@@ -360,15 +388,21 @@ def plan(
     if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
+    if strategy.auto_sizes or strategy.auto_hook:
+        from ltx.transforms.choosing import settled  # which takes times from here
+
+        strategy = settled(strategy, params, world, wire.Network(bandwidth, latency))
     first, length = strategy.cycle
     window = range(first + length, first + 2 * length) if steps is None else steps
     # A world of one talks to nobody.
     driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
     unknown: dict[str, None] = {}
+    sending = sending_s(bandwidth) if send_s is None else send_s
     clock = _Clock(
-        Network(bandwidth, latency, sending_s(bandwidth) if send_s is None else send_s),
+        Network(bandwidth, latency, sending),
         compute_s,
         lambda hook: codec(hook, unknown) if codec_s is None else codec_s,
+        BESIDE_S if codec_s is None and sending else 0.0,
     )
     numel = sum(x.numel() for x in tree.flatten(params)[0]) / (world if strategy.kinds.opt_state == "sharded" else 1)
 

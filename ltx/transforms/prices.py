@@ -1,6 +1,6 @@
 """What a rank's own core takes for the work around a message, as :func:`ltx.plan` counts it.
 
-Measured on an AMD EPYC, torch 2.13, by ``python -m benchmarks.plan``.
+Measured on an AMD EPYC, torch 2.13, by ``python -m benchmarks.plan --codecs`` and ``python -m benchmarks.prices``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ltx import hooks
+from ltx.transforms.issues import Collective
 
 #: Seconds of a core for a float32 number, by hook with its defaults: packing, encoding, adding up, decoding.
 CODEC_S: dict[str, float] = {
@@ -35,11 +36,27 @@ CODEC_S: dict[str, float] = {
     "AllParts": 0.4e-9,
 }
 
+#: Seconds for a gradient's number by which its passing through a core's caches makes the rest of the step longer: the
+#: backward pass and the optimizer find theirs empty. As for :data:`SEND_S`, where cores do such work at all.
+BESIDE_S = 1.6e-9
+
 #: Seconds for a number, with an optimizer of two moments, that isn't updated in place.
 COPY_S = 1.2e-9
 
 #: Seconds for a byte that a core sends, and one that it receives meanwhile, through the kernel's sockets.
 SEND_S = 1.4e-9
+
+#: The same by operation, to that of a sum of float32 numbers: gathers and exchanges go in pieces that are put together.
+SEND_SHARES = {"sum": 1.0, "all_gather": 1.8, "reduce_scatter": 1.7, "exchange": 1.7, "permute": 0.9}
+#: To that of a sum of float32 numbers, for a byte of one in half precision, which gloo adds up more slowly.
+HALF_SUM = {"float16": 1.5, "bfloat16": 1.2}
+
+
+def sending_share(collective: Collective) -> float:
+    """What of :data:`SEND_S` a byte of a collective takes."""
+    if collective.operation == "sum":
+        return HALF_SUM.get(collective.buffer.partition("[")[0], 1.0)
+    return SEND_SHARES[collective.operation]
 
 
 def sending_s(bandwidth: float) -> float:

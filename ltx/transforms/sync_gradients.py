@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ def sync_gradients(
         tensor([1.5000, 1.5000])
     """
     strategy = strategy if strategy is not None else DEFAULT
+    if strategy.auto_hook and sync_state is not None:
+        check_state(sync_state)
+        strategy = strategy.with_choice(sync_state.choice)
     leaves, spec = tree.flatten(grads)
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -110,9 +114,7 @@ def _reduce(
     step = state.checked_step() if state is not None else 0
     hook = strategy.hook(step)
     if hook is None or not grads:
-        return grads, None if state is None else SyncState(
-            state.leaves, state.uses, torch.zeros_like(state.clock), step + 1
-        )
+        return grads, None if state is None else replace(state, clock=torch.zeros_like(state.clock), step=step + 1)
     if state is None and strategy.stateful:
         whose = hook if hook.stateful else strategy
         raise SyncStateError(
@@ -140,4 +142,4 @@ def _reduce(
     for path, names, tensors in zip(paths, states, advanced, strict=True):
         if names:
             leaves[path].update(zip(names, tensors, strict=True))
-    return reduced, SyncState(leaves, state.uses, torch.zeros_like(state.clock), step + 1)
+    return reduced, replace(state, leaves=leaves, clock=torch.zeros_like(state.clock), step=step + 1)

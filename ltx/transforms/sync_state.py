@@ -7,6 +7,7 @@ whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, coun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ import torch
 from ltx import axis, tree
 from ltx.arguments import shown
 from ltx.errors import SyncStateError
+from ltx.hooks import CommHook
 from ltx.sync.reduction import LeafState
+from ltx.transforms.synchronise import tracked
 from ltx.typing import Tree
 
 
@@ -28,17 +31,20 @@ class SyncState:
         uses: hidden guard, 0-dim; 1 in a state that may be used.
         clock: hidden count of steps since `step` was set, 0-dim: what changes in a compiled graph.
         step: synchronised steps so far, a Python int and part of the structure.
+        choice: with ``comm_hook="auto"`` the name of what was chosen, part of the structure too; else "".
     """
 
     leaves: dict[str, LeafState]
     uses: torch.Tensor
     clock: torch.Tensor
     step: int = 0
+    choice: str = ""
 
     @staticmethod
-    def new(leaves: dict[str, LeafState]) -> SyncState:
+    def new(leaves: dict[str, LeafState], choice: str = "") -> SyncState:
         """A state that nobody has used. Its guards stay on the CPU, where every step reads them."""
-        return SyncState(leaves, torch.ones(()), torch.zeros((), dtype=torch.float64))  # which counts to 2^53
+        clock = torch.zeros((), dtype=torch.float64)  # which counts to 2^53
+        return SyncState(leaves, torch.ones(()), clock, choice=choice)
 
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
@@ -80,8 +86,8 @@ def _numbers(x: torch.Tensor) -> list[float]:
 tree.register_node(
     SyncState,
     # Dynamo can't trace how optree flattens an empty dict.
-    lambda s: ((s.leaves or (), s.uses, s.clock), s.step),
-    lambda parts, step: SyncState({} if isinstance(parts[0], tuple) else parts[0], parts[1], parts[2], step),
+    lambda s: ((s.leaves or (), s.uses, s.clock), (s.step, s.choice)),
+    lambda parts, static: SyncState({} if isinstance(parts[0], tuple) else parts[0], parts[1], parts[2], *static),
     names=("leaves", "uses", "clock"),
 )
 
@@ -99,3 +105,38 @@ class Synced(NamedTuple):
 
     params: Tree
     sync_state: Any
+
+
+def states_of_leaves(
+    state: SyncState | None, paths: Callable[[], list[str]], wanted: list[int], hook: CommHook
+) -> list[LeafState]:
+    """The hook's part of each wanted leaf's state."""
+    if not hook.state_names:
+        return [{} for _ in wanted]
+    assert state is not None
+    found: list[LeafState] = []
+    for i in wanted:
+        found.append(hook.states_of(state.leaves.get(paths()[i], {})))
+        lost = [name for name, tensor in found[-1].items() if not tracked(tensor)]
+        if lost:
+            raise SyncStateError(
+                f"leaf {paths()[i]!r}: its communication state {lost[0]!r} isn't differentiated, so its next value "
+                "would be lost. Differentiate with respect to ltx.Synced(params, state) as a whole, or use "
+                "ltx.grad_and_value(step)(params, batch, sync_state=state)."
+            )
+    return found
+
+
+def kept_beside(
+    state: SyncState | None, wanted: set[str], names: tuple[str, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The state's tensors that no bucket carries (they carry `names` of `wanted` paths), and their next values."""
+    if state is None:
+        return []
+    rest = [
+        (tensor, tensor.detach())
+        for path, entries in state.leaves.items()
+        for name, tensor in entries.items()
+        if path not in wanted or name not in names
+    ]
+    return [(state.uses, torch.ones_like(state.uses)), (state.clock, state.clock.detach() + 1), *rest]

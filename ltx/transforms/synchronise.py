@@ -14,8 +14,11 @@ from ltx.axis import Axis, GroupBacking, unwrapped
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.strategies import Strategy
 from ltx.sync import marker
+from ltx.sync.graph_schedule import GraphSchedule
+from ltx.sync.once_schedule import OnceSchedule
 from ltx.sync.planning import Names, make_plan
-from ltx.sync.schedule import Plan, Schedule, WireSchedule, make_schedule
+from ltx.sync.schedule import Plan, Schedule
+from ltx.sync.wire_schedule import WireSchedule
 from ltx.typing import Tree
 
 
@@ -57,17 +60,19 @@ def prepare_trace(
     with_state: bool,
     blocked: bool = False,
     dtype: torch.dtype | None = None,
+    choice: str = "",
 ) -> str:
     """Run by Dynamo at trace time: register the entries into the graph and name their settings by a constant.
 
     Gives "" where gradients stay local. `with_state`: the step was given its communication state. `dtype`: as in
-    :func:`in_dtype`. Errors are raised
-    here because Dynamo would hide them anywhere else.
+    :func:`in_dtype`. `choice`: the state's. Errors are raised here because Dynamo would hide them anywhere else.
     """
     torch.compiler.allow_in_graph(mark_in_graph)
     torch.compiler.allow_in_graph(tie_in_graph)
     torch.compiler.allow_in_graph(reduce_in_graph)
     found = wire.resolve(axis)
+    if strategy.auto_hook and with_state and not blocked:
+        strategy = strategy.with_choice(choice)
     hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)
     if hook is None and with_state:
         raise UnsupportedError(
@@ -75,7 +80,7 @@ def prepare_trace(
         )
     if hook is None:
         return ""
-    if hook.stateful and not with_state:
+    if (hook.stateful or strategy.auto_hook) and not with_state:
         raise SyncStateError(
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
@@ -108,7 +113,11 @@ def _schedule_in_graph(
     strategy, hook, axis = _traced[key]
     plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False)
     # Reductions run below every level of torch.func.
-    return make_schedule(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
+    return _in_graph(replace(plan, clock=None if clock is None else unwrapped(clock)))
+
+
+def _in_graph(plan: Plan) -> Schedule:
+    return GraphSchedule(plan) if isinstance(plan.axis.backing, GroupBacking) else OnceSchedule(plan)
 
 
 def mark_in_graph(
@@ -124,7 +133,7 @@ def mark_in_graph(
 def tie_in_graph(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
     _, hook, axis = _traced[key]
-    schedule = make_schedule(Plan(axis, hook, (), ()), compiled=True)
+    schedule = _in_graph(Plan(axis, hook, (), ()))
     pairs = list(zip(tensors[tokens : tokens + kept], tensors[tokens + kept : tokens + 2 * kept], strict=True))
     return tuple(marker.tie(schedule, tensors[:tokens], tensors[tokens + 2 * kept :], pairs))
 
@@ -150,9 +159,9 @@ def _states_by_leaf(flat: Sequence[torch.Tensor], names: Names) -> list[list[tor
 def wire_schedule(plan: Plan, deferred: bool = False, ahead: bool = False) -> Schedule:
     """The eager schedule for `plan`; the others as in :class:`WireSchedule`, where the axis has a wire."""
     wired = isinstance(plan.axis.backing, GroupBacking)
-    return WireSchedule(plan, deferred, ahead) if wired else make_schedule(plan, compiled=False)
+    return WireSchedule(plan, deferred, ahead) if wired else OnceSchedule(plan)
 
 
 def no_schedule(axis: Axis) -> Schedule:
     """A schedule without buckets, for outputs that are tied to nothing but a state that passes through."""
-    return make_schedule(Plan(replace(axis, backing=None), hooks.AllReduce(), (), ()), compiled=False)
+    return OnceSchedule(Plan(replace(axis, backing=None), hooks.AllReduce(), (), ()))

@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 _LATE = ("params", "opt_state", "sync_state")
 
 
-class _Lease:
-    """Whether a state's tensors are still its own."""
-
-    __slots__ = ("donated_at",)
-
-    def __init__(self) -> None:
-        self.donated_at: int | None = None
+# Which step a state's tensors were given to, if they were: one cell, which copies of the state share. A list, as a
+# compiled graph can't make objects.
+_Lease = list[int | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +54,13 @@ class TrainState:
     kinds: Kinds = field(default_factory=Kinds)
     loss_scale: Any = ()
     pending: Any = field(default=None, repr=False)
-    _lease: _Lease = field(default_factory=_Lease, repr=False)
+    _lease: _Lease = field(default_factory=lambda: [None], repr=False)
 
     @staticmethod
     def later(flight: InFlight, **others: Any) -> TrainState:
         """A state of which three parts are still in `flight`; whoever reads one of them waits for all."""
         state = object.__new__(TrainState)
-        state.__dict__.update(others, _flight=flight, _lease=_Lease())
+        state.__dict__.update(others, _flight=flight, _lease=[None])
         return state
 
     @property
@@ -90,9 +86,9 @@ class TrainState:
 
     def check_owned(self) -> None:
         """Raise :class:`ltx.errors.DonatedStateError` if this state's tensors were given away."""
-        if self._lease.donated_at is not None:
+        if self._lease[0] is not None:
             raise DonatedStateError(
-                f"this TrainState (step {self.step}) was donated to the step that made state {self._lease.donated_at}: "
+                f"this TrainState (step {self.step}) was donated to the step that made state {self._lease[0]}: "
                 "its tensors were updated in place and hold other values now. Use the state that the step returned, or "
                 "train_step(..., donate=False) to keep old states."
             )
@@ -102,7 +98,7 @@ class TrainState:
 
         `later`: they are written to after this, at any time, so they can't be looked at either.
         """
-        self._lease.donated_at = self.step + 1
+        self._lease[0] = self.step + 1
         for name in _LATE if later else ():
             self.__dict__.pop(name, None)
 

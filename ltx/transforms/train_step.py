@@ -9,28 +9,39 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ltx import collectives, hooks, tree, wire
+from ltx import collectives, tree, wire
 from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import StepError, TreeError, UnsupportedError
-from ltx.optim import Optimizer, grad_norm
-from ltx.strategies.base import Moment, Update, Updated, chosen
-from ltx.sync.schedule import WireSchedule
+from ltx.errors import StepError
+from ltx.optim import Optimizer
+from ltx.strategies.base import Moment, Updated
+from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.divergence import check_replicas
-from ltx.transforms.fitting import check_every, check_overlap, check_pieces, refuse_in_graph
-from ltx.transforms.guard import not_finite, not_finite_error, probes, random_states
+from ltx.transforms.fitting import check_every, check_kept, check_overlap, check_pieces, check_trained
+from ltx.transforms.guard import not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.interrupts import uninterrupted
-from ltx.transforms.landing import Work, any_not_finite, mean_at_once
-from ltx.transforms.outputs import Outputs, outputs_of, unshared
-from ltx.transforms.sync_state import Synced, SyncState, unwrapped
+from ltx.transforms.landing import Work, mean_at_once
+from ltx.transforms.outputs import Outputs, arguments_of, outputs_of, unshared
+from ltx.transforms.pure_step import step_purely
+from ltx.transforms.step_parts import (
+    all_finite,
+    asks,
+    kept_if_skipped,
+    looks,
+    loss_scale_of,
+    next_state,
+    raises,
+    scaling,
+)
+from ltx.transforms.sync_state import Synced, SyncState
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
-    from ltx.transforms.precision import DynamicLossScale
+    pass
 
 
 @dataclass(frozen=True)
@@ -50,10 +61,6 @@ class TrainStep:
         check_every(self.check_every, self.step.strategy)
         check_overlap(self.overlap, self.step, self.optimizer, self.guard)
 
-    @property
-    def _scaling(self) -> DynamicLossScale | None:
-        return None if self.step.precision is None else self.step.precision.dynamic
-
     def init(self, params: Tree, buffers: Tree = None) -> TrainState:
         """The state before the first step: copies, with rank 0's values on every rank.
 
@@ -62,16 +69,9 @@ class TrainStep:
             buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
                 buffers)``, or ``(loss, buffers, aux)`` with `has_aux`.
         """
-        tree.check_dense(tree.flatten(params)[0], params, "params")
-        for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
-            if not (leaf.is_floating_point() or leaf.is_complex()):
-                raise TreeError(
-                    f"params: leaf {path!r} is {tree.describe(leaf)}, and only floating or complex tensors can be "
-                    "trained. Pass it in the buffers, or close over it."
-                )
+        check_trained(params)
         if buffers is not None:
-            tree.check_tensors(buffers, "buffers")
-            self._check_kept(buffers)
+            check_kept(buffers, self.step.precision)
         strategy, axis = self.step.strategy, wire.resolve(self.step.axis)
         strategy.check_axis(axis)
         params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
@@ -80,20 +80,10 @@ class TrainStep:
         if not torch._C._are_functorch_transforms_active():
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
-        loss_scale = () if self._scaling is None else self._scaling.start()
-        kinds = replace(strategy.kinds, strategy=repr(strategy))
+        dynamic = scaling(self)
+        loss_scale = () if dynamic is None else dynamic.start()
+        kinds = replace(strategy.kinds, strategy=repr(self.step.settled(sync_state).strategy))
         return TrainState(params, buffers, opt_state, sync_state, kinds=kinds, loss_scale=loss_scale)
-
-    def _check_kept(self, buffers: Tree) -> None:
-        precision = self.step.precision
-        if precision is None or 1 in precision.keep:
-            return
-        for path, leaf in zip(tree.leaf_paths(buffers), tree.flatten(buffers)[0], strict=True):
-            if leaf.is_floating_point() and leaf.dtype != precision.compute:
-                raise StepError(
-                    f"train_step: the buffer {path!r} is {tree.describe(leaf)}, and would be rounded to "
-                    f"{precision.compute} at every step. Keep the buffers as they are: ltx.Precision(..., keep=(1,))."
-                )
 
     def __call__(self, state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
@@ -101,7 +91,7 @@ class TrainStep:
                 f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
             )
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return self._transformed(state, batch)
+            return step_purely(self, state, batch)
         state.check_owned()
         axis = wire.resolve(self.step.axis)
         self._compare(state, axis)
@@ -116,7 +106,7 @@ class TrainStep:
                 return self._step(state, start, batch, moment, pending, late)
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
-            if (late or begun or self._asks(moment)) and isinstance(axis.backing, GroupBacking):
+            if (late or begun or asks(self, moment)) and isinstance(axis.backing, GroupBacking):
                 axis.backing.line.passes.leave(f"{type(error).__name__}: {error}")
             raise
 
@@ -149,7 +139,7 @@ class TrainStep:
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with wire.span("forward"), torch.enable_grad():
-            arguments = self._arguments(given, state.buffers, batch)
+            arguments = arguments_of(given, state.buffers, batch)
             ahead = self.overlap == "step"
             run = self.step.run(arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight)
             returned = outputs_of(run, state.buffers, self.has_aux)
@@ -164,12 +154,12 @@ class TrainStep:
             if start.flight is not None:
                 schedule.states = start.flight.states_for(schedule.plan, trained)
             schedule.send_header(total.detach(), torch.ones_like(total) if weight is None else weight)
-        loss_scale = self._loss_scale(state)
+        loss_scale = loss_scale_of(self, state)
         factor = 1.0 if loss_scale is None else float(loss_scale)
         mine = [leaves[i] for i in trained]
         by_bucket, donate = self.overlap != "backward", self.donate and not late
-        looks = probes if self._looks else None
-        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, donate, factor, looks)
+        look = probes if looks(self) else None
+        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, donate, factor, look)
         if schedule is not None:
             try:
                 work.backward(total)
@@ -184,28 +174,33 @@ class TrainStep:
             mean, divisor = mean_at_once(total, weight, at.axis, local=strategy.hook(at.step) is None)
             done = work.at_once(total, divisor)
         states = tree.unflatten(sync_spec, done.sync_flat)
-        finite = None if done.grads is None else self._finite(done.grads, at, done.sums)
-        if done.grads is not None and finite is False and self._raises(state):
+        finite = None if done.grads is None else all_finite(self, done.grads, at, done.sums)
+        if done.grads is not None and finite is False and raises(self, state):
             by_place = dict(zip(trained, done.grads, strict=True))
             reduced = [by_place.get(i, x) for i, x in enumerate(leaves)]
             raise not_finite_error(self, state, batch, at, reduced, drawn, loss_scale)
         if done.grads is not None:
-            states, buffers = self._kept_if_skipped(finite, state, states, buffers)
+            states, buffers = kept_if_skipped(self, finite, state, states, buffers)
 
-        def commit() -> tuple[TrainState, Metrics]:
+        def commit() -> tuple[TrainState, Metrics, Callable[[], None] | None]:
             if done.grads is None:
                 params, after = strategy.after_update(done.params, states, at)
                 updated = Updated(params, done.opt_state, after, pending)
             else:
                 with wire.span("update"):
-                    updated = strategy.update(work.update(done.grads, finite), states, at, pending)
-            next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
-            return self._finished(state, updated, buffers, next_sync, Metrics(mean, aux), finite)
+                    update = replace(work.update(done.grads, finite), gives=late and self.donate)
+                    updated = strategy.update(update, states, at, pending)
+            next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1, sync.choice)
+            following, metrics = next_state(self, state, updated, buffers, next_sync, Metrics(mean, aux), finite)
+            return following, metrics, updated.finish
 
         return self._committed(state, donate, commit)
 
     def _committed(
-        self, state: TrainState, in_place: bool, commit: Callable[[], tuple[TrainState, Metrics]]
+        self,
+        state: TrainState,
+        in_place: bool,
+        commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
     ) -> tuple[TrainState, Metrics]:
         """The end of a step, which an interrupt doesn't tear apart.
 
@@ -215,9 +210,13 @@ class TrainStep:
         finished = None
         try:
             with uninterrupted() if in_place else nullcontext():
-                finished = commit()
-                if self.donate:
-                    state.donate()
+                following, metrics, finish = commit()
+                with uninterrupted() if finish is not None else nullcontext():
+                    if finish is not None:
+                        finish()
+                    finished = following, metrics
+                    if self.donate:
+                        state.donate()
         except KeyboardInterrupt:
             if finished is not None and self.donate:
                 state.become(finished[0])
@@ -244,86 +243,6 @@ class TrainStep:
         following = TrainState.later(flight, buffers=buffers, pending=state.pending, **others)
         return following, Metrics.later(header, total.dtype, aux)
 
-    def _finished(
-        self,
-        state: TrainState,
-        updated: Updated,
-        buffers: Tree,
-        sync: SyncState,
-        metrics: Metrics,
-        finite: bool | torch.Tensor | None,
-    ) -> tuple[TrainState, Metrics]:
-        """The next state, and metrics with what can be read off it."""
-        metrics = replace(metrics, grad_norm=grad_norm(updated.opt_state))
-        loss_scale: Any = state.loss_scale
-        if finite is not None:
-            skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
-            metrics = replace(metrics, skipped=skipped)
-            if self._scaling is not None:
-                metrics = replace(metrics, loss_scale=loss_scale.scale)
-                loss_scale = self._scaling.after(loss_scale, finite)
-        following = TrainState(
-            updated.params,
-            buffers,
-            updated.opt_state,
-            sync,
-            state.step + 1,
-            replace(self.step.strategy.kinds, strategy=state.kinds.strategy),
-            loss_scale,
-            updated.pending,
-        )
-        return following, metrics
-
-    def _loss_scale(self, state: TrainState) -> torch.Tensor | float | None:
-        """What the loss is multiplied by; None for 1."""
-        if self._scaling is None:
-            return None if self.step.precision is None else self.step.precision.fixed_scale
-        if isinstance(state.loss_scale, tuple):
-            raise StepError(
-                "train_step: this state has no loss scale, so it was made by another train step. Make it with this "
-                "one's init, or add it: dataclasses.replace(state, loss_scale=ltx.DynamicLossScale(...).start())."
-            )
-        scale: torch.Tensor = state.loss_scale.scale
-        return scale
-
-    def _asks(self, at: Moment) -> bool:
-        """Whether ranks ask one another if gradients are finite, which they can't see themselves."""
-        return self._looks and at.axis.size > 1 and not self.step.strategy.shares_gradients(at.step)
-
-    @property
-    def _looks(self) -> bool:
-        """Whether steps look at their gradients."""
-        return self._scaling is not None or self.guard != "off"
-
-    def _raises(self, state: TrainState) -> bool:
-        """Whether gradients that aren't finite raise: with dynamic loss scaling, once the scale isn't to blame."""
-        return self.guard == "raise" and (self._scaling is None or bool((unwrapped(state.loss_scale.scale) <= 1).all()))
-
-    def _kept_if_skipped(
-        self, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
-    ) -> tuple[Tree, Tree]:
-        """The next communication state, before the strategy's work, and buffers; the old ones of a skipped step."""
-        if states:  # Dynamo can't flatten an empty dict
-            states = chosen(finite, states, state.sync_state.leaves)
-        if self.guard == "skip" and buffers is not None:
-            buffers = chosen(finite, buffers, state.buffers)
-        return states, buffers
-
-    def _finite(
-        self, grads: Sequence[torch.Tensor], at: Moment, sums: Sequence[torch.Tensor] | None = None
-    ) -> bool | torch.Tensor | None:
-        """With dynamic loss scaling or a guard: whether all gradients of all ranks are finite, on all ranks alike."""
-        if not self._looks:
-            return None
-        pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        bad = any_not_finite(grads) if pure else not_finite(grads, sums)
-        if self._asks(at):
-            shared = self.step.strategy.exchange(
-                hooks.AllReduce(), [bad.float().reshape(1)], ["whether gradients are finite"], at
-            )
-            bad = shared.land()[0][0].reshape(()) > 0
-        return bad.logical_not() if pure else not bad
-
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
         """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
 
@@ -340,15 +259,15 @@ class TrainStep:
         leaves, spec = tree.flatten(parts)
         shapes = [(x.shape, x.dtype, x.device.type) for x in leaves]
         empty = tree.unflatten(spec, [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves])
-        told = (empty, shapes, state.step, sync.checked_step(), state.kinds)
-        empty, shapes, step, sync_step, kinds = collectives.broadcast_object(told, src, axis)
+        told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.kinds)
+        empty, shapes, step, sync_step, choice, kinds = collectives.broadcast_object(told, src, axis)
         if not (isinstance(axis.backing, GroupBacking) and axis.backing.rank == src):
             made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
             parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
         params, buffers, opt_state, entries, loss_scale = tree.map(
             torch.Tensor.detach, collectives.broadcast(parts, src, axis)
         )
-        sync = replace(SyncState.new(entries), step=sync_step)
+        sync = replace(SyncState.new(entries, choice), step=sync_step)
         return TrainState(params, buffers, opt_state, sync, step, kinds, loss_scale)
 
     def settle(self, state: TrainState) -> TrainState:
@@ -363,73 +282,6 @@ class TrainStep:
             return state
         params, states = self.step.strategy.settle(state.params, state.sync_state.leaves, at, state.pending)
         return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
-
-    def _arguments(self, params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
-        return (params, *batch) if buffers is None else (params, buffers, *batch)
-
-    def _transformed(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
-        """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
-        if not torch.compiler.is_compiling():
-            state.check_owned()
-            if self.check_every is not None and state.step % self.check_every == 0:
-                check_replicas(state, self.step.axis)
-        strategy, sync = self.step.strategy, state.sync_state
-        if torch.compiler.is_compiling():
-            refuse_in_graph(strategy, self._looks, self.guard, self.overlap)
-            axis = Axis("data", 1)
-        else:
-            axis = wire.resolve(self.step.axis)
-            strategy.check_axis(axis)
-        at = Moment(sync.checked_step(), axis)
-        drawn = random_states() if self.guard == "raise" else []
-        stateful = bool(sync.leaves) or strategy.stateful
-        loss_scale = self._loss_scale(state)
-        others: list[Any] = []
-
-        def mean(given: Any) -> tuple[torch.Tensor, Any]:
-            run = self.step.run(self._arguments(given, state.buffers, batch), {}, step=at.step)
-            loss, buffers, aux = outputs_of(run, state.buffers, self.has_aux)
-            if isinstance(loss, Weighted):
-                strategy.check_weighted(at.step)
-            value = run.value()
-            value = value[0] if isinstance(value, tuple) else value
-            # torch.func takes tensors alone as aux.
-            rest, structure = tree.flatten((buffers, aux))
-            others[:] = [
-                structure,
-                isinstance(loss, Weighted),
-                [None if isinstance(x, torch.Tensor) else x for x in rest],
-            ]
-            tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
-            return value if loss_scale is None else value * loss_scale, tensors
-
-        pending = strategy.begin(state.params, sync.leaves, at, None)
-        given = Synced(state.params, sync) if stateful else state.params
-        grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(given)
-        structure, weighted, rest = others
-        aux_tensors = iter(tensors)
-        buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-        hook = None if torch.compiler.is_compiling() else strategy.hook(at.step)
-        if not weighted and (torch.compiler.is_compiling() or hook is not None):
-            loss = collectives.pmean(loss, self.step.axis if hook is None else hook.within(axis) or self.step.axis)
-        states = grads.sync_state.leaves if stateful else sync.leaves
-        grads = grads.params if stateful else grads
-        if loss_scale is not None:
-            inverse = 1 / loss_scale
-            grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
-        finite = self._finite(tree.flatten(grads)[0], at)
-        if isinstance(finite, torch.Tensor) and self._raises(state) and not bool(unwrapped(finite).all()):
-            raise not_finite_error(self, state, batch, at, tree.flatten(grads)[0], drawn, loss_scale)
-        states, buffers = self._kept_if_skipped(finite, state, states, buffers)
-        update = Update(self.optimizer, state.params, grads, state.opt_state, finite=finite)
-        updated = strategy.update(update, states, at, pending)
-        if updated.pending is not None:
-            raise UnsupportedError(
-                f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to land "
-                "within a step there."
-            )
-        next_sync = SyncState(updated.states, sync.uses, sync.clock, at.step + 1)
-        return self._finished(state, updated, buffers, next_sync, Metrics(loss, aux), finite)
 
     def gather(self, state: TrainState) -> TrainState:
         """`state` with the whole optimizer state on every rank, where its strategy shards it; every rank calls this.

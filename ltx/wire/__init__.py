@@ -14,6 +14,10 @@ from ltx.wire.ledger import Trace as Trace
 from ltx.wire.ledger import record as record
 from ltx.wire.ledger import span as span
 from ltx.wire.line import Line as Line
+from ltx.wire.measure import Network as Network
+from ltx.wire.measure import measure_network as measure_network
+from ltx.wire.measure import measured as measured
+from ltx.wire.notes import Notes as Notes
 from ltx.wire.operations import bytes_sent as bytes_sent
 from ltx.wire.passes import BackwardPass as BackwardPass
 from ltx.wire.passes import nested_run as nested_run
@@ -24,6 +28,8 @@ from ltx.wire.registry import open_axes as open_axes
 from ltx.wire.registry import open_axis as open_axis
 from ltx.wire.registry import resolve as resolve
 from ltx.wire.registry import size_and_rank as size_and_rank
+from ltx.wire.seal import opened as opened
+from ltx.wire.seal import sealed as sealed
 from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature
 from ltx.wire.signature import list_values as list_values

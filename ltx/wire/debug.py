@@ -90,10 +90,10 @@ class Checks:
             self._met = error
             if not isinstance(error, RankMismatchError):
                 with suppress(LtxError, dist.DistError):
-                    line.withdraw(place, replace(post, signature=Signature(f"nothing: {_briefly(error)}", ())))
+                    line.board.withdraw(place, replace(post, signature=Signature(f"nothing: {_briefly(error)}", ())))
             raise
         if call:
-            line.forget(before)
+            line.board.forget(before)
         return posts
 
     def _exchange(self, line: Line, place: str, before: str, post: Post) -> list[Post]:
@@ -101,8 +101,8 @@ class Checks:
             return line.exchange(place, post)
         except CollectiveTimeoutError as error:
             text = f"{error} This is {post.call}."
-            for rank in line.absent(place):
-                last = line.read(before, rank)
+            for rank in line.board.absent(place):
+                last = line.board.read(before, rank)
                 text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
             raise CollectiveTimeoutError(text) from None
 
@@ -140,7 +140,7 @@ class Checks:
             session, call = line.next_check
             line.next_check = (session, call + 1)
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
-                line.post(f"{CHECKS}/{session}/{call}", Post(signature, None, _caller()))
+                line.board.post(f"{CHECKS}/{session}/{call}", Post(signature, None, _caller()))
 
     def _open(self) -> list[Line]:
         return [line for line in self._lines if not line.closed]

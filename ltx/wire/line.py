@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,14 +22,17 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis, GroupBacking, Part
-from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError
+from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError, StoreGoneError
+from ltx.wire.board import Board
 from ltx.wire.channel import Channel
 from ltx.wire.debug import CHECKS, under_way
 from ltx.wire.farewell import join_the_rest
+from ltx.wire.measure import Network
 from ltx.wire.notes import NOTES, Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
-from ltx.wire.pulse import AskedStore, StoreGoneError, hold_pulse, release_pulse
+from ltx.wire.pulse import AskedStore, hold_pulse, release_pulse
+from ltx.wire.room import Room
 from ltx.wire.shared import open_lane, stride_everywhere
 from ltx.wire.signature import Agreement, Post, Signature, explain_posts
 
@@ -62,6 +66,7 @@ class Line:
         self._label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
         self.pulse = hold_pulse(store, dist.get_rank(), heartbeat_s)
         self._store = AskedStore(PrefixStore(f"{self._label}/", store), self.pulse)
+        self.board = Board(self._store, self.rank, self.size)
         self._known: dict[Any, Agreement] = {}
         self._answered: set[str] = set()
         self._phases: list[Channel] = []
@@ -69,18 +74,20 @@ class Line:
         self.next_check = (0, 0)
         self.closed = False
         self.compared_replicas = False  # whether a training step has, on this line
+        self.network: Network | None = None  # once it has been measured
+        self.room = Room()  # of the gradients' buckets
         self._parts: dict[Part, Axis] = {}
         #: Backward passes that land later (see ltx.transforms.in_flight), oldest first.
         self.in_flight: list[Later] = []
         self._left: list[Channel] = []  # bucket channels of passes that were left halfway
         self.passes = Passes(
-            self._store, self._posted, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
+            self._store, self.board.holds, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
         )
         self.user = self._open_channel("user", lanes=True)
         self.background = self._open_background()
         self.open_phases(1)
         self.pulse.reports[self._label] = lambda: {channel.address: channel.issued for channel in self.channels}
-        self.notes = Notes(self._store, self._posted, self._lost, self.rank, self.timeout_s)
+        self.notes = Notes(self._store, self.board.holds, self.gone, self.rank, self.size, self.timeout_s)
 
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0) -> Channel:
         address = f"{name}.{generation}" if generation else name
@@ -172,10 +179,11 @@ class Line:
             return
         self.notes.finish()
         self.closed = True
+        self.room.clear()
         for later in list(self.in_flight):
             with suppress(LtxError):  # whoever reads what became of it is told then
                 later.land_all()
-        join_the_rest(self.background, self._store, self._posted, self._lost)
+        join_the_rest(self.background, self._store, self.board.holds, self._lost)
         for ticket in list(self.background.tickets):
             ticket.give_up()
         self.pulse.reports.pop(self._label, None)
@@ -225,6 +233,11 @@ class Line:
         channel.compared += 1
         return self.exchange(place, Post(signature, offer))[0].value
 
+    def notes_without_store(self, folder: Path) -> Notes:
+        """Where the store is gone, :attr:`notes` in a file in `folder`, which all ranks see: the same one for all."""
+        name = hashlib.sha1(f"{self._label} of {self.pulse.world}".encode()).hexdigest()[:12]
+        return self.notes.through(folder / f".ltx-notes-{name}", self._lost)
+
     def meet_aside(self, place: str, signature: Signature, value: Any) -> list[Any]:
         """Every rank's `value`, JSON, at a place that `notes` began; nothing is issued. For the thread that trains.
 
@@ -244,12 +257,12 @@ class Line:
             PeerLostError: a peer's process has died, where all ranks share a machine.
             CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
         """
-        self.post(place, post)
-        self._store.set(f"latest/{self.rank}", place)
+        self.board.post(place, post)
+        self.board.stand_at(place)
         deadline = time.monotonic() + self.timeout_s
         pause = 0.0005
         everyone = [f"{place}/{rank}" for rank in range(self.size)]
-        while not self._posted(everyone):
+        while not self.board.holds(everyone):
             if not stride_everywhere():  # peers may wait for this rank's strides in a lane
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
@@ -261,44 +274,23 @@ class Line:
                 if self.passes.inside:
                     self.passes.look()
             if time.monotonic() > deadline:
+                absent = self.board.absent(place)
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank}: {post.signature.operation} on axis {self.name!r}: ranks {self.absent(place)} "
+                    f"rank {self.rank}: {post.signature.operation} on axis {self.name!r}: ranks {absent} "
                     f"didn't come to compare it within {self.timeout_s:g} s. Every rank must call the same collectives."
                 )
-        self._store.set(f"latest/{self.rank}", "")
-        posts = [Post.from_json(text) for text in self._store.multi_get(everyone)]
+        self.board.stand_at("")
+        posts = self.board.posts(everyone)
         self._refuse(dict(enumerate(posts)))
         return posts
-
-    def post(self, place: str, post: Post) -> None:
-        """Put `post` where the peers that come to `place` find it."""
-        self._store.set(f"{place}/{self.rank}", post.to_json())
-
-    def withdraw(self, place: str, instead: Post) -> None:
-        """This rank waits at `place` no longer; who comes there finds `instead`."""
-        self.post(place, instead)
-        self._store.set(f"latest/{self.rank}", "")
-
-    def forget(self, place: str) -> None:
-        """Every rank has read what was posted at `place`: keep the store small."""
-        self._store.delete_key(f"{place}/{self.rank}")
-
-    def absent(self, place: str) -> list[int]:
-        """The ranks that haven't come to `place`."""
-        return [rank for rank in range(self.size) if not self._posted([f"{place}/{rank}"])]
-
-    def read(self, place: str, rank: int) -> Post | None:
-        """What `rank` has posted at `place`, if it has."""
-        key = f"{place}/{rank}"
-        return Post.from_json(self._store.get(key)) if self._posted([key]) else None
 
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""
         for rank in range(self.size):
-            there = self._standing(rank)
-            if rank == self.rank or there in ("", place) or self._posted([f"{there}/{self.rank}"]):
+            there = self.board.standing(rank)
+            if rank == self.rank or there in ("", place) or self.board.holds([f"{there}/{self.rank}"]):
                 continue
-            if self._posted([f"{place}/{rank}"]):  # it has been here, and gone on
+            if self.board.holds([f"{place}/{rank}"]):  # it has been here, and gone on
                 continue
             self._reply(there, rank, post)
 
@@ -321,7 +313,7 @@ class Line:
     def _refuse_lost(self, keys: list[str], post: Post) -> None:
         """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
         lost = self._lost()
-        if lost and not self._posted(keys):
+        if lost and not self.board.holds(keys):
             raise PeerLostError(
                 f"rank {self.rank}: {post.signature.operation} on axis {self.name!r} failed while waiting for its "
                 f"peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
@@ -341,21 +333,13 @@ class Line:
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
-        theirs = self.read(place, rank)
+        theirs = self.board.read(place, rank)
         assert theirs is not None
         if theirs.signature == post.signature:  # the same call, but it would pair with another
             operation = f"{post.signature.operation} (after other calls)"
             post = replace(post, signature=replace(post.signature, operation=operation))
-        self.post(place, post)
+        self.board.post(place, post)
         self._refuse(dict(sorted({self.rank: post, rank: theirs}.items())))
-
-    def _standing(self, rank: int) -> str:
-        """Where `rank` waits for its peers to compare something; "" if nowhere."""
-        return self._store.get(f"latest/{rank}").decode() if self._posted([f"latest/{rank}"]) else ""
-
-    def _posted(self, keys: list[str]) -> bool:
-        """Whether all `keys` are in the store."""
-        return self._store.check(keys)
 
     def _answer(self) -> None:
         """Called while this rank waits: may it wait for ever?
@@ -372,7 +356,7 @@ class Line:
         self.passes.look()
         self._refuse_silent()
         for rank in range(self.size):
-            place = self._standing(rank)
+            place = self.board.standing(rank)
             if rank == self.rank or place == "" or place in self._answered:
                 continue
             address, _, position = place.rsplit("/", 2)
@@ -384,14 +368,14 @@ class Line:
                 continue
             self._answered.add(place)
             mine = dict(channel.recent).get(int(position))
-            if mine is None or self._posted([f"{place}/{self.rank}"]):
+            if mine is None or self.board.holds([f"{place}/{self.rank}"]):
                 continue  # answered when it was new here too
-            self.post(place, Post(mine.signature, mine.offer))
+            self.board.post(place, Post(mine.signature, mine.offer))
             self._compare_posted(place)
 
     def _answer_check(self, place: str, rank: int) -> None:
-        theirs = self.read(place, rank)
-        if theirs is None or self._posted([f"{place}/{self.rank}"]):
+        theirs = self.board.read(place, rank)
+        if theirs is None or self.board.holds([f"{place}/{self.rank}"]):
             return
         checked = place.startswith(CHECKS)
         for channel in self.channels:
@@ -405,7 +389,7 @@ class Line:
                 self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
 
     def _compare_posted(self, place: str) -> None:
-        posts = {rank: post for rank in range(self.size) if (post := self.read(place, rank)) is not None}
+        posts = {rank: post for rank in range(self.size) if (post := self.board.read(place, rank)) is not None}
         self._refuse(posts)
 
     def _refuse(self, posts: dict[int, Post]) -> None:

@@ -1,7 +1,8 @@
 """Notes: what the ranks of a line leave for one another in the store, for threads that do work in the background.
 
 Channels belong to the thread that trains, whose issues have one order. Work beside it, such as an asynchronous
-checkpoint, has little to say: it goes through the store, under the number of the piece of work.
+checkpoint, has little to say: it goes through the store, under the number of the piece of work; or through a file that
+all ranks see, where the store is gone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch._C._distributed_c10d import FileStore, Store
 
 from ltx.errors import CollectiveTimeoutError, PeerLostError
 from ltx.wire.pulse import AskedStore
@@ -23,27 +27,33 @@ class Notes:
     Args:
         store: what the ranks of the line share.
         posted: whether all of some keys are in it; raises PeerLostError if it is gone.
-        lost: the ranks whose processes are known to have ended.
-        rank, timeout_s: the line's.
+        lost: the ranks whose processes are known to have ended, or that show no sign of life.
+        rank, size, timeout_s: the line's.
     """
 
     def __init__(
         self,
-        store: AskedStore,
+        store: AskedStore | Store,
         posted: Callable[[list[str]], bool],
         lost: Callable[[], list[int]],
         rank: int,
+        size: int,
         timeout_s: float,
     ):
         self._store, self._posted, self._lost = store, posted, lost
-        self._rank, self._timeout_s = rank, timeout_s
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._begun = 0
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> str:
         """The place of the next piece of work; the same on every rank that counts along."""
         self._begun += 1
-        return f"{NOTES}/work/{self._begun}"
+        return f"{NOTES}/item/{self._begun}"
+
+    def through(self, file: Path, lost: Callable[[], list[int]]) -> Notes:
+        """Notes for the same ranks in a file that all of them see; the last to let go of it removes it."""
+        store = FileStore(str(file), self._size)
+        return Notes(store, store.check, lost, self._rank, self._size, self._timeout_s)
 
     def hold(self, thread: threading.Thread) -> None:
         """`thread` leaves notes: the line waits for its end before it closes."""
@@ -74,7 +84,8 @@ class Notes:
             pause_s = min(2 * pause_s, 0.05)
             if pause_s == 0.05 and (lost := self._lost()) and not self._posted(wanted):
                 raise PeerLostError(
-                    f"rank {self._rank}: {what} failed: the process of rank {', '.join(map(str, lost))} is gone."
+                    f"rank {self._rank}: {what} failed: the process of rank {', '.join(map(str, lost))} is gone, or "
+                    "shows no sign of life."
                 )
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(

@@ -155,18 +155,27 @@ def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta, de
     after its group was destroyed, whose addresses are still in the store.
     """
     make: Any = c10d._new_process_group_helper
+    store: Any = c10d._get_default_store()
+    limit = connect_limit(store, backend, timeout)
     group: dist.ProcessGroup = make(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
         c10d.Backend(backend),
-        c10d._get_default_store(),
+        store,
         name,
-        timeout=timeout,
+        timeout=limit,
         group_desc=description,
     )[0]
+    if limit < timeout:
+        c10d._set_pg_timeout(timeout, group)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
+    """How long ranks that make a group in `store` may take to connect, given its `timeout`: the store may set less."""
+    return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout
 
 
 def unregister(group: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ heartbeat timeout is.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ltx.errors import PeerLostError
+from ltx.errors import PeerLostError, StoreGoneError
 
 T = TypeVar("T")
 
@@ -31,8 +32,8 @@ T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0
 
 
-class StoreGoneError(PeerLostError):
-    """The store's process has ended. Peers may live all the same, and their connections with this one."""
+# How long the end of a pulse waits for its threads, which are idle or in the middle of a word with the store.
+_ENDING_S = 1.0
 
 
 class Pulse:
@@ -48,20 +49,31 @@ class Pulse:
         self.heartbeat_s = heartbeat_s
         self._rank = rank
         self._users = 0
-        self._gone: Exception | None = None
+        self._gone: str | None = None  # what it said; the error itself would hold frames, and what is in them
+        self._late: _Question | None = None
         self._pause_s = min(1.0, heartbeat_s / 5)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._looked_s = self._polled_s = 0.0
+        self._looking = threading.Lock()
         self._ended = threading.Event()
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
         self._asked = PrefixStore("ltx/pulse/", store)
         # A connection of its own: on one, whoever asks first holds up the others.
-        self._beats = PrefixStore("ltx/pulse/", store.clone())  # type: ignore[attr-defined]
+        self._connection: Store = store.clone()  # type: ignore[attr-defined]
+        self._beats = PrefixStore("ltx/pulse/", self._connection)
+        #: Called with each beat, in the beats' thread and with their connection to `store`.
+        self.on_beat: Callable[[Store], None] = lambda store: None
         #: By axis, what its line tells about how far it is.
         self.reports: dict[str, Callable[[], dict[str, int]]] = {}
+        #: Tells this world from all others; the same on all ranks.
+        self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
         self._beats.set(str(rank), self._sign())
-        threading.Thread(target=self._beat, name="ltx-pulse", daemon=True).start()
-        threading.Thread(target=self._answer, name="ltx-asks-the-store", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._beat, name="ltx-pulse", daemon=True),
+            threading.Thread(target=self._answer, name="ltx-asks-the-store", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, question: Callable[[], T]) -> T:
         """What `question`, which asks the store, gives.
@@ -75,13 +87,14 @@ class Pulse:
         asked = _Question(question)
         self._questions.put(asked)
         if not asked.answered.wait(self.heartbeat_s):
+            self._late = asked
             raise PeerLostError(
                 f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.heartbeat_s:g} "
                 "s. The process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its "
                 "machine or the link to it is down."
             )
         if isinstance(asked.error, dist.DistError):
-            raise self._told_gone(asked.error) from asked.error
+            raise self._told_gone(str(asked.error)) from asked.error
         if asked.error is not None:
             raise asked.error
         return cast(T, asked.value)
@@ -90,22 +103,30 @@ class Pulse:
         """Do `statement`, which tells the store something and waits for no answer. Raises :class:`StoreGoneError`."""
         if self._gone is not None:
             raise self._told_gone(self._gone)
+        if self._late is not None and not self._late.answered.is_set():
+            # Who waits for an answer has the connection: this goes behind it, should the store ever answer.
+            self._questions.put(_Question(statement))
+            return
         try:
             statement()
         except dist.DistError as error:
-            raise self._told_gone(error) from error
+            raise self._told_gone(str(error)) from error
 
-    def _told_gone(self, error: Exception) -> StoreGoneError:
-        """What `error`, which the store's end has caused, means."""
-        self._gone = error
+    def _told_gone(self, said: str) -> StoreGoneError:
+        """What an error that said this, and that the store's end has caused, means."""
+        self._gone = said
         return StoreGoneError(
             f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it. "
             "Steps whose collectives are known go on without it; nothing new can be compared. Save a checkpoint and "
-            f"start again. ({error})"
+            f"start again. ({said})"
         )
 
     def look(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that have shown no sign of life for too long. Called again and again while one waits."""
+        with self._looking:
+            return self._look(ranks)
+
+    def _look(self, ranks: Sequence[int]) -> list[int]:
         now = time.monotonic()
         if now - self._looked_s > 3 * self._pause_s:  # a wait begins: what was seen long ago tells nothing
             self._seen.clear()
@@ -148,12 +169,19 @@ class Pulse:
             return False
         self._ended.set()
         self._questions.put(None)
+        for thread in self._threads:
+            # One that came back from the store while Python ends would abort the process. One that waits for a store
+            # that doesn't answer won't come back.
+            if thread is not threading.current_thread():
+                thread.join(_ENDING_S)
         return True
 
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the store is gone: those who ask it see that
             while not self._ended.wait(self._pause_s):
                 self._beats.set(str(self._rank), self._sign())
+                self.on_beat(self._connection)
+        del self._beats, self._connection  # closed now, whoever still holds this pulse
 
     def _answer(self) -> None:
         while (asked := self._questions.get()) is not None:
@@ -173,7 +201,7 @@ class _Question:
 
 
 class AskedStore:
-    """The part of `store`'s interface that asks it something, through a :class:`Pulse`. What only tells it, doesn't."""
+    """`store`'s interface, but who asks it something does so through a :class:`Pulse`. What only tells it, doesn't."""
 
     def __init__(self, store: Store, pulse: Pulse):
         self.store = store
@@ -191,8 +219,20 @@ class AskedStore:
     def check(self, keys: list[str]) -> bool:
         return self._pulse.ask(lambda: bool(self.store.check(keys)))
 
+    def append(self, key: str, value: str) -> None:
+        self._pulse.tell(lambda: self.store.append(key, value))  # type: ignore[attr-defined]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._pulse.ask(lambda: self.store.compare_set(key, expected, desired))
+
     def delete_key(self, key: str) -> bool:
         return self._pulse.ask(lambda: bool(self.store.delete_key(key)))
+
+
+def last_beats(store: Store, ranks: Sequence[int]) -> dict[int, bytes]:
+    """The last beat of those of `ranks` that have had one."""
+    held = PrefixStore("ltx/pulse/", store)
+    return {rank: held.get(str(rank)) for rank in ranks if held.check([str(rank)])}
 
 
 _pulses: dict[int, tuple[Store, Pulse]] = {}

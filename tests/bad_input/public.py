@@ -267,6 +267,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         ],
         "ltx.accumulate": [Call(ltx.accumulate, (dp, 2), {"carry": None}, _stepped)],
         "ltx.block_backward_sync": [Call(ltx.block_backward_sync, (dp,), {}, _differentiated)],
+        "ltx.sync_params": [Call(ltx.sync_params, (params(), 0, "data"))],
         "ltx.check_replicas": [Call(ltx.check_replicas, (params(), "data"))],
         "ltx.grad": [Call(ltx.grad, (dp,), {"argnums": 0, "has_aux": False}, _stepped)],
         "ltx.grad_and_value": [
@@ -317,6 +318,8 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.recommend": [Call(ltx.recommend, (params(),), {**network, "send_s": None}, _uses)],
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
+        "ltx.measure_network": [Call(ltx.measure_network, ("data",))],
+        "ltx.Network": [Call(ltx.Network, (1e9, 1e-4), {}, lambda network: network.sum_s(1000, 2))],
         "ltx.record": [Call(ltx.record, (), {"profiler": False}, _entered)],
         "ltx.timeline": [Call(ltx.timeline, ([trace],), {}, _uses)],
         "ltx.Timeline": [],

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -16,14 +16,15 @@ from typing import Any
 
 from tests.chaos.schedule import LOSSES, Trouble, draw
 from tests.chaos.training import EPOCHS, SIZE, shares, training
-from tests.runtime.elastic_ranks import SAMPLES, STEPS, Ranks
+from tests.forks import Body, Ranks
+from tests.runtime.elastic_training import SAMPLES, STEPS
 
 # Longer than a pause; a rank that has been stopped for so long counts as lost.
-_HEARTBEAT_S = 4.0
+_HEARTBEAT_S = 6.0
 _PAUSE_S = 0.3
 _LIMIT_S = 90.0
 
-Entry = tuple[int, int, int, int, list[int], float]  # resets, step, rank, size, samples, loss
+Entry = tuple[int, int, int, int, list[int], float]  # which world, step, rank, size, samples, loss
 
 
 def play(seed: int) -> list[Trouble]:
@@ -38,7 +39,7 @@ def play(seed: int) -> list[Trouble]:
         _check_agreement(ended)
         losses = _check_samples(Path(folder))
         _check_snapshots(Path(folder) / "snapshots")
-    if not any(trouble.kind in LOSSES for trouble in troubles):
+    if not any(trouble.kind in (*LOSSES, "join") for trouble in troubles):
         assert [end["size"] for end in ended] == [SIZE] * SIZE, "a rank was lost for good"
         with tempfile.TemporaryDirectory(prefix="ltx-chaos-") as folder:
             calm = _train(Path(folder), [trouble for trouble in troubles if trouble.kind == "nan"], sockets)
@@ -51,10 +52,10 @@ def play(seed: int) -> list[Trouble]:
 def _train(folder: Path, troubles: Sequence[Trouble], sockets: bool) -> list[dict[str, Any]]:
     """What the ranks that came to the end say; starts all of them again where the troubles want that."""
     for generation in range(2):
-        body = training(folder, troubles, generation)
-        world = Ranks(SIZE, body, sockets=sockets, heartbeat_s=_HEARTBEAT_S)
+        body = partial(training, folder, troubles, generation)
+        world = Ranks(SIZE, body(), sockets=sockets, heartbeat_s=_HEARTBEAT_S)
         try:
-            ended = _watch(world)
+            ended = _watch(world, body)
         finally:
             world.close()
         if ended is not None:
@@ -62,7 +63,7 @@ def _train(folder: Path, troubles: Sequence[Trouble], sockets: bool) -> list[dic
     raise AssertionError("a second restart")
 
 
-def _watch(world: Ranks) -> list[dict[str, Any]] | None:
+def _watch(world: Ranks, newcomer: Callable[[int], Body]) -> list[dict[str, Any]] | None:
     """What ranks say at their end; None once they are to start again."""
     told: dict[int, Any] = {}
     stopped: set[int] = set()
@@ -79,11 +80,16 @@ def _watch(world: Ranks) -> list[dict[str, Any]] | None:
             match said:
                 case "restart":
                     return None
+                case "join":
+                    new = world.join(newcomer(len(world.processes)))
+                    waiting[new] = world.lines[new]
                 case "stop":
                     stopped.add(rank)
                 case "pause":
                     time.sleep(_PAUSE_S)
                     os.kill(world.processes[rank].pid, signal.SIGCONT)
+                case str() if rank >= SIZE and said.endswith("is over: there is nothing left to join."):
+                    del waiting[rank]
                 case str():
                     raise AssertionError(f"rank {rank}: {said}")
                 case _:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["kill", "stop", "pause", "cut", "nan", "restart"]
+Kind = Literal["kill", "stop", "pause", "cut", "nan", "restart", "join"]
 
 #: Those that cost a rank for good.
 LOSSES = ("kill", "stop")
@@ -19,8 +19,9 @@ class Trouble:
     Attributes:
         kind: "kill": SIGKILL. "stop": SIGSTOP until the others have gone on without it. "pause": SIGSTOP, and SIGCONT
             before anybody has missed it. "cut": all its connections to peers break. "nan": its samples are NaN.
-            "restart": SIGKILL to all ranks, which start again from the last snapshot.
-        rank: to which rank of the first world.
+            "restart": SIGKILL to all ranks, which start again from the last snapshot. "join": a newcomer comes, such as
+            one in place of a rank that was killed.
+        rank: to which rank of the first world; above these, to which newcomer.
         step: before it does this step.
     """
 
@@ -34,13 +35,19 @@ def draw(seed: int, ranks: int, steps: int) -> list[Trouble]:
     rng = random.Random(seed)
     harmless = rng.random() < 0.5  # half of all rounds cost no rank, and have to end bit for bit as without troubles
     troubles: list[Trouble] = []
+    newcomers = 0
     for step in sorted(rng.sample(range(1, steps), rng.randint(1, 4))):
         kinds: list[Kind] = ["pause", "cut", "nan", "restart"]
         lost = {t.rank for t in troubles if t.kind in LOSSES}
         if any(t.kind == "restart" for t in troubles):
             kinds.remove("restart")
-        if not harmless and len(lost) < ranks - 1:
+        here = [rank for rank in range(ranks + newcomers) if rank not in lost]
+        if not harmless and len([rank for rank in here if rank < ranks]) > 1:
             kinds += ["kill", "stop", "kill", "stop"]
+        if not harmless and len(here) <= ranks:
+            kinds += ["join"] * (1 + 3 * (len(here) < ranks))
         kind = rng.choice(kinds)
-        troubles.append(Trouble(kind, rng.choice([rank for rank in range(ranks) if rank not in lost]), step))
+        # Newcomers say nothing of others that are to come.
+        troubles.append(Trouble(kind, rng.choice([who for who in here if kind != "join" or who < ranks]), step))
+        newcomers += kind == "join"
     return troubles

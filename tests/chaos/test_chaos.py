@@ -1,4 +1,4 @@
-"""A minute of chaos, with new seeds each time. ``make chaos CHAOS="--minutes 120"`` goes on for longer."""
+"""Two minutes of chaos, with new seeds each time. ``make chaos CHAOS="--minutes 120"`` goes on for longer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from tests.chaos.rounds import play
 from tests.chaos.schedule import LOSSES, draw
 
-LIMIT_S = 45.0
+LIMIT_S = 100.0
 
 
-@pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_rounds_of_chaos(seed: int) -> None:
     rng, end = random.Random(seed), time.monotonic() + LIMIT_S
     while time.monotonic() < end:
@@ -29,6 +28,6 @@ def test_a_seed_draws_the_same_troubles_and_leaves_a_rank() -> None:
         troubles = draw(seed, 3, 20)
         assert troubles == draw(seed, 3, 20)
         assert 1 <= len(troubles) <= 4
-        assert len({trouble.rank for trouble in troubles if trouble.kind in LOSSES}) < 3
+        assert len({trouble.rank for trouble in troubles if trouble.kind in LOSSES and trouble.rank < 3}) < 3
         kinds |= {trouble.kind for trouble in troubles}
-    assert kinds == {"kill", "stop", "pause", "cut", "nan", "restart"}
+    assert kinds == {"kill", "stop", "pause", "cut", "nan", "restart", "join"}

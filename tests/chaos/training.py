@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,19 +15,25 @@ from typing import Any
 import torch
 
 import ltx
+from ltx.runtime.groups import worlds_so_far
 from tests.chaos.schedule import Trouble
-from tests.runtime.elastic_ranks import START, STEPS, batch, make, values
+from tests.forks import noticed, open_now, settles
+from tests.runtime.elastic_training import START, STEPS, batch, make, values
 
 EPOCHS = 4
 SIZE = 3
+MOST = SIZE + 1  # with a newcomer
 Tell = Callable[[Any], None]
 
 
-def training(folder: Path, troubles: Sequence[Trouble], generation: int) -> Callable[[Tell], Any]:
-    """The body of a rank: trains to the end, whatever happens on the way."""
+def training(
+    folder: Path, troubles: Sequence[Trouble], generation: int, newcomer: int | None = None
+) -> Callable[[Tell], Any]:
+    """The body of a rank, or of a `newcomer`: trains to the end, whatever happens on the way."""
 
     def body(tell: Tell) -> Any:
-        me, resets, taken = ltx.world().rank, [0], list[Any]()
+        me = ltx.world().rank if newcomer is None else newcomer
+        taken, waiting, most = list[Any](), noticed(), dict[str, int]()
         train, state = make(guard="skip")
         log = open(folder / f"{generation}.{me}.jsonl", "w")  # noqa: SIM115
 
@@ -39,17 +46,17 @@ def training(folder: Path, troubles: Sequence[Trouble], generation: int) -> Call
                 if trouble.kind == "nan":  # as often as the step is begun
                     x = torch.full_like(x, float("nan"))
                 elif _first_time(folder / f"done {number}"):
-                    _do(trouble, tell)
+                    _do(trouble, tell, waiting)
             return x, y
 
         def on_step(state: Any, metrics: Any, position: Any) -> None:
             world = ltx.world()
-            entry = [resets[0], state.step, world.rank, world.size, taken[0], metrics.loss.item()]
+            entry = [worlds_so_far(), state.step, world.rank, world.size, taken[0], metrics.loss.item()]
             log.write(json.dumps(entry) + "\n")
             log.flush()  # a rank that is killed has written what it has done
 
-        def on_reset(world: ltx.World) -> None:
-            resets[0] += 1
+        def note_open(world: ltx.World) -> None:
+            most.update(most or open_now())
 
         state, position = ltx.elastic(
             train,
@@ -58,22 +65,38 @@ def training(folder: Path, troubles: Sequence[Trouble], generation: int) -> Call
             START,
             epochs=EPOCHS,
             on_step=on_step,
-            on_reset=[on_reset],
+            on_reset=[note_open],
             snapshots=folder / "snapshots",
             every=3,
         )
         log.close()
         assert (position.epoch, position.done) == (EPOCHS, 0)
-        return {"state": values(state), "size": ltx.world().size, "resets": resets[0]}
+        # A world more, and there is as much as when the first was made anew: nothing is left of those in between.
+        now = settles(open_now, lambda now: not _more(now, most) or _waits_for_gloo())
+        assert not _more(now, most) or _waits_for_gloo(), f"left behind: {_more(now, most)}; {now}"
+        return {"state": values(state), "size": ltx.world().size}
 
     return body
+
+
+def _more(now: dict[str, int], before: dict[str, int]) -> list[str]:
+    """Of what there is more `now`. A connection and two threads for each of a line's channels and each peer more."""
+    if not before:
+        return []
+    spare = {"socket": 16, "/memfd:ltx arena (deleted)": 12, "/memfd:ltx lock (deleted)": 12}
+    return [kind for kind in now if now[kind] > before.get(kind, 0) + spare.get(kind, 2)]
+
+
+def _waits_for_gloo() -> bool:
+    """Whether a world of before is held up by a collective under way that nobody will join, until its timeout."""
+    return any(thread.name == "ltx-teardown" for thread in threading.enumerate())
 
 
 def shares() -> dict[tuple[int, int, int], list[int]]:
     """By (step, rank, size): which samples that rank takes in that step."""
     position, found = START, {}
     for step in range(1, EPOCHS * STEPS + 1):
-        for size in range(1, SIZE + 1):
+        for size in range(1, MOST + 1):
             found.update({(step, rank, size): position.indices(rank, size).tolist() for rank in range(size)})
         position = position.after_step()
     return found
@@ -81,7 +104,7 @@ def shares() -> dict[tuple[int, int, int], list[int]]:
 
 #: From a rank's samples to the step that takes them.
 STEP_OF = {tuple(indices): step for (step, _, _), indices in shares().items()}
-assert len(STEP_OF) == EPOCHS * STEPS * sum(range(1, SIZE + 1)), "two steps that give a rank the same samples"
+assert len(STEP_OF) == EPOCHS * STEPS * sum(range(1, MOST + 1)), "two steps that give a rank the same samples"
 
 
 def _first_time(mark: Path) -> bool:
@@ -92,7 +115,7 @@ def _first_time(mark: Path) -> bool:
     return True
 
 
-def _do(trouble: Trouble, tell: Tell) -> None:
+def _do(trouble: Trouble, tell: Tell, waiting: Sequence[int]) -> None:
     match trouble.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -102,6 +125,10 @@ def _do(trouble: Trouble, tell: Tell) -> None:
         case "restart":
             tell(trouble.kind)
             time.sleep(60)
+        case "join":
+            before = waiting[0]
+            tell(trouble.kind)
+            settles(lambda: waiting[0], lambda now: now > before)
         case "cut":
             _cut(int(os.environ["MASTER_PORT"]))
 
@@ -110,8 +137,13 @@ def _cut(store: int) -> None:
     """Break this process' TCP connections, but for those with the store."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            end = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))
+        except OSError:  # closed by now
+            continue
+        try:
+            end = socket.socket(fileno=copy)
         except OSError:  # no socket
+            os.close(copy)
             continue
         with end:
             try:

@@ -142,6 +142,29 @@ def test_generators_may_be_left_alone(tmp_path: Path) -> None:
         assert torch.equal(drawn, torch.rand(1))
 
 
+def test_generators_go_on_where_there_are_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    def plain() -> ltx.TrainState:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        return ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init(torch.ones(3))
+
+    def saved() -> Any:
+        torch.manual_seed(3)
+        ltx.checkpoint.save(tmp_path, plain())
+        return torch.rand(2)
+
+    def loaded() -> Any:
+        torch.manual_seed(4)
+        ltx.checkpoint.load(tmp_path, plain(), rng="same ranks")
+        return torch.rand(2)
+
+    expected = ranks(2).run(saved)
+    assert all(torch.equal(*both) for both in zip(expected, ranks(2).run(loaded), strict=True))
+    torch.manual_seed(4)
+    assert torch.equal(torch.rand(2), next(iter(ranks(3).run(loaded))))  # and without a warning, which is an error here
+    with pytest.raises(ltx.errors.ArgumentError, match=r"load: rng must be bool or .same ranks., got 'always'"):
+        ltx.checkpoint.load(tmp_path, plain(), rng="always")
+
+
 def test_leaves_of_all_kinds(ranks: Ranks, tmp_path: Path) -> None:
     """0-dim, empty, non-contiguous, narrow, complex and integer leaves, and what isn't a number, bit by bit."""
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import ltx
-from ltx.errors import AxisError, RankMismatchError
+from ltx import wire
+from ltx.errors import AuthenticationError, AxisError, RankMismatchError
 from ltx.runtime.pool import Pool
+from ltx.wire import opened, sealed
 
 Ranks = Callable[[int], Pool]
 
@@ -104,3 +109,68 @@ def test_all_gather_object_that_cannot_be_pickled(ranks: Ranks) -> None:
 def test_all_gather_object_has_no_simulated_form() -> None:
     with pytest.raises(AxisError, match="no simulated form"):
         ltx.vmap(lambda x: ltx.all_gather_object(1) and x)(torch.ones(2))
+
+
+def test_what_isnt_from_a_rank_of_this_job_is_not_unpickled(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 has another key: the others look at nothing that it sends, and it at nothing of theirs."""
+    unsealed, sealed_ = tmp_path / "unsealed", tmp_path / "sealed"
+
+    def run() -> list[str]:
+        if int(ltx.axis_index()) == 1:
+            monkeypatch.setenv("LTX_KEY", "another")
+        texts = []
+        try:
+            for send in (
+                lambda: ltx.broadcast_object(Evil(unsealed), src=1),
+                lambda: ltx.all_gather_object(Evil(unsealed)),
+            ):
+                try:
+                    send()
+                    texts.append("sent")
+                except AuthenticationError as error:
+                    texts.append(str(error))
+        finally:
+            monkeypatch.undo()
+        ltx.broadcast_object(Evil(sealed_))
+        return [*texts, ltx.broadcast_object("still in step")]
+
+    by_rank = ranks(2).run(run)
+    assert (unsealed.exists(), sealed_.exists()) == (False, True)
+    assert by_rank.rank(0)[0].startswith("rank 0: an object from rank 1 on axis 'data' isn't sealed with the key of")
+    assert by_rank.rank(1)[0] == "sent"
+    assert all("This rank's LTX_KEY is set" in texts[1] for texts in by_rank)
+    assert all(texts[2] == "still in step" for texts in by_rank)
+
+
+@dataclass
+class Evil:
+    """Sent to another rank, it makes a directory there."""
+
+    path: Path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_a_seal_is_for_one_rank_issue_and_world(ranks: Ranks) -> None:
+    def run() -> list[bool]:
+        line: Any = wire.resolve(None).backing.line  # type: ignore[union-attr]
+        data = sealed(line, b"data", 7)
+        told = []
+        for received, rank, issue in [
+            (data, line.rank, 7),
+            (data, 1 - line.rank, 7),
+            (data, line.rank, 8),
+            (data[:-1] + b"b", line.rank, 7),
+            (b"", line.rank, 7),
+        ]:
+            try:
+                told.append(opened(line, received, rank, issue) == b"data")
+            except AuthenticationError:
+                told.append(False)
+        return told
+
+    for told in ranks(2).run(run):
+        assert told == [True, False, False, False, False]

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks.ranks import run_ranks
+from tests.network.hosts import NEEDS_LINKS, links
 
-from benchmarks import links  # noqa: E402
-from benchmarks.ranks import run_ranks  # noqa: E402
+pytestmark = NEEDS_LINKS
 
 
-@pytest.mark.network
-@pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not()))
 def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None:
     with links.link("1gbit", 2) as link:
         found = json.loads(run_ranks([str(Path(__file__).with_name("worker.py"))], link, 2, timeout_s=50))
@@ -35,8 +31,6 @@ def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None
     assert left == []
 
 
-@pytest.mark.network
-@pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not()))
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_step_sends_what_is_explained(n: int) -> None:
     """By the ledger's count exactly, and within 3% by that of each rank's interface without its packets' headers."""

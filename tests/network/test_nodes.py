@@ -14,10 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import links  # noqa: E402
+from tests.network.hosts import NEEDS_LINKS, links
 
 SCRIPT = Path(__file__).with_name("nodes.py")
 PORT = 29511  # each host is a namespace of its own, where every port is free
@@ -28,11 +25,7 @@ assert _spec.loader is not None
 nodes = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(nodes)
 
-pytestmark = [
-    pytest.mark.network,
-    pytest.mark.timeout(100),
-    pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not())),
-]
+pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(100)]
 
 
 def run(commands: Sequence[Sequence[str]], link: links.Link) -> list[tuple[int, str]]:

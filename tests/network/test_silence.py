@@ -8,16 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
+from tests.network.hosts import NEEDS_LINKS, ROOT, links
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import links  # noqa: E402
+pytestmark = NEEDS_LINKS
 
 
-@pytest.mark.network
-@pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not()))
 def test_both_ends_of_a_link_that_goes_down_are_told() -> None:
     with links.link("1gbit", 2) as link:
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": link.address, "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}

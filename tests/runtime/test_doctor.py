@@ -19,18 +19,13 @@ from ltx.runtime import doctor, slurm
 from ltx.runtime.doctor import Finding
 from ltx.runtime.launchers import LAUNCHERS
 from ltx.runtime.placement import Placement
+from tests.forks import free_port
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {mark for launcher in LAUNCHERS for mark in launcher.marks} | {"GLOO_SOCKET_IFNAME", "SLURM_JOB_ID"}:
         monkeypatch.delenv(name, raising=False)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_alone(capsys: pytest.CaptureFixture[str]) -> None:

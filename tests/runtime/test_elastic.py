@@ -20,7 +20,8 @@ import torch
 import ltx
 from ltx.errors import InputError, PeerLostError, StrategyError, UnsupportedError
 from ltx.transforms.train_step import TrainStep
-from tests.runtime.elastic_ranks import SAMPLES, START, STEPS, Ranks, batch, make, values
+from tests.forks import Ranks, open_now, settles
+from tests.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 
 Start = Callable[..., Ranks]
 
@@ -188,6 +189,7 @@ def test_replicas_that_come_apart(snapshots: bool, started: Start, tmp_path: Pat
 
     world = started(size, body)
     ended = [world.told(rank) for rank in range(size)]
+    assert all(isinstance(end, list) for end in ended), ended
     assert all(end == ended[0] for end in ended), ended
     assert close_to(ended[0], undisturbed())
 
@@ -238,6 +240,35 @@ def test_too_few_are_left(started: Start) -> None:
     world = started(3, training(trouble, min_ranks=3))
     for rank in (0, 2):
         assert f"PeerLostError: rank {rank}: 2 of 3 ranks are left, fewer than min_ranks=3." in world.told(rank)
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_nothing_is_left_of_worlds_that_have_ended(sockets: bool, started: Start) -> None:
+    """Files, sockets, shared memory and threads don't grow with the number of meetings, and in the end all are gone."""
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        train, state = make()
+        counts: list[dict[str, int]] = []
+
+        def on_step(state: Any, *_: Any) -> None:
+            if ltx.world().rank == 0 and len(counts) <= state.step // 2 - 1:
+                counts.append(open_now())
+                if state.step < 12:
+                    raise PeerLostError("the link is down")
+
+        ltx.elastic(train, state, batch, START, epochs=3, on_step=on_step)
+        if ltx.world().rank == 0:
+            assert len(counts) >= 6
+            first = counts[1]
+            most = settles(open_now, lambda now: all(now[kind] <= first.get(kind, 0) for kind in now))
+            assert all(most[kind] <= first.get(kind, 0) for kind in most), (first, counts, most)
+            ltx.shutdown()
+        return open_now()
+
+    world = started(2, body, sockets=sockets)
+    left = [world.told(rank) for rank in range(2)]
+    assert all(isinstance(each, dict) for each in left), left
+    assert not any(kind.startswith(("thread gloo", "/memfd")) for kind in left[0]), left
 
 
 class Behind(TrainStep):
@@ -300,10 +331,55 @@ def test_a_snapshot_of_other_data_is_refused(tmp_path: Path) -> None:
         ltx.elastic(*make(), batch, other, epochs=2, snapshots=tmp_path)
 
 
+def test_a_snapshot_that_a_loss_has_interrupted_is_made_up_for_at_the_end(started: Start, tmp_path: Path) -> None:
+    def body(tell: Callable[[Any], None]) -> Any:
+        save, rank = ltx.checkpoint.save, ltx.world().rank
+
+        def interrupted(*args: Any, **kwargs: Any) -> Path:
+            if rank == 1 and "LTX_TEST_CUT" not in os.environ:
+                os.environ["LTX_TEST_CUT"] = "1"
+                raise PeerLostError("the link is down")
+            return save(*args, **kwargs)
+
+        ltx.checkpoint.save = interrupted
+        resets: list[Any] = []
+        kwargs = {"snapshots": tmp_path, "every": STEPS, "on_reset": [resets.append]}
+        return values(ltx.elastic(*make(), batch, START, epochs=1, **kwargs)[0]), len(resets)
+
+    world = started(2, body)
+    ended = [world.told(rank) for rank in range(2)]
+    assert ended[0] == ended[1]
+    assert ended[0][1] == 1
+    assert ltx.checkpoint.load(tmp_path, make()[1], rng=False).step == STEPS
+
+
+def test_a_loss_while_the_snapshot_is_read(started: Start, tmp_path: Path) -> None:
+    ltx.elastic(*make(), batch, START, epochs=1, snapshots=tmp_path)
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        load, rank = ltx.checkpoint.load, ltx.world().rank
+
+        def dies(*args: Any, **kwargs: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return load(*args, **kwargs)
+
+        ltx.checkpoint.load, steps = dies, list[int]()
+        on_step = lambda state, *_: steps.append(state.step)  # noqa: E731
+        state, _ = ltx.elastic(*make(), batch, START, epochs=3, snapshots=tmp_path, on_step=on_step)
+        return values(state), steps, ltx.world().size
+
+    world = started(3, body)
+    ended = [world.told(rank) for rank in (0, 2)]
+    assert ended[0] == ended[1]
+    assert ended[0][1:] == (list(range(STEPS + 1, 3 * STEPS + 1)), 2)
+    assert close_to(ended[0][0], undisturbed())
+
+
 SCRIPT = """
 import json, os, signal, sys
 import ltx
-from tests.runtime.elastic_ranks import START, batch, make, values
+from tests.runtime.elastic_training import START, batch, make, values
 
 folder, begun = sys.argv[1], []
 def on_step(state, metrics, position):

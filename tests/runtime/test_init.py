@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from ltx.axis import axes_in_scope
 from ltx.errors import WorldError
 from ltx.runtime.init import init, shutdown, to_device, world
 from ltx.runtime.launchers import LAUNCHERS
+from tests.forks import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +45,7 @@ def torchrun_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 def test_world_of_one_makes_no_process_group() -> None:
@@ -218,7 +212,7 @@ def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     began = time.monotonic()
     with pytest.raises(
         WorldError, match=r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 1 s: (.|\n)*all 2 ranks"
@@ -260,7 +254,7 @@ def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_arguments_with_a_meeting_point_make_a_group() -> None:
-    with init(rank=0, size=1, master=f"127.0.0.1:{_free_port()}", timeout=timedelta(seconds=30)) as entered:
+    with init(rank=0, size=1, master=f"127.0.0.1:{free_port()}", timeout=timedelta(seconds=30)) as entered:
         assert dist.is_initialized()
         assert (entered.launcher, entered.num_nodes) == ("arguments", 1)
     assert not dist.is_initialized()
@@ -313,13 +307,13 @@ def _mpirun(layout: list[tuple[int, int]], port: int) -> list[dict[str, str]]:
 
 
 def test_processes_of_mpirun_meet() -> None:
-    done = _processes(_mpirun([(0, 2), (1, 2)], _free_port()))
+    done = _processes(_mpirun([(0, 2), (1, 2)], free_port()))
     assert [(status, out) for status, out, _ in done] == [(0, "0 0 0 1 openmpi 1\n"), (0, "1 1 0 1 openmpi 1\n")]
 
 
 def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
     """Nodes of 2, 1 and 1: each rank alone fits an equal layout, which differ."""
-    done = _processes(_mpirun([(0, 2), (1, 2), (0, 1), (0, 1)], _free_port()))
+    done = _processes(_mpirun([(0, 2), (1, 2), (0, 1), (0, 1)], free_port()))
     for rank, (status, _, errors) in enumerate(done):
         assert status == 1
         assert f"WorldError: rank {rank} of 4 (launcher openmpi): rank 0 takes itself for local rank 0 of 2" in errors

@@ -18,19 +18,10 @@ from ltx.runtime.launchers import LAUNCHERS, placement_from_arguments, placement
 from ltx.runtime.placement import DERIVED_PORTS, Placement
 from ltx.runtime.slurm import first_host
 from ltx.runtime.world import World, world_from_env
+from tests.runtime.environments import TORCHRUN
 
 Environ = dict[str, str]
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-}
 #: Of an allocation of three nodes with 4, 4 and 3 tasks, as a job script and the shell of salloc see it.
 JOB = {
     "SLURM_JOB_ID": "1234",
@@ -130,6 +121,11 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
     "an external step": (JOB | {"SLURM_STEP_ID": "4294967292"}, ALONE),
     "a step by name": (JOB | {"SLURM_STEP_ID": "interactive"}, ALONE),
     "srun --pty": (JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "4000"}, ALONE),
+    "a newcomer": ({"LTX_JOIN": "10.0.0.1:29500"}, Placement("join", joins=("10.0.0.1", 29500))),
+    "a newcomer that torchrun's variables were left to": (
+        TORCHRUN | {"LTX_JOIN": "[fd00::1]:29500"},
+        Placement("join", local_rank=1, joins=("fd00::1", 29500)),
+    ),
     "torchrun in a step": (STEP | TORCHRUN, Placement("torchrun", *SECOND_OF_TWO_BY_FOUR, ("10.0.0.1", 29500))),
     "mpirun by slot": (OPENMPI, Placement("openmpi", *SECOND_OF_TWO_BY_FOUR, ("n0", 29500))),
     "mpirun by node": (
@@ -252,6 +248,7 @@ REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
     "hydra without local size": (HYDRA, {"MPI_LOCALNRANKS": None}, "MPI_LOCALNRANKS is missing"),
     "hydra, rank no number": (HYDRA, {"PMI_RANK": ""}, "PMI_RANK='' .*from 0 to 7, below PMI_SIZE=8"),
     "mpirun_rsh, rank too large": (MVAPICH2, {"MV2_COMM_WORLD_RANK": "8"}, "RANK='8' .*below MV2_COMM_WORLD_SIZE=8"),
+    "a newcomer, no port": ({"LTX_JOIN": "node0"}, {}, "LTX_JOIN='node0': expected \"host:port\", the MASTER_ADDR"),
     "torchrun, too few nodes": (
         TORCHRUN,
         {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": None},
@@ -436,8 +433,8 @@ def test_the_page_on_launching_names_them_all() -> None:
     page = (Path(__file__).parents[2] / "docs" / "launching.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith('| `"')]
     named = dict.fromkeys(row.split('"')[1] for row in rows)
-    assert list(named) == ["arguments", *dict.fromkeys(launcher.name for launcher in LAUNCHERS[:6]), "none"]
-    for launcher in LAUNCHERS[:6]:
+    assert list(named) == ["arguments", *dict.fromkeys(launcher.name for launcher in LAUNCHERS[:7]), "none"]
+    for launcher in LAUNCHERS[:7]:
         row = next(row for row in rows if f'"{launcher.name}"' in row)
         assert all(f"`{mark}`" in row for mark in launcher.marks)
     assert f"{DERIVED_PORTS.start} to {DERIVED_PORTS.stop - 1}" in page

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 
 from ltx.runtime.placement import Placement
-from ltx.runtime.regroup import Meeting
+from ltx.runtime.regroup import Decision, Meeting, Seat
 
 # Two nodes of two and three ranks.
 NODES = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
@@ -21,17 +24,45 @@ def place(rank: int) -> Placement:
 
 
 def met(
-    come: Sequence[int], gone: Sequence[int] = (), limit_s: float = 30.0, declined: Sequence[int] = ()
+    come: Sequence[int],
+    gone: Sequence[int] = (),
+    limit_s: float = 30.0,
+    declined: Sequence[int] = (),
+    newcomers: Mapping[int, Seat] = MappingProxyType({}),
+    dropped: set[int] | None = None,
+    **kwargs: Any,
 ) -> dict[int, Placement | None]:
+    """Where those who `come` find themselves; `newcomers` ask, and come if they are among these.
+
+    Those that needn't ask any more and weren't taken in are put into `dropped`.
+    """
     store = dist.HashStore()  # type: ignore[attr-defined]
     for rank in declined:
-        Meeting(store, 1, place(rank)).decline()
+        Meeting(store, 1).decline(rank)
+    for who, seat in newcomers.items():
+        if who in come:
+            Meeting(store, 1).come(seat)
 
     def hold(rank: int) -> Placement | None:
-        return Meeting(store, 1, place(rank)).hold(lambda: list(gone), limit_s)
+        asking = lambda: list(newcomers)  # noqa: E731
+        seat = Seat.of(rank, place(rank))
+        decision = Meeting(store, 1).hold(seat, range(5), lambda some: gone, limit_s, asking=asking, **kwargs)
+        return decision.place(rank, place(rank)) if rank in decision.members else None
 
-    with ThreadPoolExecutor(len(come)) as threads:
-        return dict(zip(come, threads.map(hold, come), strict=True))
+    members = [who for who in come if who < 5]
+    with ThreadPoolExecutor(len(members)) as threads:
+        found = dict(zip(members, threads.map(hold, members), strict=True))
+    decision = Meeting(store, 1).decision()
+    assert decision is not None
+    assert decision.known >= {*range(5), *decision.members}
+    (set() if dropped is None else dropped).update(decision.known - {*range(5), *decision.members})
+    for who in newcomers:
+        found[who] = decision.place(who, NEW) if who in decision.members else None
+    return found
+
+
+#: Where a newcomer is before it is taken in.
+NEW = Placement("join", joins=("10.0.0.1", 29500))
 
 
 def summary(places: dict[int, Placement | None]) -> dict[int, tuple[int, ...] | None]:
@@ -67,6 +98,61 @@ def test_who_lives_and_doesnt_come_is_waited_for_until_the_limit() -> None:
 
 def test_who_comes_too_late_is_told() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    nobody: Callable[[], list[int]] = list
-    assert summary({0: Meeting(store, 7, place(0)).hold(lambda: [1, 2, 3, 4], 30)}) == {0: (0, 1, 0, 1, 0, 1)}
-    assert Meeting(store, 7, place(3)).hold(nobody, 30) is None
+    seats = [Seat.of(rank, place(rank)) for rank in range(5)]
+    alone = Meeting(store, 7).hold(seats[0], range(5), lambda some: [1, 2, 3, 4], 30)
+    assert alone.members == [0]
+    assert Meeting(store, 7).hold(seats[3], range(5), lambda some: (), 30) == alone
+
+
+def test_who_has_come_and_died_isnt_waited_for_and_doesnt_go_on() -> None:
+    """Rank 4 has come, and then it dies; so rank 1 is the last that is waited for."""
+    store, dead = dist.HashStore(), set[int]()  # type: ignore[attr-defined]
+    Meeting(store, 1).come(Seat.of(4, place(4)))
+
+    def hold(rank: int) -> Decision:
+        return Meeting(store, 1).hold(Seat.of(rank, place(rank)), range(5), lambda some: dead, 30)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(hold, 0)
+        time.sleep(0.1)
+        assert not first.done()
+        dead.update({2, 3, 4})
+        time.sleep(0.1)
+        assert not first.done()
+        assert hold(1).members == first.result().members == [0, 1]
+
+
+def seat(who: int, host: str = "elsewhere", local_rank: int = 0) -> Seat:
+    return Seat(who, -1, local_rank, host)
+
+
+def test_newcomers_come_last_on_their_hosts_nodes() -> None:
+    here = platform.node()
+    newcomers = {7: seat(7), 8: seat(8), 9: seat(9, here, 5), 11: seat(11, "third", 1)}
+    places = summary(met([*range(5), 7, 8, 9, 11], newcomers=newcomers))
+    assert places[4] == (4, 9, 2, 3, 1, 4)
+    assert places[7] == (5, 9, 0, 2, 2, 4)
+    assert places[8] == (6, 9, 1, 2, 2, 4)  # its local rank was taken
+    assert places[9] == (7, 9, 5, 3, 0, 4)  # this host is taken for the first of those that have its name
+    assert places[11] == (8, 9, 1, 1, 3, 4)
+    found = met([0, 1, 7], gone=[2, 3, 4], newcomers={7: seat(7)})[7]
+    assert found == Placement("join", 2, 3, 0, 1, 1, 2, ("10.0.0.1", 29500))
+
+
+def test_newcomers_that_are_lost_or_dont_come_are_left_behind() -> None:
+    newcomers, dropped = {7: seat(7), 8: seat(8), 9: seat(9)}, set[int]()
+    places = met([*range(5), 7, 8], gone=[8, 9], newcomers=newcomers, dropped=dropped)
+    assert dropped == {8, 9}
+    assert places[7] is not None
+    assert places[7].size == 6
+    assert met(range(5), limit_s=0.3, newcomers={7: seat(7)})[7] is None
+
+
+def test_there_isnt_room_for_all_newcomers() -> None:
+    newcomers, dropped = {7: seat(7), 8: seat(8), 9: seat(9)}, set[int]()
+    room: Any = lambda here, asking: min(6 - here, asking)  # noqa: E731
+    places = summary(met([*range(5), 7, 8], newcomers=newcomers, dropped=dropped, room=room))
+    assert places[7] is not None
+    assert places[8] is None
+    assert dropped == set()  # they may ask on
+    assert places[4] == (4, 6, 2, 3, 1, 3)

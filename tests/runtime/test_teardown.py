@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,17 +84,13 @@ def _launch(command: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def _run_both(script: str) -> tuple[list[tuple[int, str]], list[str]]:
     """(exit status and last line of each rank, what each has said on stderr)"""
-    port = _free_port()
+    port = str(free_port())
     processes = [
-        _launch(["-c", PREAMBLE + script], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        _launch(
+            ["-c", PREAMBLE + script], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
         for rank in range(2)
     ]
     try:
@@ -148,7 +145,7 @@ def test_torchrun_itself(tmp_path: Path) -> None:
     )
     script.write_text(PREAMBLE + turns)
     command = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    process = _launch([*command, f"--master-port={_free_port()}", str(script)])
+    process = _launch([*command, f"--master-port={free_port()}", str(script)])
     try:
         out, err = process.communicate(timeout=50)
     finally:

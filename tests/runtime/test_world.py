@@ -10,17 +10,7 @@ import torch
 
 from ltx.errors import LtxError, WorldError
 from ltx.runtime.world import World, placement_from_env, world_from_env
-
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-}
+from tests.runtime.environments import TORCHRUN
 
 
 def _without(*names: str) -> dict[str, str]:

@@ -47,7 +47,8 @@ def test_repr_says_what_differs_from_the_defaults() -> None:
 
 def test_all_that_a_strategy_does_is_the_algorithms() -> None:
     """Whatever is added to the contract must be passed on."""
-    own = {"exchange", "meet", "sizes", "grouping"}  # what the algorithm does by itself, and what it is given
+    # What the algorithm does by itself, and what it is given.
+    own = {"exchange", "meet", "sizes", "grouping", "auto_sizes", "auto_hook", "with_choice"}
     contract = {name for name, value in vars(ltx.Strategy).items() if callable(value) or isinstance(value, property)}
     assert {name for name in contract if not name.startswith("_")} - own <= set(vars(ltx.BaguaStrategy))
 
@@ -83,7 +84,11 @@ TOGETHER = "hierarchical=True and node_size=(the number of ranks of a node) belo
         ),
         ("bytegrad", {"average": 1}, "EightBitGradients.average must be True or False, got 1."),
         ("bytegrad", {"flatten": 1}, "BaguaStrategy.flatten must be True or False, got 1."),
-        ("bytegrad", {"bucket_bytes": 0}, "BaguaStrategy.bucket_bytes must be a positive number of bytes, got 0."),
+        (
+            "bytegrad",
+            {"bucket_bytes": 0},
+            'BaguaStrategy.bucket_bytes must be a positive number of bytes or "auto", got 0.',
+        ),
         ("bytegrad", {"hierarchical": True}, f"EightBitGradients: {TOGETHER}True, node_size=None."),
         ("bytegrad", {"node_size": 2}, f"EightBitGradients: {TOGETHER}False, node_size=2."),
         (

@@ -22,6 +22,8 @@ VALUES = [
     ltx.DDPStrategy(model_averaging_period=4, start_local_sgd_step=100),
     ltx.DDPStrategy(comm_wrapper="bf16", comm_hook=hooks.PowerSGD(rank=2), start_method="spawn"),
     ltx.DDPStrategy(comm_wrapper=hooks.error_feedback, comm_hook=hooks.ByteGrad()),
+    ltx.DDPStrategy(comm_hook="auto", bucket_bytes="auto"),
+    ltx.DDPStrategy(comm_hook="auto", network=ltx.Network(bandwidth=1e9, latency=1e-4)),
 ]
 
 
@@ -81,7 +83,7 @@ def test_repr() -> None:
     assert eval(repr(strategy), {"BF16": hooks.BF16, "datetime": datetime, **vars(ltx)}) == strategy
 
 
-HOOKS = "DDPStrategy.comm_hook must be one of ['allreduce', 'bf16', 'fp16'] or an ltx.hooks.CommHook, got "
+HOOKS = "DDPStrategy.comm_hook must be one of ['allreduce', 'auto', 'bf16', 'fp16'] or an ltx.hooks.CommHook, got "
 WRAPPER = (
     "DDPStrategy.comm_wrapper must be one of ['bf16', 'fp16'] or a function from an ltx.hooks.CommHook to another, got "
 )
@@ -90,6 +92,7 @@ TOGETHER = (
     "every so many steps from the step on whose gradients stay local."
 )
 BYTES = "must be a positive number of bytes, got"
+OR_AUTO = BYTES.replace(",", ' or "auto",')
 
 
 @pytest.mark.parametrize(
@@ -115,10 +118,13 @@ BYTES = "must be a positive number of bytes, got"
             {"start_method": "thread"},
             "DDPStrategy.start_method must be one of ['fork', 'forkserver', 'popen', 'spawn'], got 'thread'.",
         ),
-        ({"bucket_bytes": 0}, f"DDPStrategy.bucket_bytes {BYTES} 0."),
-        ({"bucket_bytes": -1}, f"DDPStrategy.bucket_bytes {BYTES} -1."),
-        ({"bucket_bytes": 2.0}, f"DDPStrategy.bucket_bytes {BYTES} 2.0."),
-        ({"bucket_bytes": True}, f"DDPStrategy.bucket_bytes {BYTES} True."),
+        ({"bucket_bytes": 0}, f"DDPStrategy.bucket_bytes {OR_AUTO} 0."),
+        ({"bucket_bytes": -1}, f"DDPStrategy.bucket_bytes {OR_AUTO} -1."),
+        ({"bucket_bytes": 2.0}, f"DDPStrategy.bucket_bytes {OR_AUTO} 2.0."),
+        ({"bucket_bytes": True}, f"DDPStrategy.bucket_bytes {OR_AUTO} True."),
+        ({"bucket_bytes": "large"}, f"DDPStrategy.bucket_bytes {OR_AUTO} 'large'."),
+        ({"first_bucket_bytes": "auto"}, f"DDPStrategy.first_bucket_bytes {BYTES} 'auto'."),
+        ({"network": 1e9}, "DDPStrategy.network must be an ltx.Network or None, got 1000000000.0."),
         ({"first_bucket_bytes": "1 MiB"}, f"DDPStrategy.first_bucket_bytes {BYTES} '1 MiB'."),
         ({"timeout": 60}, "DDPStrategy.timeout must be a positive datetime.timedelta, got 60."),
         (

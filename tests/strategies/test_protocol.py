@@ -243,6 +243,6 @@ def test_what_a_strategy_must_define() -> None:
 
 def test_base_fields_are_checked_in_subclasses() -> None:
     with pytest.raises(
-        StrategyError, match=re.escape("LocalSGD.bucket_bytes must be a positive number of bytes, got 0.")
+        StrategyError, match=re.escape('LocalSGD.bucket_bytes must be a positive number of bytes or "auto", got 0.')
     ):
         LocalSGD(bucket_bytes=0)

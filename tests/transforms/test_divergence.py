@@ -48,14 +48,51 @@ def test_the_odd_ones_out_are_named_and_mended(n: int, odd: list[int], said: str
             ltx.check_replicas(state)
         mended = train.broadcast(state, src=right)
         ltx.check_replicas(mended)
+        if len(odd) == n / 2:
+            with pytest.raises(ReplicaDivergedError, match="no value has a majority"):
+                ltx.sync_params(state)
+        synced = ltx.sync_params(state, right if len(odd) == n / 2 else None)
+        ltx.check_replicas(synced)
+        assert torch.equal(synced.params["w"], mended.params["w"])
+        assert ltx.sync_params(synced) is synced
         return str(error.value), torch.equal(mended.params["w"], good["w"])
 
     results = ranks(n).run(on_a_rank)
     (text,) = {text for text, _ in results}
     assert text.startswith("axis 'data': leaf 'params.w' (float32[5000]) should be the same on every rank, and ")
     assert said in text
-    assert f"train.broadcast(state, src={right}) for all of a training state." in text
+    assert f"ltx.sync_params(state, src={right}), or train.broadcast(state, src={right}) for all" in text
     assert all(same == (right not in odd) for _, same in results)
+
+
+def test_what_is_each_ranks_own_stays(ranks: Ranks) -> None:
+    """Local SGD's parameters differ between averages, buffers are the same on all ranks or each one's own."""
+
+    def on_a_rank() -> Any:
+        train = trainer(ltx.LocalSGDStrategy(9, warmup_steps=1))
+        state = start(train)
+        for _ in range(3):
+            state, _ = train(state, torch.full((5000,), 1.0 + int(ltx.axis_index())))
+        assert ltx.sync_params(state, src=1).params["w"].equal(state.params["w"])
+        return ltx.sync_params(dict(state.params), src=1)
+
+    results = ranks(2).run(on_a_rank)
+    assert all(torch.equal(results.rank(0)[name], results.rank(1)[name]) for name in "wb")
+
+
+def test_ranks_that_differ_in_different_leaves() -> None:
+    """Each leaf has a majority, and no rank has all of them."""
+    values = {
+        "a": torch.tensor([1.0, 0.0, 0.0]),
+        "b": torch.tensor([0.0, 1.0, 0.0]),
+        "c": torch.tensor([0.0, 0.0, 1.0]),
+    }
+    with pytest.raises(ReplicaDivergedError):
+        ltx.vmap(ltx.sync_params)(values)
+    synced = ltx.vmap(lambda x: ltx.sync_params(x, src=2))(values)
+    assert {name: x.tolist() for name, x in synced.items()} == {"a": [0.0] * 3, "b": [0.0] * 3, "c": [1.0] * 3}
+    alone = {"a": torch.ones(2), "empty": torch.ones(0)}
+    assert ltx.sync_params(alone) is alone
 
 
 def test_all_leaves_that_differ_are_listed(ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from ltx.errors import InputError, StrategyError
 from ltx.strategies.base import Moment, Update, Updated
 from ltx.sync.exchange import Exchange
 from ltx.transforms.plan import Cost, plan
-from ltx.transforms.prices import CODEC_S, COPY_S, SEND_S
+from ltx.transforms.prices import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S, SEND_SHARES
 from ltx.transforms.recommend import CANDIDATES, Candidate, Effect, recommend
 from tests.strategies.test_protocol import LocalSGD, PostLocalSGD
 
@@ -134,6 +134,36 @@ def test_a_hook_in_two_phases() -> None:
     assert planned(ltx.DDPStrategy(comm_hook=hook)).time_s == pytest.approx(1.0 + 2 * one)
     # Two buckets, which are ready at once: b's first phase, a's, and then the second ones.
     assert planned(ddp(comm_hook=hook), 0.0).time_s == pytest.approx(HEADER_S + 12 * LATENCY + 1.5 * 80_000e-6)
+
+
+def test_a_second_phase_goes_out_where_the_rank_launches_another_bucket() -> None:
+    """b's first phase lands long before a is there, and its second one goes out behind a's first all the same."""
+    of_b, of_a = (3 * LATENCY + 1.5e-6 * numel for numel in (10_000, 30_000))
+    hook = hooks.error_feedback(hooks.FP16())
+    assert planned(ddp(comm_hook=hook)).time_s == pytest.approx(1.0 + 2 * of_a + of_b)
+
+
+def test_operations_take_a_core_different_times() -> None:
+    """All links are as fast as a core here, which sends and does nothing else."""
+    fast = {"bandwidth": 1e15, "latency": 0.0, "send_s": 1e-6}
+    header_s = 96e-6
+    for strategy, nbytes, share in (
+        (ltx.DDPStrategy(), 240_000, 1.0),
+        (ltx.DDPStrategy(comm_hook="fp16"), 120_000, HALF_SUM["float16"]),
+        (ltx.DDPStrategy(comm_hook="bf16"), 120_000, HALF_SUM["bfloat16"]),
+    ):
+        assert planned(strategy, 0.0, **fast).time_s == pytest.approx(header_s + nbytes * share * 1e-6)
+    both = planned(ltx.DDPStrategy(comm_hook=hooks.error_feedback(hooks.FP16())), 0.0, **fast)
+    shares = SEND_SHARES["exchange"] + SEND_SHARES["all_gather"]
+    assert both.time_s == pytest.approx(header_s + 60_000 * shares * 1e-6)
+
+
+def test_gradients_empty_the_caches_of_a_core_that_sends() -> None:
+    none, some = (planned(ltx.DDPStrategy(), codec_s=None, send_s=send_s).codec_s for send_s in (0.0, 1e-12))
+    assert none == pytest.approx(40_000 * CODEC_S["AllReduce"])
+    assert some == pytest.approx(40_000 * (CODEC_S["AllReduce"] + BESIDE_S))
+    exchanged = planned(Local(period=1), codec_s=None, send_s=1e-12).codec_s
+    assert exchanged == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S))
 
 
 def test_codecs_take_the_ranks_time() -> None:

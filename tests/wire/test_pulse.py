@@ -4,82 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ltx
 from ltx.errors import LtxError
-from ltx.runtime.init import forget, init
+from tests.forks import Ranks, free_port
 
 ROOT = Path(__file__).parents[2]
 SIZE = 3
 Body = Callable[[int, Callable[[str], None]], None]
-
-
-def _environment(rank: int, port: int, sockets: bool) -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "LTX_"))}
-    meeting = {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return clean | meeting | {"PYTHONPATH": str(ROOT), "LTX_SHARED_MEMORY": "0" if sockets else "1"}
-
-
-class Ranks:
-    """Three forks of this process, which are ranks of a world; what they tell comes line by line."""
-
-    def __init__(self, body: Body, sockets: bool, timeout_s: float, port: int):
-        context = get_context("fork")
-        given, port = bool(port), port or _free_port()
-        self.lines: list[Connection] = []
-        self.processes: list[Any] = []
-        for rank in range(SIZE):
-            ours, theirs = context.Pipe(duplex=False)
-            self.lines.append(ours)
-            environment = _environment(rank, port, sockets)
-            if given:
-                environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # nobody of them holds it
-            process = context.Process(target=_rank, args=(rank, body, theirs.send, environment, timeout_s))
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-
-    def line(self, rank: int) -> str:
-        """What `rank` tells next."""
-        assert self.lines[rank].poll(30), f"rank {rank} tells nothing"
-        return str(self.lines[rank].recv())
-
-    def close(self) -> None:
-        """End them."""
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-def _rank(
-    rank: int,
-    body: Body,
-    tell: Callable[[str], None],
-    environment: dict[str, str],
-    timeout_s: float,
-) -> None:
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    forget()
-    init(timeout=timedelta(seconds=timeout_s), heartbeat_timeout=timedelta(seconds=2))
-    ltx.psum(torch.ones(3))
-    tell("up")
-    body(rank, tell)
-    time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
 
 
 def _sum(tell: Callable[[str], None]) -> None:
@@ -91,25 +33,19 @@ def _sum(tell: Callable[[str], None]) -> None:
         tell(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}")
 
 
-def _hold_store(end: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    end.send(store.port)
-    time.sleep(100)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Ranks]]:
     started: list[Ranks] = []
 
-    def start(body: Body, sockets: bool = False, timeout_s: float = 30, port: int = 0) -> Ranks:
-        started.append(Ranks(body, sockets, timeout_s, port))
-        assert [started[-1].line(rank) for rank in range(SIZE)] == ["up"] * SIZE
+    def start(body: Body, held_by: str = "rank 0", timeout_s: float = 30.0, **kwargs: Any) -> Ranks:
+        def goes_on(tell: Callable[[Any], None]) -> None:
+            ltx.psum(torch.ones(3))
+            tell("up")
+            body(ltx.world().rank, tell)
+            time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
+
+        started.append(Ranks(SIZE, goes_on, held_by, timeout_s=timeout_s, **kwargs))
+        assert [started[-1].told(rank) for rank in range(SIZE)] == ["up"] * SIZE
         return started[-1]
 
     yield start
@@ -125,10 +61,10 @@ def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[
             os.kill(os.getpid(), signal.SIGSTOP)
         _sum(tell)
 
-    world = ranks(body, sockets)
+    world = ranks(body, sockets=sockets)
     others = [rank for rank in range(SIZE) if rank != stopped]
     began = time.monotonic()
-    told = {rank: world.line(rank) for rank in others}
+    told = {rank: world.told(rank) for rank in others}
     assert time.monotonic() - began < 15
     for rank, text in told.items():
         assert text.startswith("PeerLostError after "), text
@@ -150,10 +86,12 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
         "    if world.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    ltx.psum(torch.ones(3))\n"
     )
-    port = _free_port()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "LTX_"))}
+    meeting = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = clean | meeting | {"PYTHONPATH": str(ROOT), "LTX_SHARED_MEMORY": "0"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script], env=_environment(rank, port, True), stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", script], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
         )
         for rank in range(SIZE)
     ]
@@ -182,7 +120,7 @@ def test_a_slow_peer_is_no_lost_one(ranks: Callable[..., Ranks]) -> None:
         _sum(tell)
 
     world = ranks(body)
-    assert [world.line(rank) for rank in range(SIZE)] == ["landed"] * SIZE
+    assert [world.told(rank) for rank in range(SIZE)] == ["landed"] * SIZE
 
 
 def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Callable[..., Ranks]) -> None:
@@ -193,7 +131,7 @@ def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Calla
 
     world = ranks(body, timeout_s=3)
     for rank in (0, 2):
-        text = world.line(rank)
+        text = world.told(rank)
         assert text.startswith("CollectiveTimeoutError after 3."), text
         assert f"rank {rank}: psum (issue 2) on axis 'data', channel 'user', didn't complete within 3 s" in text
         assert "rank 1 is at issue 1 and never came to it" in text
@@ -201,10 +139,7 @@ def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Calla
 
 def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
     """It was another process', such as a launcher's. Only what is new can't be compared any more."""
-    context = get_context("fork")
-    ours, theirs = context.Pipe()
-    launcher = context.Process(target=_hold_store, args=(theirs,))
-    launcher.start()
+    dead = get_context("fork").Event()
 
     def body(rank: int, tell: Callable[[str], None]) -> None:
         tell("ready")
@@ -219,14 +154,13 @@ def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
         except LtxError as error:
             tell(f"{type(error).__name__}: {error}")
 
-    dead = context.Event()
-    world = ranks(body, sockets=True, port=ours.recv())
-    assert [world.line(rank) for rank in range(SIZE)] == ["ready"] * SIZE
-    launcher.kill()
-    launcher.join()
+    world = ranks(body, held_by="launcher", sockets=True)
+    assert [world.told(rank) for rank in range(SIZE)] == ["ready"] * SIZE
+    world.holder.kill()
+    world.holder.join()
     dead.set()
-    assert [world.line(rank) for rank in range(SIZE)] == ["landed"] * SIZE
+    assert [world.told(rank) for rank in range(SIZE)] == ["landed"] * SIZE
     for rank in range(SIZE):
-        text = world.line(rank)
+        text = world.told(rank)
         assert text.startswith(f"StoreGoneError: rank {rank}: the store through which the ranks meet is gone"), text
         assert "Save a checkpoint" in text

@@ -1,0 +1,52 @@
+"""The schedule of simulated ranks and of a world of one: each bucket is done whole when it is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch._C import _functorch
+
+from ltx.axis import Axis, VmapBacking
+from ltx.sync.reduction import pack_pure, reduce_at_once, unpack
+from ltx.sync.schedule import Dims, Schedule
+
+
+class OnceSchedule(Schedule):
+    """Reductions on simulated ranks and in a world of one, each done whole when its bucket is ready."""
+
+    def begin(self) -> None:
+        pass
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook
+        count = len(bucket.members)
+
+        def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            states = plan.states_of(bucket, mine[count:])
+            flat = pack_pure(mine[:count], bucket, hook, axis.size, states)
+            share = replace(plan, axis=axis).share(bucket, flat, states)
+            flat, following = reduce_at_once(hook, axis, share)
+            return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
+
+        return _under_vmaps(one_rank, dims, plan.axis, tensors)
+
+    def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors)
+
+
+def _under_vmaps(
+    body: Callable[..., tuple[torch.Tensor, ...]], dims: Dims, axis: Axis, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own becomes its level."""
+    if not dims:
+        return body(axis, *tensors)
+
+    def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = replace(axis, backing=VmapBacking(_functorch.current_level())) if dims[0] else axis
+        return _under_vmaps(body, dims[1:], here, entries)
+
+    # Contiguous: what all ranks share comes back expanded, which forward mode can't attach tangents to.
+    results: tuple[torch.Tensor, ...] = torch.vmap(inner, randomness="different")(*tensors)
+    return tuple(result.contiguous() for result in results)

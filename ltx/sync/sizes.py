@@ -1,0 +1,49 @@
+"""Sizes of buckets from the cost model: what ``bucket_bytes="auto"`` comes to.
+
+Gradients of B bytes in buckets of b take B/b starts of a sum, a seconds each, and the last bucket's own time behind the
+backward pass, b/r at r bytes a second:
+
+    lost(b) = a B/b + b/r,     least at     b = sqrt(a B r)
+
+The first part is lost where the link is what a step waits for, the second where it isn't. Which of them holds depends
+on the computation, of which nothing is known yet; their sum is never far from either. Up to the size that strategies
+have by default, buckets are also made so large that starts are a hundredth of their time: there a link that is the
+bottleneck would lose, and the computation, if it is, loses little.
+
+Sizes are powers of two, so that two measurements of one network come to the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ltx.wire import Network
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+#: Without a network to go by: of a bucket, and of the first one at most.
+DEFAULT_BYTES = 4 * MIB
+_LEAST, _MOST = 256 * KIB, 256 * MIB
+#: Of a bucket's time, what its start may take.
+_START = 0.01
+#: The first bucket is as much smaller than the others.
+_FIRST = 4
+
+
+def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) -> tuple[int, int]:
+    """Bytes of a bucket, and of the first one, for gradients of `nbytes` on a network.
+
+    Args:
+        first_bytes: of the first bucket at most.
+
+    >>> bucket_sizes(Network(bandwidth=1e9, latency=100e-6), 2, 21_000_000, MIB)  # 2 MiB
+    (2097152, 524288)
+    """
+    start_s = network.start_s(ranks)
+    rate = nbytes / max(network.sum_s(nbytes, ranks) - start_s, 1e-12)
+    best = math.sqrt(start_s * nbytes * rate)
+    worthwhile = min(start_s * rate / _START, DEFAULT_BYTES)
+    size = min(max(best, worthwhile, _LEAST), _MOST)
+    rounded = 1 << round(math.log2(size))
+    return rounded, min(first_bytes, max(rounded // _FIRST, 1))

@@ -1,0 +1,141 @@
+"""What connects the ranks of an axis: latency and bandwidth, measured once or said by hand.
+
+    T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
+
+alpha is half the time of the smallest sum, by the number of messages; beta follows from the time of one that is large
+enough for latency not to count. Ranks differ in what their clocks say, and take rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ltx.arguments import brief
+from ltx.axis import GroupBacking
+from ltx.errors import InputError
+from ltx.wire.signature import Signature
+
+if TYPE_CHECKING:
+    from ltx.wire.channel import Channel
+    from ltx.wire.line import Line
+
+#: Bytes of the first large sum and of the last; each is this many times the one before it.
+_FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
+#: A sum that takes as long tells the bandwidth: it is also far beyond what a traffic shaper lets pass in one go.
+_LONG_ENOUGH_S = 0.025
+#: How often the smallest sum is taken, and the largest. The fastest counts: others of the machine slow the rest down.
+_SMALL, _LARGE = 9, 3
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects the ranks of an axis. ``ltx.measure_network()`` finds it; who knows it may say it.
+
+    Args:
+        bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
+        latency: of a message, in seconds.
+
+    Raises:
+        InputError: (a ValueError) a number that can't be.
+
+    Example:
+        >>> import ltx
+        >>> network = ltx.Network(bandwidth=1e9, latency=100e-6)
+        >>> f"{network.sum_s(4_000_000, ranks=2):.4f}"
+        '0.0322'
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        for name, least in (("bandwidth", "more than 0"), ("latency", "at least 0")):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (name == "bandwidth" and value == 0):
+                raise InputError(f"Network.{name} must be a finite number, {least}, got {brief(value)}.")
+
+    def start_s(self, ranks: int) -> float:
+        """Seconds that a sum over so many ranks takes however small it is."""
+        return 2 * (ranks - 1) * self.latency
+
+    def sum_s(self, nbytes: float, ranks: int) -> float:
+        """Seconds that a sum of `nbytes` over so many ranks takes."""
+        return self.start_s(ranks) + 2 * (ranks - 1) / ranks * nbytes * 8 / self.bandwidth
+
+    def __str__(self) -> str:
+        unit, size = ("Gbit/s", 1e9) if self.bandwidth >= 1e9 else ("Mbit/s", 1e6)
+        return f"{self.bandwidth / size:.3g} {unit}, {self.latency * 1e6:.3g} us a message"
+
+
+def measured(line: Line) -> Network:
+    """The network of `line` as its buckets see it: measured at the first call, to which all its ranks come together."""
+    if line.network is None:
+        line.land_earlier()
+        line.passes.rejoin()
+        try:
+            line.network = _measure(line.bucket_channel(0), line.device)
+        except BaseException as error:
+            line.passes.leave(f"{type(error).__name__}: {error}")  # peers may be in the middle of it
+            raise
+    return line.network
+
+
+def measure_network(axis: Any = None) -> Network | None:
+    """Latency and bandwidth between the ranks of an axis, as its buckets of gradients see them.
+
+    Every rank calls it, and gets the same figures: rank 0's. They are measured by a few small sums and a few large
+    ones, once for an axis; that takes 0.1 s, and up to 0.4 s on links of 100 Mbit/s.
+
+    Args:
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        A :class:`Network`; None where there is nothing between ranks to measure: in a world of one, and for ranks that
+        are simulated.
+
+    Raises:
+        RankMismatchError: other ranks call something else.
+
+    Example:
+        >>> import ltx
+        >>> print(ltx.measure_network())  # a world of one
+        None
+    """
+    from ltx.wire.registry import resolve  # which imports the line
+
+    backing = resolve(axis).backing
+    if not isinstance(backing, GroupBacking):
+        return None
+    line: Line = backing.line
+    if line.size == 1:
+        return None
+    line.meet(line.bucket_channel(0), "measure_network", lambda: Signature("measure_network", ()))
+    return measured(line)
+
+
+def _measure(channel: Channel, device: torch.device) -> Network:
+    n = channel.size
+    start_s = min(_sum_s(channel, 1, device) for _ in range(_SMALL))
+    nbytes = _FIRST
+    while _sum_s(channel, nbytes // 4, device) < _LONG_ENOUGH_S and nbytes < _LAST:
+        nbytes *= _GROWS
+    whole_s = min(_sum_s(channel, nbytes // 4, device) for _ in range(_LARGE))
+    # Should a small sum have been held up longer than a large one, the large one tells.
+    moving_s = max(whole_s - start_s, whole_s / 2)
+    return Network(8 * 2 * (n - 1) / n * nbytes / moving_s, start_s / (2 * (n - 1)))
+
+
+def _sum_s(channel: Channel, numel: int, device: torch.device) -> float:
+    """How long a sum of so many float32 took on rank 0; the sum that tells the others sets all ranks off together."""
+    buffer = torch.ones(numel, device=device)
+    began = time.perf_counter()
+    channel.issue("sum", buffer, "measuring").wait()[0].item()  # to read it is to wait for a GPU too
+    mine = time.perf_counter() - began if channel.rank == 0 else 0.0
+    told = torch.tensor([mine], dtype=torch.float64, device=device)
+    return float(channel.issue("sum", told, "measuring").wait()[0].item())

@@ -1,0 +1,160 @@
+"""Ranks of a world that are forks of the test's process, for tests in which some are killed, stopped or cut off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx.runtime.init import forget
+from ltx.runtime.roster import Roster
+
+T = TypeVar("T")
+
+#: What a rank does, given how it tells something on the way; what it returns, it tells at its end.
+Body = Callable[[Callable[[Any], None]], object]
+
+
+class Ranks:
+    """Forks of this process, which are ranks of a world; what they tell comes piece by piece.
+
+    Args:
+        size: their number.
+        body: what each of them does in the world.
+        held_by: where they meet is held by a process of its own, as a launcher does, or with ``"rank 0"`` by rank 0.
+        sockets: they do without shared memory.
+        timeout_s, heartbeat_s: as in :func:`ltx.init`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        body: Body,
+        held_by: str = "launcher",
+        sockets: bool = False,
+        timeout_s: float = 20.0,
+        heartbeat_s: float = 2.0,
+    ):
+        self._limits = (timeout_s, heartbeat_s)
+        self._common = {"MASTER_ADDR": "127.0.0.1", "LTX_SHARED_MEMORY": "0" if sockets else "1"}
+        self.holder, self.lines, self.processes = None, list[Connection](), list[Any]()
+        port = free_port()
+        if held_by == "launcher":
+            self.holder, port = hold_store()
+            self._common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        self._common["MASTER_PORT"] = str(port)
+        for rank in range(size):
+            self._start(body, {"RANK": str(rank), "WORLD_SIZE": str(size)})
+
+    def join(self, body: Body) -> int:
+        """Start another, which asks :func:`ltx.elastic` to be taken in; its index in ``processes`` and ``lines``."""
+        self._start(body, {"LTX_JOIN": f"127.0.0.1:{self._common['MASTER_PORT']}"})
+        return len(self.processes) - 1
+
+    def _start(self, body: Body, environment: dict[str, str]) -> None:
+        context = get_context("fork")
+        mine, its = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(body, its, self._common | environment, *self._limits))
+        process.start()
+        its.close()
+        self.lines.append(mine)
+        self.processes.append(process)
+
+    def told(self, rank: int, timeout_s: float = 30.0) -> Any:
+        """What `rank` tells next."""
+        assert self.lines[rank].poll(timeout_s), f"rank {rank} tells nothing"
+        return self.lines[rank].recv()
+
+    def close(self) -> None:
+        """End them."""
+        for process in (*self.processes, *([self.holder] if self.holder else [])):
+            process.kill()
+            process.join()
+            process.close()
+        for line in self.lines:
+            line.close()
+
+
+def _rank(body: Body, line: Connection, environment: dict[str, str], timeout_s: float, heartbeat_s: float) -> None:
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "LTX_"))]:
+        del os.environ[name]
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    forget()
+    try:
+        with ltx.init(timeout=timedelta(seconds=timeout_s), heartbeat_timeout=timedelta(seconds=heartbeat_s)):
+            end = body(line.send)
+        assert not dist.is_initialized(), "the with block has left a world behind"
+        line.send(end)
+    except Exception as error:
+        line.send(f"{type(error).__name__}: {error}")
+
+
+def hold_store() -> tuple[Any, int]:
+    """A process that holds a store as a launcher does, until it is killed; and the store's port."""
+    context = get_context("fork")
+    mine, its = context.Pipe(duplex=False)
+    process = context.Process(target=_hold, args=(its,))
+    process.start()
+    its.close()
+    with mine:
+        return process, mine.recv()
+
+
+def _hold(end: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    end.send(store.port)
+    signal.pause()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def open_now() -> dict[str, int]:
+    """How many files, sockets, pieces of shared memory and threads this process has at the moment, by their kind."""
+    found = Counter[str]()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that listed them
+            kind = os.readlink(f"/proc/self/fd/{name}")
+            found[kind if kind.startswith("/memfd") else kind.partition(":")[0]] += 1
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has just ended
+            found[f"thread {Path(f'/proc/self/task/{task}/comm').read_text().strip()}"] += 1
+    return dict(found)
+
+
+def settles(look: Callable[[], T], wanted: Callable[[T], bool], limit_s: float = 10.0) -> T:
+    """What `look` gives once it is as `wanted`: threads take a moment to end. At the limit, what it gives then."""
+    deadline = time.monotonic() + limit_s
+    while not wanted(found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def noticed() -> list[int]:
+    """[how many newcomers this process knows to be there], which is kept up to date."""
+    count, look = [0], Roster._look
+
+    def watch(self: Roster, store: Any) -> None:
+        look(self, store)
+        count[0] = self.waiting
+
+    Roster._look = watch  # type: ignore[method-assign]
+    return count

@@ -1,0 +1,41 @@
+"""A small training for the tests of elastic and of chaos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ltx
+
+SAMPLES = 48
+X = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(1))
+Y = X.sin().sum(1)
+
+
+def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> ltx.Weighted:
+    error = (torch.tanh(x @ params["w"]) @ params["v"] - y).square()
+    return ltx.Weighted(error.sum(), error.numel())
+
+
+def make(strategy: ltx.Strategy | None = None, **kwargs: Any) -> tuple[Any, Any]:
+    """A train step, and its state at the start."""
+    step = ltx.data_parallel(loss, strategy or ltx.DDPStrategy())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=0.05), **kwargs)
+    generator = torch.Generator().manual_seed(2)
+    params = {"w": torch.randn(5, 7, generator=generator), "v": torch.randn(7, generator=generator)}
+    return train, train.init(params)
+
+
+def batch(indices: Tensor) -> tuple[Tensor, Tensor]:
+    return X[indices], Y[indices]
+
+
+START = ltx.DataPosition(SAMPLES, 10, seed=3, weighted=True)  # the last step of an epoch takes 8
+STEPS = 5  # an epoch
+
+
+def values(state: Any) -> list[Any]:
+    """All values of a state, to be compared bit for bit."""
+    return [state.step, *(x.tolist() for x in ltx.tree.flatten((state.params, state.opt_state))[0])]

@@ -1,0 +1,415 @@
+"""Newcomers are taken into a training that runs; no sample is lost or seen twice, and ranks agree bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.errors import PeerLostError
+from ltx.runtime.regroup import Meeting
+from ltx.runtime.roster import Roster
+from tests.forks import Body, Ranks, noticed
+from tests.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
+
+EPOCHS = 3
+Start = Callable[..., Ranks]
+
+
+@pytest.fixture
+def started() -> Iterator[Start]:
+    worlds: list[Ranks] = []
+
+    def start(*args: Any, **kwargs: Any) -> Ranks:
+        worlds.append(Ranks(*args, heartbeat_s=3.0, **kwargs))
+        return worlds[-1]
+
+    yield start
+    for world in worlds:
+        world.close()
+
+
+def nothing(who: int, step: int) -> None:
+    pass
+
+
+def training(trouble: Callable[[int, int], None] = nothing, wait_for: int = 0, at: int = 4, **kwargs: Any) -> Body:
+    """Trains, and tells how. Behind step `at` it waits until there are newcomers for `wait_for` ranks.
+
+    ``trouble(first, steps)`` is called before each step: `first` is the rank at first, -1 of a newcomer.
+    """
+    arguments = {"epochs": EPOCHS, **kwargs}
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        first = -1 if ltx.world().launcher == "join" else ltx.world().rank
+        seen, sizes, taken, waiting = {}, list[int](), list[Any](), noticed()
+        train, state = make(arguments.pop("strategy", None))
+
+        def data(indices: torch.Tensor) -> Any:
+            taken[:] = [indices.tolist()]
+            trouble(first, max(seen, default=0))
+            return batch(indices)
+
+        def on_step(state: Any, metrics: Any, position: Any) -> None:
+            seen[state.step] = taken[0]
+            if state.step == 1:
+                tell("begun")
+            deadline = time.monotonic() + 20
+            while state.step == at and ltx.world().size + waiting[0] < wait_for:
+                assert time.monotonic() < deadline, "no newcomer comes"
+                time.sleep(0.02)
+
+        state, position = ltx.elastic(
+            train, state, data, START, on_step=on_step, on_reset=[lambda world: sizes.append(world.size)], **arguments
+        )
+        here = ltx.world()
+        assert ltx.psum(torch.ones(())) == here.size
+        return {
+            "state": values(state),
+            "at": (position.epoch, position.done),
+            "seen": seen,
+            "sizes": sizes,
+            "world": here,
+        }
+
+    return body
+
+
+def all_of(world: Ranks, *which: int) -> list[Any]:
+    ended = [world.told(rank) for rank in which]
+    assert all(isinstance(end, dict) for end in ended), ended
+    ended.sort(key=lambda end: end["world"].rank)
+    assert all(end["state"] == ended[0]["state"] for end in ended), "ranks differ"
+    assert {end["at"] for end in ended} == {(EPOCHS, 0)}
+    assert ended[0]["state"][0] == EPOCHS * STEPS
+    assert [end["world"].rank for end in ended] == list(range(len(ended)))
+    assert {end["world"].size for end in ended} == {len(ended)}
+    return ended
+
+
+def assert_every_sample_once(*seen: dict[int, list[int]]) -> None:
+    """`seen`: what each rank took, by step."""
+    for epoch in range(EPOCHS):
+        steps = range(epoch * STEPS + 1, (epoch + 1) * STEPS + 1)
+        counted = Counter(sample for each in seen for step in steps for sample in each.get(step, []))
+        assert counted == Counter(range(SAMPLES)), epoch
+
+
+def begun(world: Ranks, size: int) -> None:
+    assert [world.told(rank) for rank in range(size)] == ["begun"] * size
+
+
+def undisturbed() -> list[Any]:
+    train, state = make()
+    return values(ltx.elastic(train, state, batch, START, epochs=EPOCHS)[0])
+
+
+def close_to(a: Any, b: Any) -> bool:
+    return all(
+        torch.allclose(torch.tensor(x), torch.tensor(y), rtol=1e-4, atol=1e-5) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Start) -> None:
+    body = training(wait_for=size + 1)
+    world = started(size, body, sockets=sockets)
+    begun(world, size)
+    world.join(body)
+    ended = all_of(world, *range(size + 1))
+    assert [end["sizes"] for end in ended] == [[size + 1]] * (size + 1)
+    assert min(ended[-1]["seen"]) == 5  # the first step that it does
+    assert_every_sample_once(*(end["seen"] for end in ended))
+    assert close_to(ended[0]["state"], undisturbed())
+
+
+def test_two_newcomers_at_once(started: Start) -> None:
+    body = training(wait_for=4)
+    world = started(2, body)
+    begun(world, 2)
+    world.join(body)
+    world.join(body)
+    ended = all_of(world, *range(4))
+    assert_every_sample_once(*(end["seen"] for end in ended))
+
+
+def test_a_replacement_of_a_lost_rank_zero(started: Start) -> None:
+    def trouble(first: int, steps: int) -> None:
+        if (first, steps) == (0, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    body = training(trouble, wait_for=3)
+    world = started(3, body)
+    begun(world, 3)
+    world.join(body)
+    ended = all_of(world, 1, 2, 3)
+    assert ended[0]["sizes"] in ([2, 3], [3])  # the newcomer may have come to the same meeting
+    position, lost = START, {}
+    for step in (1, 2):
+        lost[step], position = position.indices(0, 3).tolist(), position.after_step()
+    assert_every_sample_once(lost, *(end["seen"] for end in ended))
+    assert close_to(ended[0]["state"], undisturbed())
+
+
+def test_one_more_than_max_ranks_waits_until_a_rank_is_lost(started: Start) -> None:
+    def trouble(first: int, steps: int) -> None:
+        if (first, steps) == (1, 6):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    body = training(trouble, max_ranks=2, wait_for=3)
+    world = started(2, body)
+    begun(world, 2)
+    world.join(body)
+    ended = all_of(world, 0, 2)
+    assert [end["sizes"] for end in ended] == [[2], [2]]
+    assert min(ended[1]["seen"]) == 7
+
+
+def test_only_so_many_are_taken_in_as_can_share_the_samples(started: Start) -> None:
+    """Steps of 12 samples on four ranks: a fifth waits for a place, and there is none."""
+    start = ltx.DataPosition(48, 12)
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        first, waiting, sizes = ltx.world().launcher != "join", noticed(), list[int]()
+        step = ltx.data_parallel(lambda w, x: (w - x).square().mean())
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+
+        def on_step(state: Any, *_: Any) -> None:
+            if first and state.step in (2, 4):
+                tell("more")
+                deadline = time.monotonic() + 20
+                while waiting[0] < 1:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+
+        x = torch.arange(48.0)
+        kwargs = {"epochs": 3, "on_step": on_step, "on_reset": [lambda world: sizes.append(world.size)]}
+        end, _ = ltx.elastic(train, train.init(torch.tensor(0.0)), lambda i: x[i], start, **kwargs)
+        return sizes, end.params.item(), end.step
+
+    world = started(4, body)
+    assert [world.told(rank) for rank in range(4)] == ["more"] * 4
+    world.join(body)
+    assert [world.told(rank) for rank in range(4)] == ["more"] * 4
+    ended = [world.told(rank) for rank in range(4)]
+    assert ended == [([], ended[0][1], 12)] * 4
+    assert "is over: there is nothing left to join" in world.told(4)
+
+
+def test_a_newcomer_with_another_model_is_refused_and_nobody_else_is_disturbed(started: Start) -> None:
+    def other(tell: Callable[[Any], None]) -> Any:
+        train, _ = make()
+        state = train.init({"w": torch.zeros(5, 8), "v": torch.zeros(8)})
+        return ltx.elastic(train, state, batch, START, epochs=EPOCHS)
+
+    def trouble(first: int, steps: int) -> None:
+        if steps == 4:
+            assert refused.wait(20)
+
+    refused = get_context("fork").Event()
+    world = started(2, training(trouble))
+    begun(world, 2)
+    assert "axis 'elastic': ranks disagree on elastic, leaf 'params.v': rank 0: float32[7]; rank 2: float32[8]" in (
+        world.told(world.join(other))
+    )
+    said = world.told(world.join(training(epochs=EPOCHS + 1)))
+    assert "RankMismatchError: axis 'elastic': ranks disagree on elastic, its arguments: rank 0: " in said
+    assert "epochs=4" in said
+    refused.set()
+    assert [end["sizes"] for end in all_of(world, 0, 1)] == [[], []]
+
+
+def test_a_training_whose_ranks_keep_state_of_their_own_takes_no_newcomers(started: Start, tmp_path: Path) -> None:
+    def trouble(first: int, steps: int) -> None:
+        if steps == 4:
+            assert refused.wait(20)
+
+    refused = get_context("fork").Event()
+    kwargs = {"strategy": ltx.ZeroStrategy(), "snapshots": tmp_path}
+    world = started(1, training(trouble, **kwargs))
+    begun(world, 1)
+    said = world.told(world.join(training(**kwargs)))
+    assert "takes no newcomers: the opt_state of each rank is its own." in said
+    refused.set()
+    all_of(world, 0)
+
+
+def test_who_comes_when_it_is_over_is_told(started: Start) -> None:
+    """The store lives on: the launcher holds it."""
+    world = started(2, training())
+    begun(world, 2)
+    all_of(world, 0, 1)
+    said = world.told(world.join(training()))
+    assert said.startswith("WorldError: elastic: the training at 127.0.0.1:")
+    assert said.endswith(" is over: there is nothing left to join.")
+
+
+def test_who_asks_when_there_is_room_no_more_is_told_at_the_end(started: Start) -> None:
+    body = training(max_ranks=2, wait_for=3)
+    world = started(2, body)
+    begun(world, 2)
+    world.join(body)
+    all_of(world, 0, 1)
+    assert "is over: there is nothing left to join" in world.told(2)
+
+
+def test_who_comes_at_the_last_moment_has_the_state_too(started: Start) -> None:
+    body = training(wait_for=2, at=EPOCHS * STEPS - 1)
+    world = started(1, body)
+    begun(world, 1)
+    world.join(body)
+    ended = all_of(world, 0, 1)
+    assert list(ended[1]["seen"]) == [EPOCHS * STEPS]
+    assert_every_sample_once(*(end["seen"] for end in ended))
+
+
+@pytest.mark.parametrize("there", ["no store", "no training"])
+def test_nothing_to_join(there: str, started: Start) -> None:
+    def other(tell: Callable[[Any], None]) -> Any:
+        return ltx.elastic(*make(), batch, START, epochs=1, meeting_timeout=timedelta(seconds=1))
+
+    world = started(0, other, held_by="launcher" if there == "no training" else "rank 0")
+    said = world.told(world.join(other))
+    expected = "no training that can be joined has begun" if there == "no training" else "couldn't reach the store of"
+    assert said.startswith("WorldError: elastic: ")
+    assert expected in said
+
+
+def test_a_newcomer_whose_training_is_lost_is_told(started: Start) -> None:
+    body = training(max_ranks=1, wait_for=2)
+
+    def trouble(first: int, steps: int) -> None:
+        if steps == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    world = started(1, training(trouble, max_ranks=1, wait_for=2, min_ranks=1))
+    begun(world, 1)
+    world.join(body)
+    assert "have shown no sign of life for too long" in world.told(1)
+
+
+@pytest.mark.parametrize("when", ["asking", "callbacks"])
+def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Start) -> None:
+    """Who is killed while it asks is noticed by nobody; who is in the new world already is a loss as any other."""
+
+    def dies(tell: Callable[[Any], None]) -> Any:
+        if when == "asking":
+            of_newcomer = Roster.of_newcomer
+
+            def ask(*args: Any) -> Any:
+                of_newcomer(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Roster.of_newcomer = ask  # type: ignore[assignment, method-assign]
+        resets = [lambda world: os.kill(os.getpid(), signal.SIGKILL)]
+        return ltx.elastic(*make(), batch, START, epochs=EPOCHS, on_reset=resets)
+
+    body = training(wait_for=3)
+    world = started(2, body)
+    begun(world, 2)
+    world.join(dies)
+    if when == "asking":
+        world.processes[2].join()
+        world.join(body)  # it is taken in all the same
+        ended = all_of(world, 0, 1, 3)
+        assert {str(end["sizes"]) for end in ended} == {"[3]"}
+    else:
+        ended = all_of(world, 0, 1)
+        assert [end["sizes"][-1] for end in ended] == [2, 2]
+    assert_every_sample_once(*(end["seen"] for end in ended))
+
+
+def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: Start) -> None:
+    """It came to the meeting, so that the others try to make a world with it, whose timeout is 20 s."""
+
+    def dies(tell: Callable[[Any], None]) -> Any:
+        take_over = Roster._take_over
+
+        def take(self: Roster, *args: Any) -> Any:
+            if ltx.world().rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return take_over(self, *args)
+
+        Roster._take_over = take  # type: ignore[method-assign]
+        return training(trouble)(tell)
+
+    def trouble(first: int, steps: int) -> None:
+        if steps == 4 and "LTX_TEST_CUT" not in os.environ:
+            os.environ["LTX_TEST_CUT"] = "1"
+            raise PeerLostError("the link is down")
+
+    world = started(3, dies)
+    begun(world, 3)
+    began = time.monotonic()
+    ended = all_of(world, 0, 2)
+    assert time.monotonic() - began < 10
+    assert [end["world"].size for end in ended] == [2, 2]
+
+
+def test_a_rank_that_comes_to_the_meeting_and_dies_isnt_waited_for(started: Start) -> None:
+    """Rank 1 comes and dies; rank 2 comes later; the limit of 60 s isn't waited for."""
+
+    def dies(tell: Callable[[Any], None]) -> Any:
+        come = Meeting.come
+
+        def comes(self: Meeting, seat: Any) -> None:
+            if ltx.world().rank == 2:
+                time.sleep(1.0)
+            come(self, seat)
+            if ltx.world().rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Meeting.come = comes  # type: ignore[method-assign]
+        return training(trouble)(tell)
+
+    def trouble(first: int, steps: int) -> None:
+        if steps == 4 and "LTX_TEST_CUT" not in os.environ:
+            os.environ["LTX_TEST_CUT"] = "1"
+            raise PeerLostError("the link is down")
+
+    world = started(3, dies, sockets=True)
+    begun(world, 3)
+    began = time.monotonic()
+    all_of(world, 0, 2)
+    assert time.monotonic() - began < 15
+
+
+def test_a_second_training_in_the_same_processes(started: Start) -> None:
+    """Who was taken into the first takes part in the second; what was said in the first counts no more."""
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        first = training(wait_for=2)(tell)
+        second = training(trouble)(tell)
+        return first["state"], second["state"], second["sizes"], ltx.world().size
+
+    def trouble(first: int, steps: int) -> None:
+        if steps == 7 and ltx.world().rank == 1 and "LTX_TEST_CUT" not in os.environ:
+            os.environ["LTX_TEST_CUT"] = "1"
+            raise PeerLostError("the link is down")
+
+    world = started(1, body)
+    begun(world, 1)
+    world.join(body)
+    assert world.told(0) == world.told(1) == "begun"
+    ended = [world.told(rank) for rank in range(2)]
+    assert ended[0] == ended[1]
+    assert ended[0][2:] == ([2], 2)
+    assert close_to(ended[0][0], ended[0][1])
+
+
+def test_who_never_asks_to_be_taken_in_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LTX_JOIN", "127.0.0.1:1")
+    world = ltx.init()
+    with pytest.warns(RuntimeWarning, match="what was done here was done alone"), world:
+        assert world.size == 1

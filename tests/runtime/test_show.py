@@ -1,0 +1,70 @@
+"""The bar of progress on a terminal: one line, written over, as far as the slowest rank is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+import pytest
+
+import ltx
+from ltx.runtime.show import Bar, Progress
+
+
+def screen(written: str) -> list[str]:
+    """What a terminal shows of `written`: lines, where a carriage return goes back and an erasure empties."""
+    lines = [""]
+    for part in re.split(r"(\r\n|\n|\r\x1b\[K)", written):
+        if part in ("\r\n", "\n"):
+            lines.append("")
+        elif part == "\r\x1b[K":
+            lines[-1] = ""
+        else:
+            lines[-1] += part
+    return lines
+
+
+@contextmanager
+def terminal() -> Iterator[Callable[[], str]]:
+    """``sys.stderr`` is one, and what was written there can be read."""
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stream, redirect_stderr(stream):
+        yield lambda: os.read(ours, 10_000).decode()
+    os.close(ours)
+
+
+def test_a_line_that_is_written_over() -> None:
+    bar, drawn = Bar("steps"), []
+    with terminal() as read:
+        for rank, done, finished in [(0, 2, False), (1, 1, False), (0, 4, True), (1, 4, True)]:
+            bar.at(rank, 2, Progress("steps", done, 4, finished))
+            drawn.append(read())
+    shown = screen("".join(drawn))
+    assert re.fullmatch(r"steps \|#{30}\| 4/4 [\d.]+/s", shown[0]), shown
+    assert shown[1:] == [""], "the cursor is below it"
+    assert "0/4" in drawn[0], "rank 1 hasn't begun"
+    assert re.search(r"1/4 [\d.]+/s, rank 1 last$", drawn[1])
+    assert all("\n" not in text for text in drawn[:-1])
+
+
+def fail_at_the_second() -> None:
+    for step in ltx.progress(range(3), label="steps"):
+        1 // (1 - step)
+
+
+def test_it_ends_with_a_loop_that_raises() -> None:
+    with terminal() as read:
+        with pytest.raises(ZeroDivisionError):
+            fail_at_the_second()
+        shown = screen(read())
+    assert re.fullmatch(r"steps \|#{10}\.{20}\| 1/3 [\d.]+/s", shown[0]), shown
+    assert shown[1:] == [""]
+
+
+def test_a_log_gets_it_once(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as log, redirect_stderr(log):
+        assert list(ltx.progress(iter("abc"), label="letters")) == ["a", "b", "c"]
+    assert re.fullmatch(r"letters 3 [\d.]+/s\n", (tmp_path / "log").read_text())

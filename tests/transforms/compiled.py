@@ -1,0 +1,59 @@
+"""Training steps that are compiled as a whole. A module that ranks import by its name, as Dynamo does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+
+ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+
+#: What is compiled: a strategy and what the train step is made with.
+STEPS: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
+    "adamw": (ltx.DDPStrategy(), {"optimizer": ADAMW}),
+    "sgd": (ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64), {"optimizer": SGD}),
+    "clipped": (ltx.DDPStrategy(), {"optimizer": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.5), ADAMW)}),
+    "powersgd": (ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=1, start_step=0)), {"optimizer": SGD}),
+    "guarded": (ltx.DDPStrategy(), {"optimizer": ADAMW, "guard": "skip"}),
+}
+
+
+def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return (torch.tanh(x @ params["w"]) @ params["v"] + params["b"] - y).square().mean()
+
+
+def make(name: str) -> tuple[Any, Any]:
+    strategy, made_with = STEPS[name]
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), **made_with)
+    draw = torch.Generator().manual_seed(4)
+    shapes = {"w": (5, 7), "v": (7, 3), "b": (3,)}
+    params = {k: torch.randn(shape, generator=draw, dtype=torch.float64) for k, shape in shapes.items()}
+    return train, train.init(params)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(4, 5, generator=draw, dtype=torch.float64)
+    return x, x[:, :3].sin()
+
+
+def trained(name: str, backend: str) -> tuple[Any, Any]:
+    """States after 5 steps, eagerly and compiled, the last 3 of which compile nothing."""
+    torch._dynamo.reset()  # it compiles a function eight times at most
+    (train, state), rank = make(name), int(ltx.axis_index())
+    compiled = torch.compile(train, fullgraph=True, backend=backend)
+    other = state if not train.donate else make(name)[1]
+    for step in range(5):
+        with torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile"):
+            following, metrics = compiled(other, *batch(step, rank))
+        assert all(x.isfinite().all() for x in ltx.tree.flatten(other.params)[0]), "the old state can still be used"
+        state, expected = train(state, *batch(step, rank))
+        other = following
+        assert following.step == state.step == step + 1
+        torch.testing.assert_close(metrics.loss, expected.loss)
+    return state, other
