@@ -16,6 +16,8 @@ PYTEST ?=
 CHAOS ?=
 
 export OMP_NUM_THREADS ?= 1
+# Else every process that a test starts would compile ltx anew: 0.1 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-full chaos lint format notebooks bench clean
 .DELETE_ON_ERROR:
