@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from ltx.strategies.horovod import HorovodStrategy as HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from ltx.strategies.zero import ZeroStrategy as ZeroStrategy
+    from ltx.transforms.cost import Cost as Cost
     from ltx.transforms.data_position import DataPosition as DataPosition
 
     # --- planning
@@ -112,7 +113,6 @@ if TYPE_CHECKING:
 
     # --- transformations
     from ltx.transforms.mixed_precision import mixed_precision as mixed_precision
-    from ltx.transforms.plan import Cost as Cost
     from ltx.transforms.plan import plan as plan
     from ltx.transforms.precision import DynamicLossScale as DynamicLossScale
     from ltx.transforms.precision import Precision as Precision

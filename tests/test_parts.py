@@ -15,7 +15,7 @@ from ltx import hooks, wire
 from ltx.axis import find, inner, outer
 from ltx.errors import AxisError, UnsupportedError
 from ltx.hooks import Ask, Reduction, Share
-from ltx.strategies.base import Moment
+from ltx.strategies.update import Moment
 
 Ranks = Callable[[int], ltx.Pool]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ltx import tree
-from ltx.strategies.base import Kind
+from ltx.strategies.kinds import Kind
 from ltx.strategies.shards import Shards
 from ltx.transforms.train_state import TrainState
 

@@ -25,9 +25,10 @@ from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
-from ltx.strategies.base import Kinds, Moment, States, Update, Updated
+from ltx.strategies.kinds import Kinds
 from ltx.strategies.local_sgd import WithinNode
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, node
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.exchange import Exchange
 from ltx.typing import Tree
 

@@ -16,8 +16,10 @@ from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.strategies.base import Strategy
+from ltx.strategies.kinds import Kinds
 from ltx.strategies.nodes import ByNode, NodeStrategy
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
 

@@ -3,137 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from ltx import tree, wire
+from ltx import wire
 from ltx.arguments import brief, check_fields
 from ltx.axis import Axis, ShapesBacking
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer
-from ltx.optim.state import TorchState
+from ltx.strategies.kinds import Kinds
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.exchange import Exchange
 from ltx.sync.planning import make_plan
 from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Plan
 from ltx.sync.sizes import DEFAULT_BYTES, MIB
 from ltx.typing import Tree
-
-T = TypeVar("T")
-
-
-#: How a leaf's values relate across ranks.
-Kind = Literal["replicated", "per_rank", "sharded"]
-#: Communication state by parameter path.
-States = dict[str, LeafState]
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
-
-    Checkpoints, replica checks and changes of the number of ranks read this.
-
-    Attributes:
-        strategy: whose these are, in the words of errors; "" where nobody has said.
-    """
-
-    params: Kind = "replicated"
-    buffers: Kind = "per_rank"
-    opt_state: Kind = "replicated"
-    sync_state: Kind = "per_rank"
-    strategy: str = ""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """When and where a strategy acts.
-
-    Attributes:
-        step: the number of steps before this one, a Python int that is the same on every rank.
-        axis: the ranks.
-    """
-
-    step: int
-    axis: Axis
-
-
-@dataclass(frozen=True)
-class Update:
-    """The optimizer's part of a step, ready to be done.
-
-    Attributes:
-        optimizer: whose part it is.
-        params, opt_state: as they are before it.
-        grads: as the hook has left them; one for each parameter.
-        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
-        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
-            tensor under transforms); else None.
-        gives: whether the step gives its old state away once nothing can fail any more, for
-            :attr:`Updated.finish` to write to.
-    """
-
-    optimizer: Optimizer
-    params: Tree
-    grads: Tree
-    opt_state: Tree
-    donate: bool = False
-    finite: bool | torch.Tensor | None = None
-    gives: bool = False
-
-    def apply(self) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
-
-        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
-        """
-        if self.finite is False:
-            return self.params, tree.map(_one_more, self.opt_state, is_leaf=_counts)
-        updated = self.optimizer.apply(self.grads, self.opt_state, self.params, donate=self.donate)
-        return self.if_finite(updated, (self.params, self.opt_state))
-
-    def if_finite(self, new: T, old: T) -> T:
-        """`new`, or `old` where gradients aren't finite."""
-        return chosen(self.finite, new, old)
-
-
-def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
-    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
-    if not isinstance(finite, torch.Tensor):
-        return old if finite is False else new
-    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
-    pairs = zip(leaves, others, strict=True)
-    picked: T = tree.unflatten(spec, [x if x is y else torch.where(finite.to(x.device), x, y) for x, y in pairs])
-    return picked
-
-
-def _counts(node: Any) -> bool:
-    return isinstance(node, TorchState)
-
-
-def _one_more(node: Any) -> Any:
-    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
-
-
-@dataclass(frozen=True)
-class Updated:
-    """What :meth:`Strategy.update` gives: all that a step changes, and what it leaves under way.
-
-    Attributes:
-        finish: what is left to be done to tensors of the old state, which an update that `gives` them lends to the new
-            one: a step whose ranks talk late writes to them when all has landed. It can't fail, and nothing is between
-            it and the step's end, an interrupt neither.
-    """
-
-    params: Tree
-    opt_state: Tree
-    states: States
-    pending: Any = None
-    finish: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

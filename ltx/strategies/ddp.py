@@ -18,8 +18,10 @@ from ltx import hooks
 from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
-from ltx.strategies.base import Kinds, Moment, States, Strategy, unchanging
+from ltx.strategies.base import Strategy, unchanging
 from ltx.strategies.fields import resolve_hook
+from ltx.strategies.kinds import Kinds
+from ltx.strategies.update import Moment, States
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
 

@@ -22,9 +22,9 @@ from ltx.arguments import brief
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.hooks import AllReduce, CommHook
-from ltx.strategies.base import Moment, States, Update, Updated
 from ltx.strategies.gossip import GossipStrategy
 from ltx.strategies.nodes import AmongNodes, FromParts, ToParts
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.exchange import Exchange
 from ltx.sync.reduction import Ask, Reduction, Share
 from ltx.typing import Tree

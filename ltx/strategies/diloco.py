@@ -22,8 +22,10 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Kinds, Moment, States, Strategy
+from ltx.strategies.base import Strategy
 from ltx.strategies.fields import check_number, resolve_hook
+from ltx.strategies.kinds import Kinds
+from ltx.strategies.update import Moment, States
 from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
 

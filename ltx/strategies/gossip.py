@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ltx.hooks.base import check_whole
-from ltx.strategies.base import Kinds
+from ltx.strategies.kinds import Kinds
 from ltx.strategies.nodes import NodeStrategy
 
 

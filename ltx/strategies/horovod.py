@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -23,10 +23,11 @@ from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.optim import Optimizer
-from ltx.optim.chain import Chain
-from ltx.optim.from_torch import TorchOptimizer
-from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated, unchanging
-from ltx.strategies.late import may_be_written_to
+from ltx.optim.scaled_lr import with_scaled_lr
+from ltx.strategies.base import Strategy, unchanging
+from ltx.strategies.kinds import Kinds
+from ltx.strategies.moves import moved_together
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.reduction import LeafState, Reduction, Share
 from ltx.typing import Tree
 
@@ -303,7 +304,8 @@ class HorovodStrategy(Strategy):
                 added, grads = self._added(update, states)
                 states = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
                 update = replace(update, grads=grads)
-            return replace(self._combined(update, states, at), states=states, pending=pending)
+            short = getattr(self._compression, "short", None)
+            return replace(moved_together(self, short, update, states, at), pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, at.axis)).apply()
         return Updated(params, opt_state, states, pending)
 
@@ -320,57 +322,6 @@ class HorovodStrategy(Strategy):
         totals = [states[path][PASSES] + grad for path, grad in zip(paths, grads, strict=True)]
         added = {path: {**states[path], PASSES: total} for path, total in zip(paths, totals, strict=True)}
         return {**states, **added}, tree.unflatten(spec, totals)
-
-    def _combined(self, update: Update, states: States, at: Moment) -> Updated:
-        """Parameters moved by the adaptive sum of what this rank's optimizer would add, and its next state."""
-        if at.axis.size == 1 or update.finite is False:
-            return Updated(*update.apply(), {})
-        starts, spec = tree.flatten(update.params)
-        short = getattr(self._compression, "short", None)
-        if _gives_differences(update.optimizer):
-            # The differences are formed while they are packed.
-            given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-            combine: hooks.CommHook = AdasumOfMoves(short)
-            begun: list[LeafState] = [{START: start} for start in starts]
-        else:
-            given, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
-            combine, begun = hooks.Adasum(short), []
-        paths = tree.leaf_paths(update.params)
-        moves, _ = self.exchange(combine, tree.flatten(given)[0], paths, at, begun).land()
-        if update.gives and may_be_written_to(starts, (opt_state, states)):
-
-            def finish() -> None:
-                with torch.no_grad():
-                    torch._foreach_add_(starts, moves)
-
-            return Updated(update.params, opt_state, {}, finish=finish)
-        moved = tree.unflatten(spec, [p + move for p, move in zip(starts, moves, strict=True)])
-        return Updated(*update.if_finite((moved, opt_state), (update.params, update.opt_state)), {})
-
-
-#: What a parameter's move is the difference from.
-START = "start"
-
-
-@dataclass(frozen=True)
-class AdasumOfMoves(hooks.Adasum):
-    """The adaptive sum of how far parameters have moved from where their states say that they were."""
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return (START,)
-
-    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
-        return -state[START]
-
-    def reduce(self, share: Share) -> Reduction:
-        total, _ = yield from super().reduce(share)
-        return total, ()
-
-
-def _gives_differences(optimizer: Optimizer) -> bool:
-    """Whether its updates are differences of the parameters that it gives."""
-    return isinstance(optimizer.members[-1] if isinstance(optimizer, Chain) else optimizer, TorchOptimizer)
 
 
 @lru_cache(maxsize=64)
@@ -401,26 +352,3 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
                         "travel with one of them."
                     )
     return tuple(found.get(path, -1) for path in paths)
-
-
-def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:
-    return lr(count) * factor
-
-
-@lru_cache(maxsize=64)
-def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
-    """`optimizer` with `factor` times its learning rate.
-
-    Raises:
-        StrategyError: it isn't one of torch's, whose learning rates are known.
-    """
-    match optimizer:
-        case TorchOptimizer(cls=cls, lr=lr, kwargs=kwargs) if callable(lr) or "lr" in optimizer.kernel.group:
-            scaled = partial(_times, lr, factor) if callable(lr) else optimizer.kernel.group["lr"] * factor
-            return TorchOptimizer(cls, scaled, kwargs)
-        case Chain(members=(*front, last)):
-            return Chain((*front, with_scaled_lr(last, factor)))
-    raise StrategyError(
-        "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
-        f"{optimizer!r} isn't one of. Scale its rate yourself."
-    )

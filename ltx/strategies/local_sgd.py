@@ -28,8 +28,10 @@ from ltx.arguments import brief
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks.base import check_whole
-from ltx.strategies.base import Kinds, Moment, States, Strategy
+from ltx.strategies.base import Strategy
 from ltx.strategies.fields import resolve_hook
+from ltx.strategies.kinds import Kinds
+from ltx.strategies.update import Moment, States
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, sum_of_shares
 from ltx.typing import Tree
 

@@ -25,10 +25,10 @@ from ltx.axis import Axis, GroupBacking
 from ltx.errors import StrategyError
 from ltx.hooks import ByteGrad
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Moment, States, Update, Updated
 from ltx.strategies.gossip import GossipStrategy
 from ltx.strategies.late import may_be_written_to
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of, unpack
 from ltx.typing import Tree

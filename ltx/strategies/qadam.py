@@ -24,8 +24,10 @@ from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
 from ltx.optim.quantized_adam import QAdamOptimizer
-from ltx.strategies.base import Kinds, Moment, States, Update, Updated, unchanging
+from ltx.strategies.base import unchanging
+from ltx.strategies.kinds import Kinds
 from ltx.strategies.nodes import ByNode, NodeStrategy
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.reduction import LeafState, Reduction, Share, parts_of
 
 MOMENTUM = "momentum"

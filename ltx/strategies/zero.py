@@ -28,8 +28,10 @@ from ltx.hooks import AllReduce, CommHook
 from ltx.optim.base import Optimizer
 from ltx.optim.chain import Chain
 from ltx.optim.clip import ClipByGlobalNorm, ClipState, global_norm
-from ltx.strategies.base import Kinds, Moment, States, Strategy, Update, Updated
+from ltx.strategies.base import Strategy
+from ltx.strategies.kinds import Kinds
 from ltx.strategies.shards import Shards
+from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import Ask, Reduction, Share
 from ltx.typing import Tree

@@ -20,6 +20,7 @@ from ltx.strategies.candidates import Candidate, candidates
 from ltx.sync.planning import chosen_sizes
 from ltx.sync.sizes import MIB
 from ltx.transforms import plan
+from ltx.transforms.cost import format_seconds
 from ltx.transforms.on_shapes import Gradients
 from ltx.transforms.prices import codec
 from ltx.transforms.sync_state import SyncState
@@ -53,7 +54,7 @@ class Option:
 
     def __str__(self) -> str:
         megabytes = max(self.nbytes / 1e6, 1e-9)
-        link, coding = (plan.format_seconds(s / megabytes) for s in (self.link_s, self.codec_s))
+        link, coding = (format_seconds(s / megabytes) for s in (self.link_s, self.codec_s))
         return f"{self.candidate.name} {link} + {coding}"
 
 
@@ -192,7 +193,7 @@ def explained(
         start_s, whole_s = network.start_s(ranks), network.sum_s(bucket, ranks)
         notes.append(
             f'bucket_bytes="auto" is {bucket / MIB:g} MiB, the first {first / MIB:g}: a sum of one takes '
-            f"{plan.format_seconds(whole_s)}, of which its start {plan.format_seconds(start_s)}"
+            f"{format_seconds(whole_s)}, of which its start {format_seconds(start_s)}"
         )
     return replace(step, strategy=strategy), notes
 

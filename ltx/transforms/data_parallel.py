@@ -6,8 +6,7 @@ gradient with respect to a replicated argument is reduced over the axis.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -16,17 +15,16 @@ import torch
 
 from ltx import tree, wire
 from ltx.arguments import brief, check_fields
-from ltx.axis import Axis, GroupBacking, VmapBacking
-from ltx.errors import StepError, StrategyError, SyncStateError, UnsupportedError
+from ltx.axis import GroupBacking
+from ltx.errors import StepError, StrategyError, SyncStateError
 from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
-from ltx.sync import marker
-from ltx.sync.planning import make_plan
 from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
+from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.replicas import check_replicas
-from ltx.transforms.run import Marked, Run, refuse_gradients
-from ltx.transforms.sync_state import Synced, SyncState, check_state, kept_beside, states_of_leaves
+from ltx.transforms.run import Run, refuse_gradients
+from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 from ltx.wire.debug import under_way
 
@@ -104,10 +102,10 @@ class DataParallel:
         if self.blocked:
             return None
         hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
-        return synchronise.in_dtype(hook, self._reduce_dtype)
+        return synchronise.in_dtype(hook, self.reduce_dtype)
 
     @property
-    def _reduce_dtype(self) -> torch.dtype | None:
+    def reduce_dtype(self) -> torch.dtype | None:
         return None if self.precision is None else self.precision.reduce
 
     def init(self, params: Tree) -> SyncState:
@@ -158,14 +156,14 @@ class DataParallel:
         leaves, spec = tree.flatten(params)
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
-            marked = self._mark_in_graph(params, leaves, sync_state, counted if step is None else step)
+            marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
             local, within = False, None
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
-            marked = self._mark(params, leaves, spec, sync_state, hook, step, deferred, ahead)
+            marked = mark(self, params, leaves, spec, sync_state, hook, step, deferred, ahead)
             local, within = hook is None, None if hook is None else hook.within(wire.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
         with nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn):
@@ -176,94 +174,6 @@ class DataParallel:
         tied = marked.tied(output)
         mean = self.outputs == "mean"
         return Run(tied, self.axis, marked.schedule, mean=mean, blocked=self.blocked, local=local, within=within)
-
-    def _mark(
-        self,
-        params: Tree,
-        leaves: list[Any],
-        spec: Any,
-        sync_state: SyncState | None,
-        hook: CommHook | None,
-        step: int,
-        deferred: bool,
-        ahead: bool,
-    ) -> Marked:
-        axis = wire.resolve(self.axis)
-        if self.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
-            return self._mark_nothing(leaves, sync_state, axis)
-        if isinstance(axis.backing, VmapBacking) and axis.backing.part is not None:
-            raise UnsupportedError(
-                f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
-                "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
-            )
-        wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
-        if not wanted:
-            return Marked(leaves)
-        paths = functools.cache(lambda: tree.leaf_paths(params))
-        states = states_of_leaves(sync_state, paths, wanted, hook)
-        plan = make_plan(
-            self.strategy,
-            hook,
-            axis,
-            [leaves[i] for i in wanted],
-            synchronise.arrival_order(params, wanted),
-            tuple(tuple(state) for state in states),
-            step,
-            lambda: [paths()[i] for i in wanted],
-            'data_parallel with overlap="step"' if ahead else "data_parallel",
-            spec,
-        )
-        check_replicas(axis, params)
-        schedule = synchronise.wire_schedule(plan, deferred, ahead)
-        marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
-        carried = {paths()[i] for i in wanted} if sync_state is not None else set()
-        kept = kept_beside(sync_state, carried, hook.state_names)
-        filled = _filled(leaves, wanted, marked)
-        return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
-
-    def _mark_nothing(self, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
-        if sync_state is None or not any(synchronise.tracked(leaf) for leaf in leaves):
-            return Marked(leaves)
-        # Blocked, the state passes through unchanged; else this was a step, if one in which nobody talked.
-        if self.blocked:
-            kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
-        else:
-            kept = kept_beside(sync_state, set(), ())
-        nothing = synchronise.no_schedule(axis)
-        return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
-
-    def _mark_in_graph(self, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int) -> Marked:
-        key = synchronise.prepare_trace(
-            self.strategy,
-            self.axis,
-            step,
-            sync_state is not None,
-            self.blocked,
-            self._reduce_dtype,
-            "" if sync_state is None else sync_state.choice,
-        )
-        if key == "":
-            return Marked(leaves)
-        wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
-        names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
-        states: list[torch.Tensor] = []
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if sync_state is not None:
-            paths, all_names = tree.plain_paths(params), synchronise.names_in_graph(key)
-            entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
-            names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
-            states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
-            kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
-        arrival = tuple(synchronise.arrival_order(params, wanted))
-        clock = None if sync_state is None else sync_state.clock
-        outs = synchronise.mark_in_graph(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
-        tokens = outs[len(wanted) :]
-        before, after = [x for x, _ in kept], [y for _, y in kept]
-
-        def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
-            return list(synchronise.tie_in_graph(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
-
-        return Marked(_filled(leaves, wanted, outs[: len(wanted)]), tie)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""
@@ -315,13 +225,6 @@ class DataParallel:
             grads, _ = sync_gradients(output[0], self.strategy, axis=self.axis)
             return (grads, *output[1:])
         return sync_gradients(output, self.strategy, axis=self.axis)[0]
-
-
-def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
-    filled = list(leaves)
-    for i, value in zip(places, values, strict=True):
-        filled[i] = value
-    return filled
 
 
 @overload

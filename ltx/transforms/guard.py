@@ -17,7 +17,7 @@ import torch
 from ltx import tree, wire
 from ltx.axis import GroupBacking, VmapBacking
 from ltx.errors import NotFiniteError
-from ltx.strategies.base import Moment
+from ltx.strategies.update import Moment
 from ltx.transforms.landing import any_not_finite
 from ltx.transforms.outputs import arguments_of, outputs_of
 from ltx.transforms.replicas import with_ranks
@@ -33,8 +33,22 @@ _SHOWN = 4
 
 
 def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A sum of each: not finite if an element isn't, and hardly ever otherwise. One pass over memory."""
-    return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in grads]
+    """Sums over all: one isn't finite if an element isn't, and hardly ever otherwise. One pass over memory."""
+    return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in _runs(grads)]
+
+
+def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`grads`, those that lie one behind the other in a bucket as one tensor: each call costs something."""
+    runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # first tensor, elements, where the next one would be
+    for g in grads:
+        storage, start, count = g.untyped_storage().data_ptr(), g.storage_offset(), g.numel()
+        following = (g.dtype, storage, start + count) if g.is_contiguous() else ()
+        if runs and following and runs[-1][2] == (g.dtype, storage, start):
+            first, so_far, _ = runs.pop()
+            runs.append((first, so_far + count, following))
+        else:
+            runs.append((g, count, following))
+    return [first if first.numel() == count else first.as_strided((count,), (1,)) for first, count, _ in runs]
 
 
 def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor] | None = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ltx import collectives, tree, wire
 from ltx.axis import Axis
 from ltx.errors import WeightError
 from ltx.optim import Optimizer
-from ltx.strategies.base import Update
+from ltx.strategies.update import Update
 from ltx.sync.reduction import LeafState
 from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.train_state import TrainState

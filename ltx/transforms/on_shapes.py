@@ -19,7 +19,7 @@ from ltx.axis import DEFAULT_NAME, Axis, ShapesBacking
 from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies import Strategy
-from ltx.strategies.base import Moment, States, Update
+from ltx.strategies.update import Moment, States, Update
 from ltx.sync.buckets import Bucket
 from ltx.sync.exchange import Exchange
 from ltx.sync.flights import Landed

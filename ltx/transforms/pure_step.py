@@ -10,7 +10,7 @@ import torch
 from ltx import collectives, tree, wire
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
-from ltx.strategies.base import Moment, Update
+from ltx.strategies.update import Moment, Update
 from ltx.transforms.divergence import check_replicas
 from ltx.transforms.fitting import refuse_in_graph
 from ltx.transforms.guard import not_finite_error, random_states

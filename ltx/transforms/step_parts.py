@@ -11,7 +11,7 @@ import torch
 from ltx import hooks
 from ltx.errors import StepError
 from ltx.optim import grad_norm
-from ltx.strategies.base import Moment, Updated, chosen
+from ltx.strategies.update import Moment, Updated, chosen
 from ltx.transforms.guard import not_finite
 from ltx.transforms.landing import any_not_finite
 from ltx.transforms.sync_state import SyncState, unwrapped

@@ -10,7 +10,7 @@ import torch
 from ltx import tree
 from ltx.errors import DonatedStateError
 from ltx.optim import TorchState
-from ltx.strategies.base import Kinds
+from ltx.strategies.kinds import Kinds
 from ltx.typing import Tree
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import StepError
 from ltx.optim import Optimizer
-from ltx.strategies.base import Moment, Updated
+from ltx.strategies.update import Moment, Updated
 from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.divergence import check_replicas

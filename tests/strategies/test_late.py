@@ -16,8 +16,8 @@ import ltx
 from ltx.errors import DeadlockDetectedError
 from ltx.runtime.pool import Pool
 from ltx.strategies import low_precision
-from ltx.strategies.base import Updated
 from ltx.strategies.late import may_be_written_to
+from ltx.strategies.update import Updated
 
 Ranks = Callable[[int], Pool]
 Torn = Callable[..., Any]

@@ -15,7 +15,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.strategies.base import Moment, Update, Updated
+from ltx.strategies.update import Moment, Update, Updated
 from ltx.sync.exchange import Exchange
 
 Ranks = Callable[[int], ltx.Pool]

@@ -224,7 +224,7 @@ def test_a_hook_gives_each_rank_its_part(ranks: Ranks) -> None:
 
 def moment() -> Any:
     from ltx import wire
-    from ltx.strategies.base import Moment
+    from ltx.strategies.update import Moment
 
     return Moment(0, wire.resolve(None))
 

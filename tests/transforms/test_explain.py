@@ -18,7 +18,7 @@ from ltx import hooks, wire
 from ltx.axis import inner, outer
 from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.hooks import Ask, CommHook, Reduction, Share
-from ltx.strategies.base import Moment
+from ltx.strategies.update import Moment
 from tests.strategies.test_protocol import TWINS, Gossip, LocalSGD, problem, trainer
 
 from .feedback import ErrorFeedback

@@ -15,9 +15,10 @@ import torch
 import ltx
 from ltx import hooks
 from ltx.errors import InputError, StrategyError
-from ltx.strategies.base import Moment, Update, Updated
+from ltx.strategies.update import Moment, Update, Updated
 from ltx.sync.exchange import Exchange
-from ltx.transforms.plan import Cost, plan
+from ltx.transforms.cost import Cost
+from ltx.transforms.plan import plan
 from ltx.transforms.prices import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S, SEND_SHARES
 from ltx.transforms.recommend import CANDIDATES, Candidate, Effect, recommend
 from tests.strategies.test_protocol import LocalSGD, PostLocalSGD

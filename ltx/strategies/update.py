@@ -1,0 +1,107 @@
+"""The optimizer's part of a step, as strategies are given it and give it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from ltx import tree
+from ltx.axis import Axis
+from ltx.optim.base import Optimizer
+from ltx.optim.state import TorchState
+from ltx.sync.reduction import LeafState
+from ltx.typing import Tree
+
+T = TypeVar("T")
+
+#: Communication state by parameter path.
+States = dict[str, LeafState]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When and where a strategy acts.
+
+    Attributes:
+        step: the number of steps before this one, a Python int that is the same on every rank.
+        axis: the ranks.
+    """
+
+    step: int
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step, ready to be done.
+
+    Attributes:
+        optimizer: whose part it is.
+        params, opt_state: as they are before it.
+        grads: as the hook has left them; one for each parameter.
+        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
+        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
+            tensor under transforms); else None.
+        gives: whether the step gives its old state away once nothing can fail any more, for
+            :attr:`Updated.finish` to write to.
+    """
+
+    optimizer: Optimizer
+    params: Tree
+    grads: Tree
+    opt_state: Tree
+    donate: bool = False
+    finite: bool | torch.Tensor | None = None
+    gives: bool = False
+
+    def apply(self) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
+
+        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
+        """
+        if self.finite is False:
+            return self.params, tree.map(_one_more, self.opt_state, is_leaf=_counts)
+        updated = self.optimizer.apply(self.grads, self.opt_state, self.params, donate=self.donate)
+        return self.if_finite(updated, (self.params, self.opt_state))
+
+    def if_finite(self, new: T, old: T) -> T:
+        """`new`, or `old` where gradients aren't finite."""
+        return chosen(self.finite, new, old)
+
+
+def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
+    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
+    if not isinstance(finite, torch.Tensor):
+        return old if finite is False else new
+    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
+    pairs = zip(leaves, others, strict=True)
+    picked: T = tree.unflatten(spec, [x if x is y else torch.where(finite.to(x.device), x, y) for x, y in pairs])
+    return picked
+
+
+def _counts(node: Any) -> bool:
+    return isinstance(node, TorchState)
+
+
+def _one_more(node: Any) -> Any:
+    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What :meth:`Strategy.update` gives: all that a step changes, and what it leaves under way.
+
+    Attributes:
+        finish: what is left to be done to tensors of the old state, which an update that `gives` them lends to the new
+            one: a step whose ranks talk late writes to them when all has landed. It can't fail, and nothing is between
+            it and the step's end, an interrupt neither.
+    """
+
+    params: Tree
+    opt_state: Tree
+    states: States
+    pending: Any = None
+    finish: Callable[[], None] | None = None

@@ -1,0 +1,127 @@
+"""Marking: what comes between a step and its parameters, so that their gradients are reduced on the way back.
+
+Eagerly it is a schedule on the wire, in graphs an operator; nothing where nobody talks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ltx import tree, wire
+from ltx.axis import Axis, VmapBacking
+from ltx.errors import UnsupportedError
+from ltx.hooks import CommHook
+from ltx.sync import marker
+from ltx.sync.planning import make_plan
+from ltx.transforms import synchronise
+from ltx.transforms.replicas import check_replicas
+from ltx.transforms.run import Marked
+from ltx.transforms.sync_state import SyncState, kept_beside, states_of_leaves
+from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.transforms.data_parallel import DataParallel
+
+
+def mark(
+    step_fn: DataParallel,
+    params: Tree,
+    leaves: list[Any],
+    spec: Any,
+    sync_state: SyncState | None,
+    hook: CommHook | None,
+    step: int,
+    deferred: bool,
+    ahead: bool,
+) -> Marked:
+    axis = wire.resolve(step_fn.axis)
+    if step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
+        return _mark_nothing(step_fn, leaves, sync_state, axis)
+    if isinstance(axis.backing, VmapBacking) and axis.backing.part is not None:
+        raise UnsupportedError(
+            f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
+            "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
+        )
+    wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
+    if not wanted:
+        return Marked(leaves)
+    paths = functools.cache(lambda: tree.leaf_paths(params))
+    states = states_of_leaves(sync_state, paths, wanted, hook)
+    plan = make_plan(
+        step_fn.strategy,
+        hook,
+        axis,
+        [leaves[i] for i in wanted],
+        synchronise.arrival_order(params, wanted),
+        tuple(tuple(state) for state in states),
+        step,
+        lambda: [paths()[i] for i in wanted],
+        'data_parallel with overlap="step"' if ahead else "data_parallel",
+        spec,
+    )
+    check_replicas(axis, params)
+    schedule = synchronise.wire_schedule(plan, deferred, ahead)
+    marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
+    carried = {paths()[i] for i in wanted} if sync_state is not None else set()
+    kept = kept_beside(sync_state, carried, hook.state_names)
+    filled = _filled(leaves, wanted, marked)
+    return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
+
+
+def _mark_nothing(step_fn: DataParallel, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
+    if sync_state is None or not any(synchronise.tracked(leaf) for leaf in leaves):
+        return Marked(leaves)
+    # Blocked, the state passes through unchanged; else this was a step, if one in which nobody talked.
+    if step_fn.blocked:
+        kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
+    else:
+        kept = kept_beside(sync_state, set(), ())
+    nothing = synchronise.no_schedule(axis)
+    return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
+
+
+def mark_in_graph(
+    step_fn: DataParallel, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
+) -> Marked:
+    key = synchronise.prepare_trace(
+        step_fn.strategy,
+        step_fn.axis,
+        step,
+        sync_state is not None,
+        step_fn.blocked,
+        step_fn.reduce_dtype,
+        "" if sync_state is None else sync_state.choice,
+    )
+    if key == "":
+        return Marked(leaves)
+    wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+    names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
+    states: list[torch.Tensor] = []
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if sync_state is not None:
+        paths, all_names = tree.plain_paths(params), synchronise.names_in_graph(key)
+        entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
+        names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
+        states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
+        kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
+    arrival = tuple(synchronise.arrival_order(params, wanted))
+    clock = None if sync_state is None else sync_state.clock
+    outs = synchronise.mark_in_graph(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
+    tokens = outs[len(wanted) :]
+    before, after = [x for x, _ in kept], [y for _, y in kept]
+
+    def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(synchronise.tie_in_graph(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
+
+    return Marked(_filled(leaves, wanted, outs[: len(wanted)]), tie)
+
+
+def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for i, value in zip(places, values, strict=True):
+        filled[i] = value
+    return filled
