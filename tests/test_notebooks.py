@@ -7,6 +7,8 @@ itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 CELL_TIMEOUT_S = 120
 # A path of the machine on which a notebook was run, as tracebacks and reprs of modules show it.
 PATH_OF_A_MACHINE = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|mnt|Users)/|site-packages|ipykernel_\d")
+
+Runs = dict[Path, Future[None]]
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -39,16 +43,33 @@ def test_there_are_notebooks_to_run() -> None:
     assert NOTEBOOKS
 
 
-@pytest.mark.timeout(240)
-@each_notebook
-def test_runs_from_a_fresh_kernel(path: Path, tmp_path: Path) -> None:
-    # In an empty folder: a notebook needs nothing but what is installed, and leaves nothing in the checkout.
+def execute(path: Path, folder: Path) -> None:
+    """Run the notebook in `folder`, with a kernel of its own; raises what a cell raises."""
     nbclient.NotebookClient(
         read(path),
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
+        resources={"metadata": {"path": str(folder)}},
     ).execute()
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """The notebooks that are to be run, two at a time: much of each is waiting."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == RUNS]
+    with ThreadPoolExecutor(2) as executor:
+        # In empty folders: a notebook needs nothing but what is installed, and leaves nothing in the checkout.
+        paths: list[Path] = [item.callspec.params["path"] for item in items]  # type: ignore[attr-defined]
+        yield {path: executor.submit(execute, path, tmp_path_factory.mktemp(path.stem)) for path in paths}
+
+
+@pytest.mark.timeout(360)
+@each_notebook
+def test_runs_from_a_fresh_kernel(path: Path, runs: Runs) -> None:
+    runs[path].result()
+
+
+RUNS = test_runs_from_a_fresh_kernel.__name__
 
 
 @each_notebook

@@ -169,7 +169,6 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
 def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
     """The subtrees of `tree` at the leaves of `spec`, which is the structure of the parameters."""
-    flatten(tree)
     try:
         return spec.flatten_up_to(tree)
     except (ValueError, TypeError) as error:

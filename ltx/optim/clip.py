@@ -125,6 +125,5 @@ def grad_norm(state: Tree) -> Tensor | None:
     tensor(5.)
     """
     # Not into a TorchState, which holds no clipping but hundreds of tensors.
-    flatten(state)
     nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState | TorchState))
     return next((node.norm for node in nodes if isinstance(node, ClipState)), None)

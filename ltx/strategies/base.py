@@ -291,7 +291,7 @@ class Strategy:
             hook,
             at.axis,
             tensors,
-            range(len(tensors)),
+            lambda: range(len(tensors)),
             names,
             at.step,
             lambda: list(paths),

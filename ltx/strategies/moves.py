@@ -18,20 +18,26 @@ from ltx.strategies.late import may_be_written_to
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.reduction import LeafState, Reduction, Share
 
-#: What a parameter's move is the difference from.
+#: Where a parameter was before its move.
 START = "start"
 
 
 @dataclass(frozen=True)
-class _AdasumOfMoves(hooks.Adasum):
-    """The adaptive sum of how far parameters have moved from where their states say that they were."""
+class _AdasumOfWaysBack(hooks.Adasum):
+    """The adaptive sum of the ways back: from parameters to where their states say that they were.
+
+    It is that of the moves negated, to the bit, and packing takes one pass over both.
+    """
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return (START,)
 
     def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
-        return -state[START]
+        return state[START]
+
+    def scale(self, axis_size: int) -> float:
+        return -1.0
 
     def reduce(self, share: Share) -> Reduction:
         total, _ = yield from super().reduce(share)
@@ -56,19 +62,20 @@ def moved_together(
     if _gives_differences(update.optimizer):
         # The differences are formed while they are packed.
         given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-        combine: hooks.CommHook = _AdasumOfMoves(short)
+        combine: hooks.CommHook = _AdasumOfWaysBack(short)
         begun: list[LeafState] = [{START: start} for start in starts]
+        sign = -1
     else:
         given, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
-        combine, begun = hooks.Adasum(short), []
+        combine, begun, sign = hooks.Adasum(short), [], 1
     paths = tree.leaf_paths(update.params)
     moves, _ = strategy.exchange(combine, tree.flatten(given)[0], paths, at, begun).land()
     if update.gives and may_be_written_to(starts, (opt_state, states)):
 
         def finish() -> None:
             with torch.no_grad():
-                torch._foreach_add_(starts, moves)
+                torch._foreach_add_(starts, moves, alpha=sign)
 
         return Updated(update.params, opt_state, states, finish=finish)
-    moved = tree.unflatten(spec, [p + move for p, move in zip(starts, moves, strict=True)])
+    moved = tree.unflatten(spec, [torch.add(p, move, alpha=sign) for p, move in zip(starts, moves, strict=True)])
     return Updated(*update.if_finite((moved, opt_state), (update.params, update.opt_state)), states)

@@ -13,6 +13,9 @@ from math import prod
 
 import torch
 
+#: Of so many elements the call costs more than the copy.
+_SMALL = 1 << 13
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -61,6 +64,17 @@ class Bucket:
     def sizes(self) -> list[int]:
         """Elements of each leaf."""
         return [leaf.numel for leaf in self.leaves]
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(first leaf, the one behind the last) of leaves that are best copied together: small ones, or a large one."""
+        runs: list[tuple[int, int]] = []
+        for place, size in enumerate(self.sizes):
+            if size <= _SMALL and runs and self.sizes[runs[-1][0]] <= _SMALL:
+                runs[-1] = (runs[-1][0], place + 1)
+            else:
+                runs.append((place, place + 1))
+        return runs
 
 
 @lru_cache(maxsize=256)

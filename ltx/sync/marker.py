@@ -10,7 +10,7 @@ Read backwards, as the autograd engine does:
   it starts the bucket's reduction. Its node was made before the step's, which would put it last in the engine's queue;
   raising its sequence number puts it first.
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing
-  downstream can see a gradient in flight.
+  downstream can see a gradient in flight. There is none where nothing is downstream: a train step waits by itself.
 
 All of it is differentiable again, in both modes. :class:`Launch` counts as the identity and :class:`Land` as the exact
 mean over ranks, so that second derivatives are exact whatever the hook does to first ones.
@@ -19,6 +19,7 @@ mean over ranks, so that second derivatives are exact whatever the hook does to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ def raise_priority(output: torch.Tensor, priority: int) -> None:
 
 
 def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    if not torch._C._are_functorch_transforms_active():
+        return tuple(tensors)  # of which plain autograd makes views itself
     return tuple([None if t is None else t.view_as(t) for t in tensors])
 
 
@@ -312,21 +315,24 @@ def mark(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Put the marker on `params` (with each one's state tensors): (marked parameters, tokens)."""
     plan: Plan = schedule.plan
-    # The fence's inputs lie in the order in which `land` gives its results.
     per_bucket = [
         [*(params[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
         for bucket in plan.buckets
     ]
     index = _index(plan.axis)
-    fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
-    marked: dict[int, torch.Tensor] = {}
+    if schedule.fenced:
+        # The fence's inputs lie in the order in which `land` gives its results.
+        fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
+        per_bucket = [list(islice(fenced, len(tensors))) for tensors in per_bucket]
+    marked: list[Any] = [None] * len(params)
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
-        *outs, token = Mark.apply(schedule, bucket.index, (), index, *(next(fenced) for _ in tensors))
+        *outs, token = Mark.apply(schedule, bucket.index, (), index, *tensors)
         raise_priority(token, MARKER_PRIORITY)
-        marked.update(zip(bucket.members, outs, strict=True))
+        for member, out in zip(bucket.members, outs, strict=True):
+            marked[member] = out
         tokens.append(token)
-    return [marked[i] for i in range(len(params))], tokens
+    return marked, tokens
 
 
 def tie(

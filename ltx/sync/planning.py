@@ -95,7 +95,7 @@ def make_plan(
     hook: Reducer,
     axis: Axis,
     tensors: Sequence[torch.Tensor],
-    arrival: Sequence[int],
+    arrival: Callable[[], Sequence[int]],
     names: Names,
     step: int,
     paths: Callable[[], list[str]],
@@ -109,7 +109,7 @@ def make_plan(
 
     Args:
         owner: the strategy.
-        arrival: the order in which this rank expects its gradients; all take rank 0's.
+        arrival: the order in which this rank expects its gradients; all take rank 0's, once for a plan.
         step: the number of steps so far; matters to stateful hooks alone.
         structure: that of the tree they come from.
         compare: False inside a graph, where nothing can be waited for.
@@ -118,7 +118,6 @@ def make_plan(
     # Once it has met several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
     shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
     leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
-    order = tuple(arrival)
     agreement = None
     if compare and isinstance(axis.backing, GroupBacking):
         line: wire.Line = axis.backing.line
@@ -128,12 +127,14 @@ def make_plan(
             lambda: wire.Signature.of(
                 operation, paths(), list(tensors), f"{hook!r} with {_names_text(names)}buckets of {_sizes_text(owner)}"
             ),
-            offer=list(order),
+            offer=lambda: list(arrival()),
         )
         order = tuple(agreement.offer)
         parts = [part.backing.line for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
         for opened in () if background else (line, *parts):
             opened.open_phases(hook.phases_on(axis.size))
+    else:
+        order = tuple(arrival())
     network = _network(owner, axis, compare, background)
     groups = owner.grouping(paths, order)
     # An axis of shapes is made for one look, and needn't be kept.

@@ -219,7 +219,7 @@ def pack(
     empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """A flat buffer of shape ``(*batch, numel)`` with the gradients times the hook's scale, plus what it carries over,
-    in one pass over them. `empty` makes the buffer, if it isn't to be a new one.
+    in one pass over all that are large. `empty` makes the buffer, if it isn't to be a new one.
     """
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     shape = (*batch, bucket.numel)
@@ -227,21 +227,34 @@ def pack(
         flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
     else:
         flat = empty(shape, wire_dtype, bucket.device)
-    for grad, part, state in zip(grads, flat.split(bucket.sizes, dim=-1), states, strict=True):
+    for grad in grads:
         if grad.layout is not torch.strided:
             raise UnsupportedError(
                 f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "
                 "nn.Embedding(sparse=False), or ltx.sync_gradients on the local gradients."
             )
-        view, carried = part.view(grad.shape), hook.carried(state, axis_size)
-        # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't.
-        transposed = wire_dtype == grad.dtype and not grad.is_contiguous()
-        given = view.copy_(grad) if transposed else grad
-        if carried is None:
-            torch.mul(given, scale, out=view)
+    start = 0
+    for first, end in bucket.runs:
+        stop = start + sum(bucket.sizes[first:end])
+        part = flat[..., start:stop]
+        start = stop
+        if end - first > 1 and not batch and wire_dtype == bucket.dtype and not any(states[first:end]):
+            torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in grads[first:end]], out=part).mul_(scale)
         else:
-            torch.add(carried, given, alpha=scale, out=view)
+            sizes = bucket.sizes[first:end]
+            for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):
+                _pack_one(grad, own.view(grad.shape), scale, hook.carried(state, axis_size))
     return flat
+
+
+def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, carried: torch.Tensor | None) -> None:
+    # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't.
+    transposed = view.dtype == grad.dtype and not grad.is_contiguous()
+    given = view.copy_(grad) if transposed else grad
+    if carried is None:
+        torch.mul(given, scale, out=view)
+    else:
+        torch.add(carried, given, alpha=scale, out=view)
 
 
 def pack_pure(

@@ -60,6 +60,8 @@ class Plan:
 
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
         """State tensors of a bucket, by leaf and name."""
+        if not flat_states:
+            return [{} for _ in bucket.members]
         tensors = iter(flat_states)
         return [{name: next(tensors) for name in self.state_names[member]} for member in bucket.members]
 
@@ -97,12 +99,14 @@ class Schedule(ABC):
     Attributes:
         threaded: whether :meth:`land` reads the tensors it is given, or knows its results itself.
         compiled: whether it is part of a compiled graph.
+        fenced: whether the backward pass is to land it.
         again: whether this backward pass is one through an earlier backward pass. Gradients of gradients are reduced
             exactly, whatever the hook does to gradients: as what it counts as.
     """
 
     threaded = True
     compiled = False
+    fenced = True
 
     def __init__(self, plan: Plan):
         self.plan = plan

@@ -20,7 +20,7 @@ from ltx.sync.schedule import Dims, Plan, Schedule
 class WireSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Flights`).
 
-    With `deferred` the fence doesn't wait: a train step lands the buckets itself, one by one. With `ahead` the next
+    With `deferred` there is no fence: a train step lands the buckets itself, one by one. With `ahead` the next
     forward pass is to go on while they land: see :func:`launch_order`.
 
     Where the hook stays within a part of the axis, so does the header: other ranks needn't be in this pass.
@@ -31,7 +31,7 @@ class WireSchedule(Schedule):
     def __init__(self, plan: Plan, deferred: bool = False, ahead: bool = False):
         super().__init__(plan)
         assert isinstance(plan.axis.backing, GroupBacking)
-        self.deferred = deferred
+        self.fenced = not deferred
         self.line: wire.Line = plan.axis.backing.line
         ahead = ahead and self.moves_by_itself
         self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
@@ -182,8 +182,6 @@ class WireSchedule(Schedule):
         self.finish()
 
     def land(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        if self.deferred:
-            return tuple(tensors)  # in flight: whoever asked for that calls land_each and finish
         with self._watched():
             outs = [t for _, grads, states in self.land_each() for t in (*grads, *states)]
         self.finish()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from ltx.sync.reduction import LeafState
 from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Work:
         states: dict[int, LeafState] = {}
         sums: list[torch.Tensor] = []
         params, opt_state, targets = self.in_place() if self.by_bucket else (None, None, None)
-        for bucket, landed, next_states in schedule.land_each():
-            given = iter(next_states)
-            states.update((m, {name: next(given) for name in schedule.plan.state_names[m]}) for m in bucket.members)
+        for bucket, landed, next_states in _without_grad(schedule.land_each()):
+            if next_states:
+                states.update(zip(bucket.members, schedule.plan.states_of(bucket, next_states), strict=True))
             if targets is None:
                 _scaled(landed, scale)
                 if self.probes is not None:
@@ -162,6 +164,16 @@ class Work:
                     entries[paths[self.trained[member]]].update(state)
         detached: dict[str, LeafState] = tree.map(torch.Tensor.detach, entries)
         return detached
+
+
+def _without_grad(items: Iterator[T]) -> Iterator[T]:
+    """`items`, each made without autograd, to which views of what has landed would be costly."""
+    while True:
+        with torch.no_grad():
+            item = next(items, None)
+        if item is None:
+            return
+        yield item
 
 
 def _scaled(grads: list[torch.Tensor], scale: float) -> None:

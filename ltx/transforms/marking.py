@@ -46,7 +46,7 @@ def mark(
             f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
             "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
         )
-    wanted = [i for i, leaf in enumerate(leaves) if synchronise.tracked(leaf)]
+    wanted = synchronise.all_tracked(leaves)
     if not wanted:
         return Marked(leaves)
     paths = functools.cache(lambda: tree.leaf_paths(params))
@@ -56,7 +56,7 @@ def mark(
         hook,
         axis,
         [leaves[i] for i in wanted],
-        synchronise.arrival_order(params, wanted),
+        functools.partial(synchronise.arrival_order, params, wanted),
         tuple(tuple(state) for state in states),
         step,
         lambda: [paths()[i] for i in wanted],

@@ -185,7 +185,9 @@ class Gradients:
         """The plan of a step's gradients."""
         names = tuple(tuple(state) for state in states or [{} for _ in self.wanted])
         mine = [self.paths[i] for i in self.wanted]
-        return make_plan(self.strategy, hook, self.axis, self._given, self._order, names, step, lambda: mine, "", None)
+        return make_plan(
+            self.strategy, hook, self.axis, self._given, lambda: self._order, names, step, lambda: mine, "", None
+        )
 
     def first_states(self) -> States:
         """The communication state before the first step."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,13 +74,13 @@ def sync_gradients(
     wanted = [i for i, x in enumerate(leaves) if x.is_floating_point() or x.is_complex()]
     sparse = [] if compiling else [i for i in wanted if is_sparse(leaves[i])]
     wanted = [i for i in wanted if i not in sparse]
-    arrival = tuple(synchronise.arrival_order(grads, wanted))
+    arrival = partial(synchronise.arrival_order, grads, wanted)
     mine = [leaves[i] for i in wanted]
     if compiling:
         key = synchronise.prepare_trace(strategy, axis, 0, False)
-        reduced = (
-            list(synchronise.reduce_in_graph(key, arrival, tuple(() for _ in mine), 0, *mine)) if key and mine else mine
-        )
+        reduced = mine
+        if key and mine:
+            reduced = list(synchronise.reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
     else:
         paths = tree.leaf_paths(grads)
         hook = strategy.hook(sync_state.checked_step() if sync_state is not None else 0) if sparse else None
@@ -107,7 +109,7 @@ def _reduce(
     strategy: Strategy,
     axis: Any,
     grads: list[torch.Tensor],
-    arrival: tuple[int, ...],
+    arrival: Callable[[], Sequence[int]],
     paths: list[str],
     state: SyncState | None,
 ) -> tuple[list[torch.Tensor], SyncState | None]:

@@ -47,6 +47,13 @@ def tracked(tensor: torch.Tensor) -> bool:
     return True
 
 
+def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those that are :func:`tracked`."""
+    if torch._C._are_functorch_transforms_active():
+        return [i for i, x in enumerate(tensors) if tracked(x)]
+    return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
+
+
 # --- inside a compiled graph -----------------------------------------------------------------------------------------
 # As in ltx.collectives.linear: entered through functions that Dynamo leaves as they are, registered at trace time.
 
@@ -111,7 +118,7 @@ def _schedule_in_graph(
     clock: torch.Tensor | None,
 ) -> Schedule:
     strategy, hook, axis = _traced[key]
-    plan = make_plan(strategy, hook, axis, tensors, arrival, names, step, list, operation, None, compare=False)
+    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, list, operation, None, compare=False)
     # Reductions run below every level of torch.func.
     return _in_graph(replace(plan, clock=None if clock is None else unwrapped(clock)))
 

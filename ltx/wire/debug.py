@@ -55,7 +55,7 @@ class Checks:
         self._met: BaseException | None = None
 
     def meet(
-        self, line: Line, key: Any, describe: Callable[[], Signature], offer: Any, known: Agreement | None
+        self, line: Line, key: Any, describe: Callable[[], Signature], offer: Callable[[], Any], known: Agreement | None
     ) -> Agreement:
         """:meth:`Line.meet` of a call, `known` or not."""
         if known is not None and self._covered and self._covered[0] == (line, key):
@@ -63,7 +63,7 @@ class Checks:
             return known
         self._covered.clear()
         signature = describe()
-        posts = self.exchange(line, signature, offer if known is None else known.offer)
+        posts = self.exchange(line, signature, offer() if known is None else known.offer)
         self._check_lines(line, posts)
         agreed = posts[0].value
         if known is not None and known.offer == agreed:

@@ -196,14 +196,21 @@ class Line:
                 channel.lane.close()
             dist.destroy_process_group(channel.group)
 
-    def meet(self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Any = None) -> Agreement:
+    def meet(
+        self,
+        channel: Channel,
+        key: Any,
+        describe: Callable[[], Signature],
+        offer: Callable[[], Any] = lambda: None,
+    ) -> Agreement:
         """Make sure that all ranks are about to issue the same thing on `channel`.
 
         Args:
             channel: where it will be issued.
             key: hashable; equal keys mean equal signatures. Known ones cost a look-up.
             describe: called for a new key, gives its :class:`Signature`.
-            offer: something JSON can carry on which ranks needn't be equal but must agree: rank 0's is taken.
+            offer: called for a new key, gives something JSON can carry on which ranks needn't be equal but must agree:
+                rank 0's is taken.
 
         Raises:
             RankMismatchError: on every rank alike, before any data has moved.
@@ -213,7 +220,7 @@ class Line:
             known = self._known[key] = under_way[-1].meet(self, key, describe, offer, known)
         elif known is None:
             signature = describe()
-            known = Agreement(signature, signature.fingerprint, self._compare(channel, signature, offer))
+            known = Agreement(signature, signature.fingerprint, self._compare(channel, signature, offer()))
             self._known[key] = known
         return known
 

@@ -36,14 +36,17 @@ def test_models_of_other_sizes_one_after_the_other() -> None:
         torch.testing.assert_close(got.params, expected.params)
 
 
-@pytest.mark.parametrize("name", STEPS)
+def some(*names: str) -> list[Any]:
+    """The steps of these names; the others with ``--full``."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in STEPS]
+
+
+@pytest.mark.parametrize("name", some("guarded", "clipped"))
 def test_alone(name: str) -> None:
     assert_alike(*trained(name, "aot_eager"))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("adamw", "powersgd") else pytest.param(name, marks=pytest.mark.full) for name in STEPS]
-)
+@pytest.mark.parametrize("name", some("powersgd"))
 def test_two_ranks(name: str, ranks: Ranks) -> None:
     results = ranks(2).run(trained, name, "aot_eager")
     for state, other in results:
