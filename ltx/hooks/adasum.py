@@ -109,15 +109,14 @@ def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) ->
 
 
 def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
-    """:meth:`Halving.combined`."""
+    """:meth:`Halving.combined`, in the memory of `a`: this rank's own, or what has arrived for it alone."""
     weights = list(zip(*(w.tolist() for w in halving.weights(summed, level)), strict=True))
-    result = torch.empty_like(a)
-    a, b, flat = a.view(-1), b.view(-1), result.view(-1)
+    flat, other = a.view(-1), b.view(-1)
     memory = torch.empty(min(_PIECE, flat.numel()), dtype=torch.float64)
     for part, at in _pieces(halving, level):
         weight_a, weight_b = weights[part]
-        flat[at].copy_(memory[: at.stop - at.start].copy_(a[at]).mul_(weight_a).add_(b[at], alpha=weight_b))
-    return result
+        flat[at].copy_(memory[: at.stop - at.start].copy_(flat[at]).mul_(weight_a).add_(other[at], alpha=weight_b))
+    return a
 
 
 def _pieces(halving: Halving, level: int) -> Iterator[tuple[int, slice]]:

@@ -113,7 +113,7 @@ def _exchange(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> S
 
 
 def _permute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    out = torch.zeros_like(buffer)
+    out = torch.empty_like(buffer) if group.rank() in arguments[1::2] else torch.zeros_like(buffer)
     works = []
     length = _piece(group, buffer.numel(), buffer.itemsize)
     for taken, given in zip(out.flatten().split(length), buffer.flatten().split(length), strict=True):

@@ -159,7 +159,9 @@ CUTS: dict[str, Cut] = {
 }
 
 
-def memory_for(operation: str, buffer: torch.Tensor, size: int) -> torch.Tensor:
+def memory_for(
+    operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> torch.Tensor:
     """Memory for the value: the buffer itself where the operation works in place."""
     match operation:
         case "all_gather":
@@ -169,6 +171,6 @@ def memory_for(operation: str, buffer: torch.Tensor, size: int) -> torch.Tensor:
         case "exchange":
             return torch.empty_like(buffer)
         case "permute":
-            return torch.zeros_like(buffer)
+            return torch.empty_like(buffer) if rank in arguments[1::2] else torch.zeros_like(buffer)
         case _:
             return buffer

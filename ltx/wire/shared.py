@@ -83,7 +83,7 @@ class Lane:
         """Begin `operation` on a contiguous `buffer`: its passage, and what will hold the value. Never blocks."""
         passage = Passage()
         with torch._C._DisableFuncTorch(), torch.no_grad():
-            out = memory_for(operation, buffer, self.size)
+            out = memory_for(operation, buffer, arguments, self.rank, self.size)
             for piece in CUTS[operation](buffer, out, arguments, self.rank, self.size):
                 passage.left += 1
                 self._to_fill.append((piece, passage, tag & _TAG_MASK))
