@@ -188,15 +188,16 @@ class WireSchedule(Schedule):
         return tuple(outs)
 
 
-#: Of all bytes, those that a link may have sent when the backward pass ends.
-_SENT_BACKWARD = 1 / 3
+#: Of all bytes, those that a link may have sent when the backward pass ends. With more than that held back for the
+#: order of use, a link of 1 Gbit/s stands still until their gradients come; a slow one has work enough either way.
+_SENT_BACKWARD = 2 / 3
 
 
 def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:
     """The order of launches where the next forward pass goes on while buckets land.
 
     A link that isn't done when the backward pass ends should go on with what the forward pass uses first, whose
-    gradients come last. So the first third of the bytes goes out as it comes, and the rest in the order of use.
+    gradients come last. So the first two thirds of the bytes go out as they come, and the rest in the order of use.
     """
     total, sent, early = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets), 0, 0
     while early < len(buckets) and sent < total * _SENT_BACKWARD:

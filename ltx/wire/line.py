@@ -89,7 +89,7 @@ class Line:
         self.pulse.reports[self._label] = lambda: {channel.address: channel.issued for channel in self.channels}
         self.notes = Notes(self._store, self.board.holds, self.gone, self.rank, self.size, self.timeout_s)
 
-    def _open_channel(self, name: str, lanes: bool = False, generation: int = 0) -> Channel:
+    def _open_channel(self, name: str, lanes: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
         address = f"{name}.{generation}" if generation else name
         group = open_group(
             self._global_ranks,
@@ -97,6 +97,7 @@ class Line:
             dist.get_backend(self.group),
             self._timeout,
             f"ltx:{self.name}:{name}",
+            in_turn,
         )
         lane = None
         if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
@@ -112,7 +113,8 @@ class Line:
         """Have `count` bucket channels at least. Waits for all ranks where one is missing, so all must come here."""
         while len(self._phases) < count:
             name = f"buckets {len(self._phases)}"
-            self._phases.append(self._open_channel(name, lanes=True, generation=self.passes.reunions))
+            made = self._open_channel(name, lanes=True, generation=self.passes.reunions, in_turn=True)
+            self._phases.append(made)
 
     def part(self, name: str, part: Part) -> Axis:
         """The axis of the ranks of this line that belong to this rank. All ranks open it together."""

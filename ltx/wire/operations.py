@@ -6,9 +6,11 @@ on contiguous buffers that the caller has made for it. The process groups that t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Sta
 
 
 def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    if group.name() == "gloo":  # whose own is an all-reduce of everything, of which it keeps a part
+    if _is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
         work, rows, finish = _exchange(group, buffer, arguments)
         return work, rows, lambda rows: finish(rows).sum(0, dtype=rows.dtype)
     out = buffer.new_empty(buffer.shape[1:])
@@ -94,7 +96,7 @@ class Works:
 
 def _piece(group: dist.ProcessGroup, length: int, itemsize: int) -> int:
     """How many of `length` elements for a peer go out at once: pieces are as good as equal."""
-    count = -(-length * itemsize // _PIECE_BYTES) if group.name() == "gloo" else 1
+    count = -(-length * itemsize // _PIECE_BYTES) if _is_gloo(group) else 1
     return -(-length // max(1, count))
 
 
@@ -147,8 +149,13 @@ def bytes_sent(operation: str, buffer: torch.Tensor, size: int) -> int:
     return OPERATIONS[operation].wire_bytes(buffer.numel() * buffer.element_size(), size)
 
 
-def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
+def open_group(
+    ranks: list[int], name: str, backend: str, timeout: timedelta, description: str, in_turn: bool = False
+) -> dist.ProcessGroup:
     """A process group over the global `ranks` that they alone open, called `name` on all of them.
+
+    `in_turn`: what is issued on it moves one after the other. Gloo otherwise has two operations of a group share the
+    link, and the first takes as long as both.
 
     ``dist.new_group(..., use_local_synchronization=True)`` makes names up from the number of groups that a process has
     at the moment. So ranks that differ in their other groups wait for each other for ever, and a name is used again
@@ -157,6 +164,9 @@ def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta, de
     make: Any = c10d._new_process_group_helper
     store: Any = c10d._get_default_store()
     limit = connect_limit(store, backend, timeout)
+    if in_turn and backend == "gloo":
+        _register_in_turn()
+        backend = _IN_TURN
     group: dist.ProcessGroup = make(
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -171,6 +181,28 @@ def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta, de
         c10d._set_pg_timeout(timeout, group)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+_IN_TURN = "ltx_gloo_in_turn"
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return group.name() == "gloo" or dist.get_backend(group) == _IN_TURN
+
+
+@cache
+def _register_in_turn() -> None:
+    """Let a group's backend be gloo with one thread, which torch gives to nobody who makes a group by a name."""
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
+        options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
+        options._timeout, options._threads = timeout, 1
+        return gloo(store, rank, size, options)
+
+    dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
 
 
 def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:

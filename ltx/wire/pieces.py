@@ -159,9 +159,7 @@ CUTS: dict[str, Cut] = {
 }
 
 
-def memory_for(
-    operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> torch.Tensor:
+def memory_for(operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
     """Memory for the value: the buffer itself where the operation works in place."""
     match operation:
         case "all_gather":

@@ -12,6 +12,7 @@ from torch import Tensor
 from ltx import hooks
 from ltx.sync.buckets import Bucket, Leaf, leaves_of, plan_buckets
 from ltx.sync.reduction import pack, pack_pure, unpack
+from ltx.sync.wire_schedule import launch_order
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -103,3 +104,11 @@ def test_what_a_hook_carries_over_is_added(seed: int) -> None:
     for grad, state, part in zip(grads, states, unpack(flat, bucket), strict=True):
         torch.testing.assert_close(part, grad / 2 + state.get("residual", 0))
     assert torch.equal(flat, pack_pure(grads, bucket, hook, 2, states))
+
+
+def test_launches_ahead_of_the_next_forward_pass() -> None:
+    """Two thirds of the bytes as they come; then what the forward pass uses first, whose gradients come last."""
+    leaves = tuple(Leaf(torch.Size([10]), torch.float32, CPU) for _ in range(9))
+    buckets = plan_buckets(leaves, tuple(range(9)), 40, 40)
+    assert list(launch_order(buckets)) == [0, 1, 2, 3, 4, 5, 8, 7, 6]
+    assert list(launch_order(buckets[:1])) == [0]

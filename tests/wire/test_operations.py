@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ltx
 from ltx import wire
-from ltx.wire.operations import OPERATIONS
+from ltx.wire.operations import OPERATIONS, _is_gloo
 
 from .conftest import OnFreshAxis
 
@@ -66,3 +67,20 @@ def test_nan_survives_extrema(torn: OnFreshAxis, sockets: bool, whose: int, dtyp
     nothing = torch.zeros(0)
     want = (xs.amax(0), xs.amin(0), nothing, xs[:, 2].amin())
     torch.testing.assert_close(torn(run, sockets=sockets).replicated(), want, rtol=0, atol=0, equal_nan=True)
+
+
+def _in_turn() -> tuple[bool, list[int], list[float]]:
+    """Threads of the buckets' and of the user's group, whether the former is known for gloo's, and sums on it."""
+    line: wire.Line = wire.resolve("data").backing.line
+    bucket, user = line.bucket_channel(0).group, line.user.group
+    threads = [group._get_backend(torch.device("cpu")).options._threads for group in (bucket, user)]
+    xs = [torch.ones(3) * k for k in range(5)]
+    for work in [dist.all_reduce(x, group=bucket, async_op=True) for x in xs]:
+        work.wait()
+    return _is_gloo(bucket), threads, [x[0].item() for x in xs]
+
+
+def test_buckets_travel_one_after_the_other(torn: OnFreshAxis) -> None:
+    """Two at once would share the link, and the first take as long as both."""
+    for found in torn(_in_turn, sockets=True):
+        assert found == (True, [1, 2], [0.0, 2.0, 4.0, 6.0, 8.0])
