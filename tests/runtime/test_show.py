@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -17,8 +17,8 @@ from ltx.runtime.show import Bar, Progress
 def screen(written: str) -> list[str]:
     """What a terminal shows of `written`: lines, where a carriage return goes back and an erasure empties."""
     lines = [""]
-    for part in re.split(r"(\r\n|\n|\r\x1b\[K)", written):
-        if part in ("\r\n", "\n"):
+    for part in re.split(r"(\n|\r\x1b\[K)", written):
+        if part == "\n":
             lines.append("")
         elif part == "\r\x1b[K":
             lines[-1] = ""
@@ -27,13 +27,26 @@ def screen(written: str) -> list[str]:
     return lines
 
 
+class Terminal(io.StringIO):
+    """Says that it is one. A real one hands over what is written in its own time."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @contextmanager
 def terminal() -> Iterator[Callable[[], str]]:
-    """``sys.stderr`` is one, and what was written there can be read."""
-    ours, theirs = os.openpty()
-    with open(theirs, "w") as stream, redirect_stderr(stream):
-        yield lambda: os.read(ours, 10_000).decode()
-    os.close(ours)
+    """``sys.stderr`` is one; gives what reads what has been written there since the last time."""
+    stream = Terminal()
+
+    def read() -> str:
+        written = stream.getvalue()
+        stream.seek(0)
+        stream.truncate()
+        return written
+
+    with redirect_stderr(stream):
+        yield read
 
 
 def test_a_line_that_is_written_over() -> None:
