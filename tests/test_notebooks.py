@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,12 +46,13 @@ def test_there_are_notebooks_to_run() -> None:
 
 def execute(path: Path, folder: Path) -> None:
     """Run the notebook in `folder`, with a kernel of its own; raises what a cell raises."""
-    nbclient.NotebookClient(
+    client = nbclient.NotebookClient(
         read(path),
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
-    ).execute()
+    )
+    asyncio.run(client.async_execute())  # whose loop is closed; in a thread, execute() leaves one behind
 
 
 @pytest.fixture(scope="module")

@@ -125,5 +125,9 @@ def grad_norm(state: Tree) -> Tensor | None:
     tensor(5.)
     """
     # Not into a TorchState, which holds no clipping but hundreds of tensors.
-    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState | TorchState))
+    try:
+        nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState | TorchState))
+    except RecursionError:
+        flatten(state)  # says so if it is the tree's fault
+        raise
     return next((node.norm for node in nodes if isinstance(node, ClipState)), None)
