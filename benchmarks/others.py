@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,13 +25,7 @@ def fabric_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -
         fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
         fabric.launch()
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        fabric.backward(cross_entropy(model(inputs), targets))
-        optimizer.step()
-
-    return step
+    return _step(model, optimizer, fabric.backward, inputs, targets)
 
 
 def accelerate_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Variant:
@@ -38,10 +34,19 @@ def accelerate_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tenso
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    return _step(model, optimizer, accelerator.backward, inputs, targets)
 
+
+def _step(
+    model: nn.Module,
+    optimizer: Any,
+    backward: Callable[[torch.Tensor], None],
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+) -> Variant:
     def step() -> None:
         optimizer.zero_grad()
-        accelerator.backward(cross_entropy(model(inputs), targets))
+        backward(cross_entropy(model(inputs), targets))
         optimizer.step()
 
     return step

@@ -38,6 +38,7 @@ def mark(
     deferred: bool,
     ahead: bool,
 ) -> Marked:
+    """The marked parameters of an eager call of `step_fn`; the arguments as in :meth:`DataParallel.run`."""
     axis = wire.resolve(step_fn.axis)
     if step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
         return _mark_nothing(step_fn, leaves, sync_state, axis)
@@ -87,6 +88,7 @@ def _mark_nothing(step_fn: DataParallel, leaves: list[Any], sync_state: SyncStat
 def mark_in_graph(
     step_fn: DataParallel, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
+    """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
     key = synchronise.prepare_trace(
         step_fn.strategy,
         step_fn.axis,
