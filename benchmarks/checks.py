@@ -28,8 +28,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import ltx
-from benchmarks import links
-from benchmarks.ranks import interleaved, ratio, run_ranks
+from benchmarks.ranks import found_by_ranks, interleaved, ratio
 from ltx import arguments, tree, wire
 from ltx.demo.model import GPT
 from ltx.transforms.captured import refuse_captured
@@ -150,9 +149,7 @@ def main() -> None:
     if given.worker:
         worker(given.iterations)
         return
-    arguments = ["-m", "benchmarks.checks", "--worker", "--iterations", str(given.iterations)]
-    with links.link("loopback", given.ranks) as made:
-        found = json.loads(run_ranks(arguments, made, given.ranks).strip().splitlines()[-1])
+    found = found_by_ranks(["-m", "benchmarks.checks", *sys.argv[1:]], "loopback", given.ranks)
     times = found["times"]
     print("| the demo's step | ms | ratio | goal |\n|---|---|---|---|")
     print(f"| without checks | {1e3 * statistics.median(times['none']):.2f} | 1 | |")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import ltx
 from benchmarks import links
-from benchmarks.ranks import Variant, interleaved, ratio, run_ranks
+from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -145,10 +145,7 @@ def main() -> None:
     if arguments.worker:
         worker(arguments)
         return
-    command = ["-m", "benchmarks.collectives", "--worker", "--iterations", str(arguments.iterations)]
-    command += ["--ops", *arguments.ops, "--sizes", *map(str, arguments.sizes)]
-    with links.link(arguments.link, arguments.ranks) as made:
-        found = json.loads(run_ranks(command, made, arguments.ranks).strip().splitlines()[-1])
+    found = found_by_ranks(["-m", "benchmarks.collectives", *sys.argv[1:]], arguments.link, arguments.ranks)
     times = found["times"]
     print(
         f"| {arguments.link}, {arguments.ranks} ranks | raw, µs | ltx, µs | ratio, at most {GOAL} |\n|---|---|---|---|"

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import ltx
 from benchmarks import links
-from benchmarks.ranks import Variant, interleaved, ratio, run_ranks
+from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio
 from benchmarks.step_time import Setting
 from ltx import hooks
 
@@ -107,11 +107,9 @@ def main() -> None:
     if arguments.worker:
         worker(arguments)
         return
-    command = ["-m", "benchmarks.hooks", "--worker", "--iterations", str(arguments.iterations)]
-    command += ["--block", str(arguments.block)]
-    with links.link(arguments.link, arguments.ranks) as made:
-        printed = run_ranks([*command, "--hooks", *arguments.hooks], made, arguments.ranks)
-    times: dict[str, list[float]] = json.loads(printed.strip().splitlines()[-1])
+    times: dict[str, list[float]] = found_by_ranks(
+        ["-m", "benchmarks.hooks", *sys.argv[1:]], arguments.link, arguments.ranks
+    )
     print(f"| {arguments.link} | ms | ratio to ddp | goal |\n|---|---|---|---|")
     for name, seconds in times.items():
         what = name.removeprefix("ltx ").removesuffix(" update")

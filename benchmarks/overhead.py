@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import ltx
-from benchmarks import links
-from benchmarks.ranks import Variant, interleaved, run_ranks
+from benchmarks.ranks import Variant, found_by_ranks, interleaved
 
 SIZE = 16
 GOAL_US = 1.0
@@ -116,10 +115,7 @@ def main() -> None:
     if arguments.worker:
         worker(arguments)
         return
-    command = ["-m", "benchmarks.overhead", "--worker", "--parameters", str(arguments.parameters)]
-    with links.link("loopback", 2) as link:
-        printed = run_ranks([*command, "--iterations", str(arguments.iterations)], link, 2)
-    times: dict[str, list[float]] = json.loads(printed.strip().splitlines()[-1])
+    times: dict[str, list[float]] = found_by_ranks(["-m", "benchmarks.overhead", *sys.argv[1:]], "loopback", 2)
 
     def beyond(name: str, base: str) -> float:
         pairs = zip(times[name], times[base], strict=True)

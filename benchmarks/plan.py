@@ -26,7 +26,7 @@ import torch
 import ltx
 from benchmarks import links
 from benchmarks.hooks import HOOKS
-from benchmarks.ranks import Variant, interleaved, ratio, run_ranks
+from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio, run_ranks
 from benchmarks.step_time import Setting
 from ltx.sync.buckets import Bucket, leaves_of
 from ltx.sync.reduction import Ask, Share, pack, unpack
@@ -111,10 +111,8 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
     """Run on `link`, plan for it, print both."""
-    command = ["-m", "benchmarks.plan", "--worker", "--iterations", str(iterations), "--strategies", *names]
-    with links.link(link, ranks) as made:
-        printed = run_ranks(command, made, ranks)
-    took: dict[str, float] = json.loads(printed.strip().splitlines()[-1])
+    command = ["-m", "benchmarks.plan", "--iterations", str(iterations), "--strategies", *names]
+    took: dict[str, float] = found_by_ranks(command, link, ranks)
     by_itself, latency = took["alone"], took["sum"] / (2 * (ranks - 1))
     params = Setting(0).params
     sending = took["send"]

@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from benchmarks import links
 from benchmarks.plan import OPTIMIZERS, STRATEGIES
-from benchmarks.ranks import Variant, run_ranks
+from benchmarks.ranks import Variant, found_by_ranks
 from benchmarks.step_time import Setting
 from ltx import hooks
 from ltx.wire.shared import Lane
@@ -143,11 +142,10 @@ def main() -> None:
     if arguments.worker:
         worker(arguments)
         return
-    command = ["-m", "benchmarks.prices", "--worker", "--rounds", str(arguments.rounds), "--only", *arguments.only]
-    with links.link("loopback", 2) as made:
-        steps = json.loads(run_ranks(command, made, 2).strip().splitlines()[-1])
-        os.environ["LTX_SHARED_MEMORY"] = "0"
-        wire = json.loads(run_ranks([*command, "--wire"], made, 2).strip().splitlines()[-1])
+    command = ["-m", "benchmarks.prices", *sys.argv[1:]]
+    steps = found_by_ranks(command, "loopback", 2)
+    os.environ["LTX_SHARED_MEMORY"] = "0"
+    wire = found_by_ranks([*command, "--wire"], "loopback", 2)
     print(f"A step alone: {steps.pop('step alone, ms'):.1f} ms.\n\n| hook | ns a number, in a step |\n|---|---|")
     for name, seconds in steps.items():
         print(f"| {name} | {1e9 * seconds:.1f} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import statistics
@@ -9,17 +10,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.links import Link
+from benchmarks.links import Link, link
 
 Variant = Callable[[], object]
 
 # glibc gives freed memory back to the system and faults it in again at the next step, a few milliseconds a step that
 # fall on one variant or another by the order of their frees. Kept memory is the same for all.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+
+
+def found_by_ranks(arguments: list[str], link_name: str, ranks: int, *, keep_memory: bool = True) -> Any:
+    """Run ``python *arguments --worker`` as each rank on a link of that name: the last line rank 0 prints, as JSON."""
+    with link(link_name, ranks) as made:
+        printed = run_ranks([*arguments, "--worker"], made, ranks, keep_memory=keep_memory)
+    return json.loads(printed.strip().splitlines()[-1])
 
 
 def run_ranks(

@@ -30,7 +30,7 @@ from torch.func import functional_call
 import ltx
 from benchmarks import links, others
 from benchmarks.models import Transformer, batch, cross_entropy
-from benchmarks.ranks import Variant, interleaved, ratio, run_ranks
+from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio
 
 # (variant, what it is compared with, the goal, the link where that isn't for all)
 GOALS: list[tuple[str, str, float, str | None]] = [
@@ -207,11 +207,9 @@ def measure(
     device: str = "cpu",
 ) -> dict[str, object]:
     """Run `names` interleaved on `link`."""
-    arguments = ["-m", "benchmarks.step_time", "--worker", "--variants", *names]
+    arguments = ["-m", "benchmarks.step_time", "--variants", *names]
     arguments += ["--iterations", str(iterations), "--warmup", str(warmup), "--block", str(block), "--device", device]
-    with links.link(link, ranks) as made:
-        printed = run_ranks(arguments, made, ranks, keep_memory=keep_memory)
-    found: dict[str, object] = json.loads(printed.strip().splitlines()[-1])
+    found: dict[str, object] = found_by_ranks(arguments, link, ranks, keep_memory=keep_memory)
     return found
 
 

@@ -30,7 +30,7 @@ from torch.func import functional_call
 import ltx
 from benchmarks import links
 from benchmarks.models import Transformer, cross_entropy
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import found_by_ranks
 from ltx import hooks
 from ltx.demo.text import Corpus, read_topics
 
@@ -224,11 +224,7 @@ def main() -> None:
     if arguments.worker:
         worker(arguments)
         return
-    command = ["-m", "benchmarks.strategies", "--worker", "--rounds", str(arguments.rounds)]
-    command += ["--losses", str(arguments.losses), "--strategies", *arguments.strategies]
-    with links.link(arguments.link, arguments.ranks) as made:
-        printed = run_ranks(command, made, arguments.ranks)
-    found = json.loads(printed.strip().splitlines()[-1])
+    found = found_by_ranks(["-m", "benchmarks.strategies", *sys.argv[1:]], arguments.link, arguments.ranks)
     times, after = found["times"], found["losses"]
     steps = arguments.losses
     more = [f"loss after {steps} steps", "in ddp's time"] if after else []

@@ -30,6 +30,7 @@ class _Flight:
     phase: int = 0
     landed: Landed | None = None
     halfway: bool = False  # between two collectives
+    total: float | None = None  # of all elements of what has landed, if the wire knows it
 
     @property
     def may_go_on(self) -> bool:
@@ -37,17 +38,19 @@ class _Flight:
 
 
 class Flights:
-    """The reductions of one backward pass, in the order of their launches."""
+    """The reductions of one backward pass, in the order of their launches. `summed`: their sums are asked for."""
 
     def __init__(
         self,
         line: wire.Line,
         channel_of: Callable[[wire.Line, int], wire.Channel] = wire.Line.bucket_channel,
         what: str = "bucket",
+        summed: bool = False,
     ):
         self._line = line
         self._channel_of = channel_of
         self._what = what
+        self._summed = summed
         self._flights: list[_Flight] = []
 
     def __len__(self) -> int:
@@ -73,10 +76,13 @@ class Flights:
         flight.halfway = False
 
     def _run_on(self, flight: _Flight, place: int, result: torch.Tensor | None) -> None:
+        arrived, version = result, -1 if result is None else result._version
         while True:
             try:
                 ask = next(flight.reduction) if result is None else flight.reduction.send(result)
             except StopIteration as end:
+                if flight.ticket is not None and end.value[0] is arrived and version == arrived._version:
+                    flight.total = flight.ticket.total  # what the wire has added up is what the hook gives
                 flight.landed, flight.ticket = end.value, None
                 return
             if flight.phase == flight.hook.phases_on(self._line.size):
@@ -93,7 +99,8 @@ class Flights:
             channel = self._channel_of(line, flight.phase)
             flight.phase += 1
             if ask.buffer.numel():
-                flight.ticket = channel.issue(ask.operation, ask.buffer, f"{self._what} {place}", ask.arguments)
+                what = f"{self._what} {place}"
+                flight.ticket = channel.issue(ask.operation, ask.buffer, what, ask.arguments, self._summed)
                 return
             result = ask.buffer  # nothing to send; every rank has the same shapes
 
@@ -115,6 +122,10 @@ class Flights:
     def landed(self, place: int) -> Landed | None:
         """What became of a bucket, if it has landed."""
         return self._flights[place].landed
+
+    def total(self, place: int) -> float | None:
+        """The sum of all elements of a bucket that has landed, or NaN; None if nobody has taken it."""
+        return self._flights[place].total
 
     @property
     def intact(self) -> bool:

@@ -51,13 +51,12 @@ def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [first if first.numel() == count else first.as_strided((count,), (1,)) for first, count, _ in runs]
 
 
-def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
     """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: their :func:`probes`, if at hand."""
     sums = probes(grads) if sums is None else sums
-    if all(x.device.type == "cpu" for x in sums):
-        suspicious = not all(cmath.isfinite(x.item()) for x in sums)
-    else:
-        suspicious = not bool(torch.stack([x.isfinite() for x in sums]).all())
+    numbers = [x for x in sums if isinstance(x, float) or x.device.type == "cpu"]
+    tensors = [x.isfinite() for x in sums if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
     # Sums of finite numbers overflow, too.
     return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
 

@@ -29,7 +29,7 @@ class Done:
     sync_flat: list[torch.Tensor]
     params: Tree = None
     opt_state: Tree = None
-    sums: list[torch.Tensor] | None = None  # of each gradient, if asked for
+    sums: list[torch.Tensor | float] | None = None  # of the gradients, if asked for
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,17 @@ class Work:
         scale = self.scale(schedule, weighted)
         grads: dict[int, torch.Tensor] = {}
         states: dict[int, LeafState] = {}
-        sums: list[torch.Tensor] = []
+        sums: list[torch.Tensor | float] = []
         params, opt_state, targets = self.in_place() if self.by_bucket else (None, None, None)
         for bucket, landed, next_states in _without_grad(schedule.land_each()):
             if next_states:
                 states.update(zip(bucket.members, schedule.plan.states_of(bucket, next_states), strict=True))
             if targets is None:
+                total = schedule.total(bucket) if self.probes is not None and abs(scale) <= 1 else None
                 _scaled(landed, scale)
-                if self.probes is not None:
+                if total is not None:  # no multiple of what is finite is infinite
+                    sums.append(total)
+                elif self.probes is not None:
                     sums += self.probes(landed)  # while they are in the cache
                 grads.update(zip(bucket.members, landed, strict=True))
             else:

@@ -52,7 +52,7 @@ def loss_scale_of(train: TrainStep, state: TrainState) -> torch.Tensor | float |
 
 
 def all_finite(
-    train: TrainStep, grads: Sequence[torch.Tensor], at: Moment, sums: Sequence[torch.Tensor] | None = None
+    train: TrainStep, grads: Sequence[torch.Tensor], at: Moment, sums: Sequence[torch.Tensor | float] | None = None
 ) -> bool | torch.Tensor | None:
     """With dynamic loss scaling or a guard: whether all gradients of all ranks are finite, on all ranks alike."""
     if not looks(train):

@@ -39,7 +39,7 @@ _DIGEST_PRIME = (1 << 61) - 1
 class Ticket:
     """An issue under way. :meth:`wait` gives its result; until then nobody may read the buffer."""
 
-    __slots__ = ("__weakref__", "_channel", "_event", "_finish", "_given_up", "_label", "_value", "_work")
+    __slots__ = ("__weakref__", "_channel", "_event", "_finish", "_given_up", "_label", "_value", "_work", "total")
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class Ticket:
         self._label = label
         self._event = event
         self._given_up: LtxError | None = None
+        #: Once it has landed: the sum of the result's elements, or NaN, where it was asked for and is known.
+        self.total: float | None = None
 
     def give_up(self) -> None:
         """Let go of what is under way, whose channel is closed: nobody will get it."""
@@ -99,6 +101,8 @@ class Ticket:
         except LtxError as error:
             self._channel.torn = error
             raise
+        if isinstance(work, Passage) and work.summed:
+            self.total = work.total
         self._work = None  # not before: one that failed, or whose wait was interrupted, hasn't landed
         if self._event is not None:
             self._event.waited_s = time.perf_counter() - began
@@ -224,8 +228,13 @@ class Channel:
         """Whether what is issued on `buffer` goes through shared memory."""
         return self.lane is not None and buffer.device.type == "cpu"
 
-    def issue(self, operation: str, buffer: torch.Tensor, label: str, arguments: Arguments = ()) -> Ticket:
-        """Start `operation` on a contiguous `buffer` that now belongs to the wire."""
+    def issue(
+        self, operation: str, buffer: torch.Tensor, label: str, arguments: Arguments = (), summed: bool = False
+    ) -> Ticket:
+        """Start `operation` on a contiguous `buffer` that now belongs to the wire.
+
+        `summed`: the ticket of a reduction is to know the sum of all elements, where that costs hardly anything.
+        """
         if self.torn is not None:
             raise type(self.torn)(
                 f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "
@@ -237,7 +246,7 @@ class Channel:
             self.begun, self.device = self.begun + 1, buffer.device
         event = ledger.note(self.name, operation, label, bytes_sent(operation, buffer, self.size))
         if self.lane is not None and self.takes_lane(buffer):
-            return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest), label, event)
+            return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest, summed), label, event)
         try:
             work, value, finish = entry.start(self.group, buffer, arguments)
         except RuntimeError as error:

@@ -78,12 +78,12 @@ class Checks:
         """Every rank's post for this call: equal signatures, and each rank's `value`."""
         if line not in self._lines:
             self._lines[line] = None
-            line.next_check = (line.next_check[0] + 1, 0)
-        (session, call) = line.next_check
-        line.next_check = (session, call + 1)
+            line.meetings.next_check = (line.meetings.next_check[0] + 1, 0)
+        (session, call) = line.meetings.next_check
+        line.meetings.next_check = (session, call + 1)
         place, before = (f"{CHECKS}/{session}/{n}" for n in (call, call - 1))
         issued = {channel.address: channel.issued for channel in line.channels}
-        post = Post(signature, value, _caller(), issued, line.next_check)
+        post = Post(signature, value, _caller(), issued, line.meetings.next_check)
         try:
             posts = self._exchange(line, place, before, post)
         except BaseException as error:
@@ -98,7 +98,7 @@ class Checks:
 
     def _exchange(self, line: Line, place: str, before: str, post: Post) -> list[Post]:
         try:
-            return line.exchange(place, post)
+            return line.meetings.exchange(place, post)
         except CollectiveTimeoutError as error:
             text = f"{error} This is {post.call}."
             for rank in line.board.absent(place):
@@ -137,8 +137,8 @@ class Checks:
             return  # they know: all of them were there
         signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())
         for line in self._open():
-            session, call = line.next_check
-            line.next_check = (session, call + 1)
+            session, call = line.meetings.next_check
+            line.meetings.next_check = (session, call + 1)
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
                 line.board.post(f"{CHECKS}/{session}/{call}", Post(signature, None, _caller()))
 

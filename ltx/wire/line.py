@@ -7,11 +7,9 @@ the group, in the same order, and closed by ``ltx.shutdown``.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,19 +20,20 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis, GroupBacking, Part
-from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError, StoreGoneError
+from ltx.errors import LtxError
 from ltx.wire.board import Board
 from ltx.wire.channel import Channel
-from ltx.wire.debug import CHECKS, under_way
+from ltx.wire.debug import under_way
 from ltx.wire.farewell import join_the_rest
 from ltx.wire.measure import Network
-from ltx.wire.notes import NOTES, Notes
+from ltx.wire.meetings import Meetings
+from ltx.wire.notes import Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes
 from ltx.wire.pulse import AskedStore, hold_pulse, release_pulse
 from ltx.wire.room import Room
-from ltx.wire.shared import open_lane, stride_everywhere
-from ltx.wire.signature import Agreement, Post, Signature, explain_posts
+from ltx.wire.shared import open_lane
+from ltx.wire.signature import Agreement, Post, Signature
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 _HISTORY = 1024  # issues in the background of which it is known what they were
@@ -57,21 +56,18 @@ class Line:
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout.total_seconds()
-        self._global_ranks = dist.get_process_group_ranks(group)
+        self.global_ranks = dist.get_process_group_ranks(group)
         self._timeout = timeout
         # Lines are told apart by their ranks, name and number of opening, as each rank counts its own in the store. So
         # one that is opened again after a shutdown doesn't find what was there before.
         store = c10d._get_default_store()
-        label = f"ltx/{name}/{hashlib.sha1(repr(self._global_ranks).encode()).hexdigest()}"
+        label = f"ltx/{name}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
         self._label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
         self.pulse = hold_pulse(store, dist.get_rank(), heartbeat_s)
         self._store = AskedStore(PrefixStore(f"{self._label}/", store), self.pulse)
         self.board = Board(self._store, self.rank, self.size)
         self._known: dict[Any, Agreement] = {}
-        self._answered: set[str] = set()
         self._phases: list[Channel] = []
-        #: (session, call) of ltx.debug_checks() that comes next on this line, the same on all ranks.
-        self.next_check = (0, 0)
         self.closed = False
         self.compared_replicas = False  # whether a training step has, on this line
         self.network: Network | None = None  # once it has been measured
@@ -83,6 +79,7 @@ class Line:
         self.passes = Passes(
             self._store, self.board.holds, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
         )
+        self.meetings = Meetings(self)
         self.user = self._open_channel("user", lanes=True)
         self.background = self._open_background()
         self.open_phases(1)
@@ -92,7 +89,7 @@ class Line:
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
         address = f"{name}.{generation}" if generation else name
         group = open_group(
-            self._global_ranks,
+            self.global_ranks,
             f"{self._label}/{address}",
             dist.get_backend(self.group),
             self._timeout,
@@ -102,7 +99,7 @@ class Line:
         lane = None
         if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
             lane = open_lane(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
-        return Channel(name, address, self.name, group, self.timeout_s, self._answer, self._behind, lane)
+        return Channel(name, address, self.name, group, self.timeout_s, self.meetings.answer, self._behind, lane)
 
     def _open_background(self) -> Channel:
         channel = self._open_channel("background", generation=self.passes.reunions)
@@ -119,7 +116,7 @@ class Line:
     def part(self, name: str, part: Part) -> Axis:
         """The axis of the ranks of this line that belong to this rank. All ranks open it together."""
         if part not in self._parts:
-            ranks = [self._global_ranks[member] for member in part.members(self.rank)]
+            ranks = [self.global_ranks[member] for member in part.members(self.rank)]
             label = f"{self._label}/{name} of ranks {ranks}"
             group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
             line = Line(name, group, self._timeout, self.pulse.heartbeat_s)
@@ -185,7 +182,7 @@ class Line:
         for later in list(self.in_flight):
             with suppress(LtxError):  # whoever reads what became of it is told then
                 later.land_all()
-        join_the_rest(self.background, self._store, self.board.holds, self._lost)
+        join_the_rest(self.background, self._store, self.board.holds, self.lost)
         for ticket in list(self.background.tickets):
             ticket.give_up()
         self.pulse.reports.pop(self._label, None)
@@ -240,12 +237,12 @@ class Line:
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
-        return self.exchange(place, Post(signature, offer))[0].value
+        return self.meetings.exchange(place, Post(signature, offer))[0].value
 
     def notes_without_store(self, folder: Path) -> Notes:
         """Where the store is gone, :attr:`notes` in a file in `folder`, which all ranks see: the same one for all."""
         name = hashlib.sha1(f"{self._label} of {self.pulse.world}".encode()).hexdigest()[:12]
-        return self.notes.through(folder / f".ltx-notes-{name}", self._lost)
+        return self.notes.through(folder / f".ltx-notes-{name}", self.lost)
 
     def meet_aside(self, place: str, signature: Signature, value: Any) -> list[Any]:
         """Every rank's `value`, JSON, at a place that `notes` began; nothing is issued. For the thread that trains.
@@ -253,82 +250,20 @@ class Line:
         A peer that waits in a collective instead finds this rank here, and both raise.
 
         Raises:
-            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`exchange`.
+            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Meetings.exchange`.
         """
         issued = {channel.address: channel.issued for channel in self.channels}
-        return [post.value for post in self.exchange(place, Post(signature, value, issued=issued))]
-
-    def exchange(self, place: str, post: Post) -> list[Post]:
-        """Every rank's post at `place`, once all have come there.
-
-        Raises:
-            RankMismatchError: they don't agree, or a peer waits elsewhere and won't come; on every rank.
-            PeerLostError: a peer's process has died, where all ranks share a machine.
-            CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
-        """
-        self.board.post(place, post)
-        self.board.stand_at(place)
-        deadline = time.monotonic() + self.timeout_s
-        pause = 0.0005
-        everyone = [f"{place}/{rank}" for rank in range(self.size)]
-        while not self.board.holds(everyone):
-            if not stride_everywhere():  # peers may wait for this rank's strides in a lane
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            if pause == 0.05:
-                self.passes.look_for_abandonment()
-                self._refuse_silent()
-                self._refuse_elsewhere(place, post)
-                self._refuse_lost(everyone, post)
-                if self.passes.inside:
-                    self.passes.look()
-            if time.monotonic() > deadline:
-                absent = self.board.absent(place)
-                raise CollectiveTimeoutError(
-                    f"rank {self.rank}: {post.signature.operation} on axis {self.name!r}: ranks {absent} "
-                    f"didn't come to compare it within {self.timeout_s:g} s. Every rank must call the same collectives."
-                )
-        self.board.stand_at("")
-        posts = self.board.posts(everyone)
-        self._refuse(dict(enumerate(posts)))
-        return posts
-
-    def _refuse_elsewhere(self, place: str, post: Post) -> None:
-        """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""
-        for rank in range(self.size):
-            there = self.board.standing(rank)
-            if rank == self.rank or there in ("", place) or self.board.holds([f"{there}/{self.rank}"]):
-                continue
-            if self.board.holds([f"{place}/{rank}"]):  # it has been here, and gone on
-                continue
-            self._reply(there, rank, post)
-
-    def _refuse_silent(self) -> None:
-        """Raise if a peer shows no sign of life."""
-        if silent := self.pulse.look(self._global_ranks):
-            peers = ", ".join(str(self._global_ranks.index(rank)) for rank in silent)
-            raise PeerLostError(
-                f"rank {self.rank}: rank {peers} on axis {self.name!r} has shown no sign of life for "
-                f"{self.pulse.heartbeat_s:g} s: its process has been stopped, or its machine or the link to it is down."
-            )
+        return [post.value for post in self.meetings.exchange(place, Post(signature, value, issued=issued))]
 
     def _behind(self, channel: Channel, position: int) -> str:
         """Which ranks haven't come to the `position`-th issue of `channel`, in words."""
-        reports = self.pulse.reported(self._global_ranks, self._label)
+        reports = self.pulse.reported(self.global_ranks, self._label)
         late = {rank: report.get(channel.address, position) for rank, report in enumerate(reports)}
         words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < position]
         return "; ".join(words) or "a peer hasn't issued it"
 
-    def _refuse_lost(self, keys: list[str], post: Post) -> None:
-        """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
-        lost = self._lost()
-        if lost and not self.board.holds(keys):
-            raise PeerLostError(
-                f"rank {self.rank}: {post.signature.operation} on axis {self.name!r} failed while waiting for its "
-                f"peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
-            )
-
-    def _lost(self) -> list[int]:
+    def lost(self) -> list[int]:
+        """The peers whose processes have died, where all ranks share a machine."""
         return self.user.lane.lost_peers() if self.user.lane is not None else []
 
     def gone(self) -> list[int]:
@@ -337,72 +272,5 @@ class Line:
         Raises:
             PeerLostError: the store is gone, or doesn't answer.
         """
-        silent = [self._global_ranks.index(rank) for rank in self.pulse.look(self._global_ranks)]
-        return sorted({*self._lost(), *silent})
-
-    def _reply(self, place: str, rank: int, post: Post) -> None:
-        """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
-        theirs = self.board.read(place, rank)
-        assert theirs is not None
-        if theirs.signature == post.signature:  # the same call, but it would pair with another
-            operation = f"{post.signature.operation} (after other calls)"
-            post = replace(post, signature=replace(post.signature, operation=operation))
-        self.board.post(place, post)
-        self._refuse(dict(sorted({self.rank: post, rank: theirs}.items())))
-
-    def _answer(self) -> None:
-        """Called while this rank waits: may it wait for ever?
-
-        It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
-        made with another signature, or at a call of ltx.debug_checks() before having issued what this rank waits for.
-        """
-        try:
-            self._look_for_trouble()
-        except StoreGoneError:
-            return  # what is under way needs no store; a peer that is gone too breaks its connections
-
-    def _look_for_trouble(self) -> None:
-        self.passes.look()
-        self._refuse_silent()
-        for rank in range(self.size):
-            place = self.board.standing(rank)
-            if rank == self.rank or place == "" or place in self._answered:
-                continue
-            address, _, position = place.rsplit("/", 2)
-            if address == CHECKS or address.startswith(NOTES):
-                self._answer_check(place, rank)
-                continue
-            channel = next((c for c in self.channels if c.address == address), None)
-            if channel is None or channel.issued <= int(position):
-                continue
-            self._answered.add(place)
-            mine = dict(channel.recent).get(int(position))
-            if mine is None or self.board.holds([f"{place}/{self.rank}"]):
-                continue  # answered when it was new here too
-            self.board.post(place, Post(mine.signature, mine.offer))
-            self._compare_posted(place)
-
-    def _answer_check(self, place: str, rank: int) -> None:
-        theirs = self.board.read(place, rank)
-        if theirs is None or self.board.holds([f"{place}/{self.rank}"]):
-            return
-        checked = place.startswith(CHECKS)
-        for channel in self.channels:
-            if channel is self.background and not checked:
-                continue  # where ranks may issue in their own time
-            position = theirs.issued.get(channel.address, channel.issued)
-            mine = dict(channel.recent).get(position) if channel.issued > position else None
-            if mine is not None:
-                how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
-                operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
-                self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
-
-    def _compare_posted(self, place: str) -> None:
-        posts = {rank: post for rank in range(self.size) if (post := self.board.read(place, rank)) is not None}
-        self._refuse(posts)
-
-    def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call that some ranks came to counts for all, so that their next ones meet."""
-        self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
-        if error := explain_posts(self.name, posts):
-            raise error
+        silent = [self.global_ranks.index(rank) for rank in self.pulse.look(self.global_ranks)]
+        return sorted({*self.lost(), *silent})

@@ -14,7 +14,8 @@ lock. Nothing ever blocks but a wait, which looks every 0.1 s whether its peers 
 own, which the kernel lets go when the process dies.
 
 Beside each piece lies a tag: the digest of all that its rank has issued on the channel so far. Where tags differ, ranks
-have issued different things, and the piece is refused on all of them.
+have issued different things, and the piece is refused on all of them. If asked for, there lies also the sum of what its
+rank has reduced, taken while that is in the core's cache: it says whether all of it is finite.
 
 The memory has no name in any file system, so that nothing is left behind, whatever happens. Counters are aligned words;
 that others see them in the order of the writes before them is what x86-64 promises, so other processors take the
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import mmap
 import os
 import platform
@@ -47,6 +49,7 @@ _WORD = 8
 _LINE_WORDS = 64 // _WORD  # one cache line a counter
 _FILLED, _REDUCED, _EMPTIED = (i * _LINE_WORDS for i in range(3))
 _TAGS = 3 * _LINE_WORDS  # one a slot
+_SUMS = _TAGS + PIECES  # one a slot
 _TAG_MASK = (1 << 62) - 1
 _SETTING = "LTX_SHARED_MEMORY"
 
@@ -55,9 +58,11 @@ _SETTING = "LTX_SHARED_MEMORY"
 class Passage:
     """A buffer on its way through a lane, piece by piece. Its value is there once `left` is 0."""
 
+    summed: bool = False
     left: int = 0
     landed_s: float = 0.0
     refused: bool = False  # ranks have issued different things
+    total: float = 0.0  # of all elements of the value, if `summed`; NaN where a rank hasn't added its part up
 
 
 class Lane:
@@ -70,6 +75,7 @@ class Lane:
         self._locks = locks  # each rank's lock file, by descriptors of this process
         self._files = files
         self._counters = [memoryview(arena).cast("q") for arena in arenas]
+        self._sums = [memoryview(arena).cast("d") for arena in arenas]
         self._bytes = [torch.frombuffer(arena, dtype=torch.uint8, offset=_COUNTERS_BYTES) for arena in arenas]
         # (piece, its passage, its tag), waiting for each stride in order.
         self._to_fill: deque[tuple[Piece, Passage, int]] = deque()
@@ -78,10 +84,13 @@ class Lane:
         self._done = [0, 0, 0]
 
     def begin(
-        self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int
+        self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int, summed: bool = False
     ) -> tuple[Passage, torch.Tensor]:
-        """Begin `operation` on a contiguous `buffer`: its passage, and what will hold the value. Never blocks."""
-        passage = Passage()
+        """Begin `operation` on a contiguous `buffer`: its passage, and what will hold the value. Never blocks.
+
+        `summed`: a reduction's passage is to know the sum of all elements of the value.
+        """
+        passage = Passage(summed)
         with torch._C._DisableFuncTorch(), torch.no_grad():
             out = memory_for(operation, buffer, arguments, self.rank, self.size)
             for piece in CUTS[operation](buffer, out, arguments, self.rank, self.size):
@@ -142,6 +151,7 @@ class Lane:
                 for share in shares[1:-1]:
                     total = piece.reduce(total, share)
                 piece.reduce(total, shares[-1], out=shares[self.rank])
+            self._sums[self.rank][_SUMS + place % PIECES] = _sum(shares[self.rank]) if passage.summed else math.nan
         self._tell(1, _REDUCED)
         self._to_empty.append((piece, passage))
         return True
@@ -153,6 +163,8 @@ class Lane:
         piece, passage = self._to_empty.popleft()
         if not passage.refused:
             piece.take(self._slots(place, piece))
+            if passage.summed:
+                passage.total += sum(words[_SUMS + place % PIECES] for words in self._sums)
         self._tell(2, _EMPTIED)
         passage.left -= 1
         if passage.left == 0:
@@ -182,10 +194,17 @@ class Lane:
         self._bytes = []
         for words in self._counters:
             words.release()
-        self._counters = []
+        for sums in self._sums:
+            sums.release()
+        self._counters, self._sums = [], []
         for descriptor in (*self._locks, *self._files):
             os.close(descriptor)
         self._locks, self._files, self._maps = [], [], []
+
+
+def _sum(x: torch.Tensor) -> float:
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return float(x.sum(dtype=torch.float32 if x.dtype.itemsize < 4 else None).item())
 
 
 # A rank that waits for one thing may be what its peers wait for in another: whoever waits strides in every lane.

@@ -176,6 +176,61 @@ def test_what_only_the_sum_makes_infinite(ranks: Ranks) -> None:
     assert f"{what}: leaf '<the tree itself>' (infinite, 1 of 2 elements)." in said
 
 
+class _Spoiling(ltx.hooks.CommHook):
+    """The mean, whose first element is spoiled once it has arrived: what the wire has added up doesn't tell."""
+
+    def reduce(self, share: ltx.hooks.Share) -> ltx.hooks.Reduction:
+        total, states = yield from ltx.hooks.AllReduce().reduce(share)
+        total[0] = total[0] / 0
+        return total, states
+
+
+def test_what_a_hook_does_afterwards_is_seen(ranks: Ranks) -> None:
+    def on_a_rank() -> list[bool]:
+        found = []
+        for hook in (ltx.hooks.AllReduce(), _Spoiling()):
+            train = ltx.train_step(
+                ltx.data_parallel(lambda w: w.sum(), ltx.DDPStrategy(comm_hook=hook)), SGD, guard="skip"
+            )
+            found.append(bool(train(train.init(torch.zeros(8)))[1].skipped))
+        return found
+
+    assert ranks(2).run(on_a_rank).replicated() == [False, True]
+
+
+def test_what_a_weight_makes_infinite_is_seen(ranks: Ranks) -> None:
+    """A sum of weights below the number of ranks makes gradients larger once they have landed."""
+
+    def on_a_rank() -> tuple[bool, bool]:
+        rank = int(ltx.axis_index())
+
+        def loss(w: Tensor, x: Tensor, weight: Tensor) -> ltx.Weighted:
+            return ltx.Weighted((w * x).sum(), weight)
+
+        train = ltx.train_step(ltx.data_parallel(loss), SGD, guard="skip")
+        state, x = train.init(torch.zeros(2)), torch.tensor([2e38, -2e38])
+        _, alike = train(state, x, torch.ones(()))
+        _, small = train(train.init(torch.zeros(2)), x, torch.tensor(0.25 * (rank == 0)))
+        return bool(alike.skipped), bool(small.skipped)
+
+    assert ranks(2).run(on_a_rank).replicated() == (False, True)
+
+
+@pytest.mark.parametrize("place", [0, 300_000, 700_000, -1])
+def test_one_element_of_many_pieces(ranks: Ranks, place: int) -> None:
+    def on_a_rank() -> list[bool]:
+        found, rank = [], int(ltx.axis_index())
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), SGD, guard="skip")
+        state, x = train.init(torch.zeros(1_000_003)), torch.ones(1_000_003)
+        for bad in (1.0, NAN, 1.0):
+            x[place] = bad if rank == 1 else 1.0
+            state, metrics = train(state, x)
+            found.append(bool(metrics.skipped))
+        return found
+
+    assert ranks(2).run(on_a_rank).replicated() == [False, True, False]
+
+
 # --- what is finite --------------------------------------------------------------------------------------------------
 
 

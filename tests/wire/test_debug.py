@@ -401,6 +401,6 @@ def test_compiled_calls_are_not_compared(torn: OnFreshAxis) -> None:
         compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
         with ltx.debug_checks():
             got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
-            return got.tolist(), axes_in_scope()[-1].backing.line.next_check
+            return got.tolist(), axes_in_scope()[-1].backing.line.meetings.next_check
 
     assert torn(run).replicated() == ([3.0, 3.0], (1, 1))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -42,6 +43,29 @@ def test_sums_are_those_of_the_buffers_in_rank_order(
         for part in parts[2:]:
             expected = expected + part
         assert torch.equal(total, expected)
+
+
+def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]) -> list[tuple[Any, torch.Tensor]]:
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.line.bucket_channel(0)
+    draw = torch.Generator().manual_seed(seed + rank)
+    buffers = [torch.randn(size, generator=draw, dtype=dtype) for size in sizes]
+    tickets = [channel.issue("sum", buffer, "test", summed=asks[rank]) for buffer in buffers]
+    return [(ticket.total, value) for ticket in tickets for value in [ticket.wait()]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.complex128])
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int, dtype: Any) -> None:
+    sizes = [1, 2, 1000, (PIECES + 2) * PIECE_BYTES // dtype.itemsize + 5]
+    for total, value in ranks(n).run(totals, seed, sizes, dtype, [True] * n).replicated():
+        parts = torch.view_as_real(value) if value.is_complex() else value
+        tolerance = 1e-9 if dtype.itemsize >= 8 else 1e-4
+        assert total == pytest.approx(parts.double().sum().item(), abs=tolerance * parts.numel())
+
+
+def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], Any], seed: int) -> None:
+    for rank, own in enumerate(ranks(3).run(totals, seed, [1000], torch.float32, [True, False, True])):
+        assert own[0][0] is None if rank == 1 else math.isnan(own[0][0])
 
 
 def die_or_wait(rank_that_dies: int) -> str:

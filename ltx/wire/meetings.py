@@ -1,0 +1,166 @@
+"""The meetings of a line's ranks: how they compare what they are about to issue, and find out why a peer doesn't come.
+
+Ranks meet at places on the line's board. One that waits, here or for a collective, looks now and then whether it would
+wait for ever: whether a peer has died, or waits itself for something else.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ltx.errors import CollectiveTimeoutError, PeerLostError, StoreGoneError
+from ltx.wire.debug import CHECKS, under_way
+from ltx.wire.notes import NOTES
+from ltx.wire.shared import stride_everywhere
+from ltx.wire.signature import Post, Signature, explain_posts
+
+if TYPE_CHECKING:
+    from ltx.wire.line import Line
+
+
+class Meetings:
+    """The meetings of one line.
+
+    Attributes:
+        next_check: (session, call) of ltx.debug_checks() that comes next on this line, the same on all ranks.
+    """
+
+    def __init__(self, line: Line):
+        self._line, self._name, self._rank, self._size = line, line.name, line.rank, line.size
+        self._board, self._passes, self._pulse = line.board, line.passes, line.pulse
+        self._answered: set[str] = set()
+        self.next_check = (0, 0)
+
+    def exchange(self, place: str, post: Post) -> list[Post]:
+        """Every rank's post at `place`, once all have come there.
+
+        Raises:
+            RankMismatchError: they don't agree, or a peer waits elsewhere and won't come; on every rank.
+            PeerLostError: a peer's process has died, where all ranks share a machine.
+            CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
+        """
+        self._board.post(place, post)
+        self._board.stand_at(place)
+        deadline = time.monotonic() + self._line.timeout_s
+        pause = 0.0005
+        everyone = [f"{place}/{rank}" for rank in range(self._size)]
+        while not self._board.holds(everyone):
+            if not stride_everywhere():  # peers may wait for this rank's strides in a lane
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            if pause == 0.05:
+                self._passes.look_for_abandonment()
+                self._refuse_silent()
+                self._refuse_elsewhere(place, post)
+                self._refuse_lost(everyone, post)
+                if self._passes.inside:
+                    self._passes.look()
+            if time.monotonic() > deadline:
+                absent = self._board.absent(place)
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: {post.signature.operation} on axis {self._name!r}: ranks {absent} "
+                    f"didn't come to compare it within {self._line.timeout_s:g} s. Every rank must call the same "
+                    "collectives."
+                )
+        self._board.stand_at("")
+        posts = self._board.posts(everyone)
+        self._refuse(dict(enumerate(posts)))
+        return posts
+
+    def _refuse_elsewhere(self, place: str, post: Post) -> None:
+        """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""
+        for rank in range(self._size):
+            there = self._board.standing(rank)
+            if rank == self._rank or there in ("", place) or self._board.holds([f"{there}/{self._rank}"]):
+                continue
+            if self._board.holds([f"{place}/{rank}"]):  # it has been here, and gone on
+                continue
+            self._reply(there, rank, post)
+
+    def _refuse_lost(self, keys: list[str], post: Post) -> None:
+        """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
+        lost = self._line.lost()
+        if lost and not self._board.holds(keys):
+            raise PeerLostError(
+                f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
+                f"its peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
+            )
+
+    def _refuse_silent(self) -> None:
+        """Raise if a peer shows no sign of life."""
+        if silent := self._pulse.look(self._line.global_ranks):
+            peers = ", ".join(str(self._line.global_ranks.index(rank)) for rank in silent)
+            raise PeerLostError(
+                f"rank {self._rank}: rank {peers} on axis {self._name!r} has shown no sign of life for "
+                f"{self._pulse.heartbeat_s:g} s: its process has been stopped, or its machine or the link to "
+                "it is down."
+            )
+
+    def _reply(self, place: str, rank: int, post: Post) -> None:
+        """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
+        theirs = self._board.read(place, rank)
+        assert theirs is not None
+        if theirs.signature == post.signature:  # the same call, but it would pair with another
+            operation = f"{post.signature.operation} (after other calls)"
+            post = replace(post, signature=replace(post.signature, operation=operation))
+        self._board.post(place, post)
+        self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
+
+    def answer(self) -> None:
+        """Called while this rank waits: may it wait for ever?
+
+        It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
+        made with another signature, or at a call of ltx.debug_checks() before having issued what this rank waits for.
+        """
+        try:
+            self._look_for_trouble()
+        except StoreGoneError:
+            return  # what is under way needs no store; a peer that is gone too breaks its connections
+
+    def _look_for_trouble(self) -> None:
+        self._passes.look()
+        self._refuse_silent()
+        for rank in range(self._size):
+            place = self._board.standing(rank)
+            if rank == self._rank or place == "" or place in self._answered:
+                continue
+            address, _, position = place.rsplit("/", 2)
+            if address == CHECKS or address.startswith(NOTES):
+                self._answer_check(place, rank)
+                continue
+            channel = next((c for c in self._line.channels if c.address == address), None)
+            if channel is None or channel.issued <= int(position):
+                continue
+            self._answered.add(place)
+            mine = dict(channel.recent).get(int(position))
+            if mine is None or self._board.holds([f"{place}/{self._rank}"]):
+                continue  # answered when it was new here too
+            self._board.post(place, Post(mine.signature, mine.offer))
+            self._compare_posted(place)
+
+    def _answer_check(self, place: str, rank: int) -> None:
+        theirs = self._board.read(place, rank)
+        if theirs is None or self._board.holds([f"{place}/{self._rank}"]):
+            return
+        checked = place.startswith(CHECKS)
+        for channel in self._line.channels:
+            if channel is self._line.background and not checked:
+                continue  # where ranks may issue in their own time
+            position = theirs.issued.get(channel.address, channel.issued)
+            mine = dict(channel.recent).get(position) if channel.issued > position else None
+            if mine is not None:
+                how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
+                operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
+                self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
+
+    def _compare_posted(self, place: str) -> None:
+        posts = {rank: post for rank in range(self._size) if (post := self._board.read(place, rank)) is not None}
+        self._refuse(posts)
+
+    def _refuse(self, posts: dict[int, Post]) -> None:
+        """Raise if `posts` disagree. A call that some ranks came to counts for all, so that their next ones meet."""
+        self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
+        if error := explain_posts(self._name, posts):
+            raise error
