@@ -38,6 +38,7 @@ class WireSchedule(Schedule):
         self.header: wire.HeaderTicket | None = None
         #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
         self.states: Sequence[LeafState] | None = None
+        self.summed = False  # whether the sums of buckets are asked for
         self._passage: wire.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or not isinstance(part.backing, GroupBacking) else part.backing.line
@@ -77,7 +78,7 @@ class WireSchedule(Schedule):
             self.among.passes.leave(f"{type(reason).__name__}: {reason}")
 
     def _reset(self) -> None:
-        self._flights, self._batches, self._packed = Flights(self.line), [], {}
+        self._flights, self._batches, self._packed = Flights(self.line, summed=self.summed), [], {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
@@ -123,6 +124,11 @@ class WireSchedule(Schedule):
             bucket = self.plan.buckets[place]
             grads = unpack(flat.view(*batch, bucket.numel), bucket)
             yield bucket, grads, self.plan.flatten_states(bucket, states)
+
+    def total(self, bucket: Bucket) -> float | None:
+        """The sum of all gradients of a bucket that has landed, or NaN; None if the wire hasn't taken it."""
+        same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
+        return self._flights.total(self._order.index(bucket.index)) if same else None
 
     def land_bucket(self, index: int) -> tuple[list[torch.Tensor], list[LeafState]]:
         """(reduced gradients, next states) of one bucket, each by leaf, once it has landed."""
@@ -188,19 +194,22 @@ class WireSchedule(Schedule):
         return tuple(outs)
 
 
-#: Of all bytes, those that a link may have sent when the backward pass ends. With more than that held back for the
-#: order of use, a link of 1 Gbit/s stands still until their gradients come; a slow one has work enough either way.
-_SENT_BACKWARD = 2 / 3
-
-
 def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:
     """The order of launches where the next forward pass goes on while buckets land.
 
-    A link that isn't done when the backward pass ends should go on with what the forward pass uses first, whose
-    gradients come last. So the first two thirds of the bytes go out as they come, and the rest in the order of use.
+    What the forward pass uses first comes last: with everything as it comes, it waits for the whole backlog. So every
+    third bucket (by bytes) is held back, and those go out after all others in the order of use. The rest is enough to
+    do for a link during the backward pass; and what lands last is what came first, of the layers that are used last, so
+    that the link is idle only from there to the first bucket of the next backward pass.
     """
-    total, sent, early = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets), 0, 0
-    while early < len(buckets) and sent < total * _SENT_BACKWARD:
-        sent += buckets[early].numel * buckets[early].dtype.itemsize
-        early += 1
-    return (*range(early), *reversed(range(early, len(buckets))))
+    come = sent = 0
+    at_once, back = list[int](), list[int]()
+    for place, bucket in enumerate(buckets):
+        nbytes = bucket.numel * bucket.dtype.itemsize
+        come += nbytes
+        if 3 * (sent + nbytes) <= 2 * come:
+            sent += nbytes
+            at_once.append(place)
+        else:
+            back.append(place)
+    return (*at_once, *reversed(back))
