@@ -89,7 +89,7 @@ class ToTorch:
         except BaseException as error:
             # Peers may wait for the rest of this pass.
             if self._pass is not None:
-                self._pass.line.passes.leave(f"{type(error).__name__}: {error}")
+                self._pass.line.passes.leave_by(error)
                 self._pass = None
             raise
 

@@ -120,7 +120,7 @@ class Exchange:
             self._wait()
         except BaseException as error:
             if self._header is not None:  # what is in the background may be waited for again
-                self._line.passes.leave(f"{type(error).__name__}: {error}")
+                self._line.passes.leave_by(error)
             raise
         return list(zip(self._plan.buckets, self._landed, strict=True))
 

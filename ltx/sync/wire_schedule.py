@@ -75,7 +75,7 @@ class WireSchedule(Schedule):
     def abandon(self, reason: BaseException) -> None:
         """Say that this pass won't go on, if it has begun."""
         if self.header is not None:
-            self.among.passes.leave(f"{type(reason).__name__}: {reason}")
+            self.among.passes.leave_by(reason)
 
     def _reset(self) -> None:
         self._flights, self._batches, self._packed = Flights(self.line, summed=self.summed), [], {}

@@ -79,10 +79,15 @@ class Work:
         states: dict[int, LeafState] = {}
         sums: list[torch.Tensor | float] = []
         params, opt_state, targets = self.in_place() if self.by_bucket else (None, None, None)
-        for bucket, landed, next_states in _without_grad(schedule.land_each()):
-            if next_states:
-                states.update(zip(bucket.members, schedule.plan.states_of(bucket, next_states), strict=True))
-            if targets is None:
+        updated = 0
+        try:
+            for bucket, landed, next_states in _without_grad(schedule.land_each()):
+                if next_states:
+                    states.update(zip(bucket.members, schedule.plan.states_of(bucket, next_states), strict=True))
+                if targets is not None:
+                    updated += 1
+                    self.apply_bucket(bucket.members, landed, targets, scale)
+                    continue
                 total = schedule.total(bucket) if self.probes is not None and abs(scale) <= 1 else None
                 _scaled(landed, scale)
                 if total is not None:  # no multiple of what is finite is infinite
@@ -90,9 +95,15 @@ class Work:
                 elif self.probes is not None:
                     sums += self.probes(landed)  # while they are in the cache
                 grads.update(zip(bucket.members, landed, strict=True))
-            else:
-                self.apply_bucket(bucket.members, landed, targets, scale)
-        header = schedule.finish()
+            header = schedule.finish()
+        except BaseException as error:
+            if updated and self.donate:
+                self.state.tear(
+                    f"this TrainState (step {self.state.step}) is torn: {updated} of {len(schedule.plan.buckets)} "
+                    f"buckets had been updated in place when something failed ({type(error).__name__}: {error}). Load "
+                    'a checkpoint. With overlap="backward" a state is that before the step or that after it.'
+                )
+            raise
         assert header is not None
         flat = tree.flatten(self.sync_leaves_after(schedule, states, self.state.sync_state.leaves))[0]
         if targets is None:

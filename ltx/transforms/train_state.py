@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ltx import tree
-from ltx.errors import DonatedStateError
+from ltx.errors import DonatedStateError, TornStateError
 from ltx.optim import TorchState
 from ltx.strategies.kinds import Kinds
 from ltx.typing import Tree
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _LATE = ("params", "opt_state", "sync_state")
 
 
-# Which step a state's tensors were given to, if they were: one cell, which copies of the state share. A list, as a
-# compiled graph can't make objects.
-_Lease = list[int | None]
+# Which step a state's tensors were given to, if they were, or why they are torn: one cell, which copies of the state
+# share. A list, as a compiled graph can't make objects.
+_Lease = list[int | str | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,13 @@ class TrainState:
         return {**self.__dict__, "pending": None}  # what is under way belongs to this process
 
     def check_owned(self) -> None:
-        """Raise :class:`ltx.errors.DonatedStateError` if this state's tensors were given away."""
+        """Raise if this state's tensors were given away, or are torn.
+
+        Raises:
+            DonatedStateError, TornStateError: they are.
+        """
+        if isinstance(self._lease[0], str):
+            raise TornStateError(self._lease[0])
         if self._lease[0] is not None:
             raise DonatedStateError(
                 f"this TrainState (step {self.step}) was donated to the step that made state {self._lease[0]}: "
@@ -100,6 +106,12 @@ class TrainState:
         """
         self._lease[0] = self.step + 1
         for name in _LATE if later else ():
+            self.__dict__.pop(name, None)
+
+    def tear(self, why: str) -> None:
+        """Some of the tensors were updated in place and others weren't: whoever looks is told `why`."""
+        self._lease[0] = why
+        for name in _LATE:
             self.__dict__.pop(name, None)
 
     def become(self, following: TrainState) -> None:

@@ -12,7 +12,7 @@ import torch
 from ltx import collectives, tree, wire
 from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import StepError
+from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.optim import Optimizer
 from ltx.strategies.update import Moment, Updated
 from ltx.sync.wire_schedule import WireSchedule
@@ -107,7 +107,9 @@ class TrainStep:
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
             if (late or begun or asks(self, moment)) and isinstance(axis.backing, GroupBacking):
-                axis.backing.line.passes.leave(f"{type(error).__name__}: {error}")
+                axis.backing.line.passes.leave_by(error)
+            if isinstance(error, PeerLostError | CollectiveTimeoutError):
+                error.args = (f"{error} It was in step {state.step} of the training.",)
             raise
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
@@ -326,8 +328,8 @@ def train_step(
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
             landed. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
-            the state is torn. For optimizers that update leaf by leaf; refused for others (clipping). "step": they
-            also land between steps and during the next forward pass, see below.
+            a donated state is torn, and says so to whoever looks. For optimizers that update leaf by leaf; refused for
+            others (clipping). "step": they also land between steps and during the next forward pass, see below.
         has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
             (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
@@ -342,7 +344,7 @@ def train_step(
         WeightError: all weights of a Weighted step are 0; before the update.
         ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
-        TornStateError: with overlap="step", something failed while the last step landed.
+        TornStateError: something failed while a step with overlap="update" or "step" landed, and left its state so.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
 
     With ``overlap="step"`` a step returns when its backward pass is done. Its buckets land where the next one first

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -29,6 +30,9 @@ from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
+
+if TYPE_CHECKING:
+    from ltx.wire.meetings import Meetings
 
 # A wait returns to Python this often, so that a signal or an abort is seen at once.
 _TICK = timedelta(seconds=0.1)
@@ -136,10 +140,10 @@ class Ticket:
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
                 raise self._timed_out() from error
             with suppress(PeerLostError):  # the store being gone says less than what follows
-                channel.while_waiting()  # a peer that ended may have said why
+                channel.meetings.answer()  # a peer that ended may have said why
             raise PeerLostError(
-                f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers, "
-                f"one of which is gone: {error}"
+                f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers: "
+                f"{channel.meetings.missing()}. ({error})"
             ) from error
 
     def _pass(self, passage: Passage, began: float) -> None:
@@ -166,7 +170,7 @@ class Ticket:
         """What a rank that has waited for a while does: see whether its peers wait for something else."""
         channel = self._channel
         try:
-            channel.while_waiting()
+            channel.meetings.answer()
         except (DeadlockDetectedError, PeerLostError) as error:
             error.args = (f"{error} It waited for {self._label} (issue {channel.issued}).",)
             raise
@@ -178,7 +182,7 @@ class Ticket:
         return CollectiveTimeoutError(
             f"rank {channel.rank}: {self._label} (issue {channel.issued}) on axis {channel.axis_name!r}, "
             f"channel {channel.name!r}, didn't complete within {channel.timeout_s:g} s: "
-            f"{channel.behind(channel, channel.issued)}. Every rank must call the same collectives in the same order."
+            f"{channel.meetings.behind(channel)}. Every rank must call the same collectives in the same order."
         )
 
 
@@ -192,8 +196,7 @@ class Channel:
         axis_name: str,
         group: dist.ProcessGroup,
         timeout_s: float,
-        while_waiting: Callable[[], None],
-        behind: Callable[[Channel, int], str],
+        meetings: Meetings,
         lane: Lane | None = None,
     ):
         self.name = name
@@ -203,8 +206,7 @@ class Channel:
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s
-        self.while_waiting = while_waiting
-        self.behind = behind
+        self.meetings = meetings
         self.lane = lane  # the short way, where all ranks share a machine
         self.torn: LtxError | None = None  # what left an issue behind that never completed
         self.issued = 0
@@ -251,7 +253,8 @@ class Channel:
             work, value, finish = entry.start(self.group, buffer, arguments)
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self.rank}: {label} on axis {self.axis_name!r} could not be issued: {error}"
+                f"rank {self.rank}: {label} on axis {self.axis_name!r} could not be issued: {self.meetings.missing()}. "
+                f"({error})"
             ) from error
         if event is not None:
             _stamp_landing(work, event)

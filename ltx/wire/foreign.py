@@ -53,7 +53,7 @@ def wait_for_foreign(line: Line, future: torch.futures.Future[Any], label: str) 
             if now - looked < _TICK_S:
                 continue
             looked = now
-            channel.while_waiting()
+            channel.meetings.answer()
             if now - began > line.timeout_s:
                 raise CollectiveTimeoutError(
                     f"rank {line.rank}: {label} on axis {line.name!r} didn't complete within {line.timeout_s:g} s."

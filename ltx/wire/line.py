@@ -20,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis, GroupBacking, Part
-from ltx.errors import LtxError
+from ltx.errors import LtxError, PeerLostError
 from ltx.wire.board import Board
 from ltx.wire.channel import Channel
 from ltx.wire.debug import under_way
@@ -62,9 +62,9 @@ class Line:
         # one that is opened again after a shutdown doesn't find what was there before.
         store = c10d._get_default_store()
         label = f"ltx/{name}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
-        self._label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
+        self.label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
         self.pulse = hold_pulse(store, dist.get_rank(), heartbeat_s)
-        self._store = AskedStore(PrefixStore(f"{self._label}/", store), self.pulse)
+        self._store = AskedStore(PrefixStore(f"{self.label}/", store), self.pulse)
         self.board = Board(self._store, self.rank, self.size)
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
@@ -83,14 +83,14 @@ class Line:
         self.user = self._open_channel("user", lanes=True)
         self.background = self._open_background()
         self.open_phases(1)
-        self.pulse.reports[self._label] = lambda: {channel.address: channel.issued for channel in self.channels}
+        self.pulse.reports[self.label] = lambda: {channel.address: channel.issued for channel in self.channels}
         self.notes = Notes(self._store, self.board.holds, self.gone, self.rank, self.size, self.timeout_s)
 
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
         address = f"{name}.{generation}" if generation else name
         group = open_group(
             self.global_ranks,
-            f"{self._label}/{address}",
+            f"{self.label}/{address}",
             dist.get_backend(self.group),
             self._timeout,
             f"ltx:{self.name}:{name}",
@@ -99,7 +99,7 @@ class Line:
         lane = None
         if lanes and self.size > 1 and dist.get_backend(self.group) == "gloo":
             lane = open_lane(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
-        return Channel(name, address, self.name, group, self.timeout_s, self.meetings.answer, self._behind, lane)
+        return Channel(name, address, self.name, group, self.timeout_s, self.meetings, lane)
 
     def _open_background(self) -> Channel:
         channel = self._open_channel("background", generation=self.passes.reunions)
@@ -117,7 +117,7 @@ class Line:
         """The axis of the ranks of this line that belong to this rank. All ranks open it together."""
         if part not in self._parts:
             ranks = [self.global_ranks[member] for member in part.members(self.rank)]
-            label = f"{self._label}/{name} of ranks {ranks}"
+            label = f"{self.label}/{name} of ranks {ranks}"
             group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
             line = Line(name, group, self._timeout, self.pulse.heartbeat_s)
             self._parts[part] = Axis(name, line.size, GroupBacking(line.rank, line))
@@ -138,7 +138,7 @@ class Line:
             # Compiled graphs find a process group by its name: what is left on this one isn't for them either.
             unregister(channel.group)
         for part in self._part_lines:
-            part.passes.leave(str(error))
+            part.passes.leave(str(error), isinstance(error, PeerLostError))
 
     @property
     def _part_lines(self) -> list[Line]:
@@ -185,7 +185,7 @@ class Line:
         join_the_rest(self.background, self._store, self.board.holds, self.lost)
         for ticket in list(self.background.tickets):
             ticket.give_up()
-        self.pulse.reports.pop(self._label, None)
+        self.pulse.reports.pop(self.label, None)
         release_pulse(self.pulse)
         for line in self._part_lines:
             line.close()
@@ -241,7 +241,7 @@ class Line:
 
     def notes_without_store(self, folder: Path) -> Notes:
         """Where the store is gone, :attr:`notes` in a file in `folder`, which all ranks see: the same one for all."""
-        name = hashlib.sha1(f"{self._label} of {self.pulse.world}".encode()).hexdigest()[:12]
+        name = hashlib.sha1(f"{self.label} of {self.pulse.world}".encode()).hexdigest()[:12]
         return self.notes.through(folder / f".ltx-notes-{name}", self.lost)
 
     def meet_aside(self, place: str, signature: Signature, value: Any) -> list[Any]:
@@ -254,13 +254,6 @@ class Line:
         """
         issued = {channel.address: channel.issued for channel in self.channels}
         return [post.value for post in self.meetings.exchange(place, Post(signature, value, issued=issued))]
-
-    def _behind(self, channel: Channel, position: int) -> str:
-        """Which ranks haven't come to the `position`-th issue of `channel`, in words."""
-        reports = self.pulse.reported(self.global_ranks, self._label)
-        late = {rank: report.get(channel.address, position) for rank, report in enumerate(reports)}
-        words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < position]
-        return "; ".join(words) or "a peer hasn't issued it"
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""

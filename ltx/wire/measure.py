@@ -81,7 +81,7 @@ def measured(line: Line) -> Network:
         try:
             line.network = _measure(line.bucket_channel(0), line.device)
         except BaseException as error:
-            line.passes.leave(f"{type(error).__name__}: {error}")  # peers may be in the middle of it
+            line.passes.leave_by(error)  # peers may be in the middle of it
             raise
     return line.network
 

@@ -7,6 +7,7 @@ wait for ever: whether a peer has died, or waits itself for something else.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ltx.wire.shared import stride_everywhere
 from ltx.wire.signature import Post, Signature, explain_posts
 
 if TYPE_CHECKING:
+    from ltx.wire.channel import Channel
     from ltx.wire.line import Line
 
 
@@ -97,6 +99,32 @@ class Meetings:
                 f"{self._pulse.heartbeat_s:g} s: its process has been stopped, or its machine or the link to "
                 "it is down."
             )
+
+    def behind(self, channel: Channel) -> str:
+        """Which ranks haven't come to the last issue of `channel`, in words."""
+        reports = self._pulse.reported(self._line.global_ranks, self._line.label)
+        late = {rank: report.get(channel.address, channel.issued) for rank, report in enumerate(reports)}
+        words = [
+            f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < channel.issued
+        ]
+        return "; ".join(words) or "a peer hasn't issued it"
+
+    def missing(self) -> str:
+        """Which peer is gone, where a connection broke and doesn't say whose it was, in words. Takes a second."""
+        peers = [rank for rank in range(self._size) if rank != self._rank]
+        gone, place = peers, f"missing/{self._passes.reunions}"
+        if len(peers) > 1:
+            with suppress(PeerLostError):
+                self._board.post(place, Post(Signature("who is missing", ()), None))
+                quiet = self._pulse.quiet([self._line.global_ranks[rank] for rank in peers])
+                # One that has come here and gone on before this rank looked isn't.
+                gone = [
+                    r for r in peers if self._line.global_ranks[r] in quiet and not self._board.holds([f"{place}/{r}"])
+                ]
+        if not gone:
+            return "a connection broke, though all of them show signs of life"
+        which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
+        return f"{which} {', '.join(map(str, gone))} is gone"
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""

@@ -120,19 +120,23 @@ class Passes:
         """A pass has landed whole on this rank, and so could on all."""
         self._completed += 1
 
-    def leave(self, why: str) -> None:
-        """The pass under way won't go on."""
+    def leave_by(self, error: BaseException) -> None:
+        """The pass under way won't go on because of `error`."""
+        self.leave(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError))
+
+    def leave(self, why: str, lost: bool = False) -> None:
+        """The pass under way won't go on. `lost`: because a peer is, which is then what the others raise too."""
         if self._has_left:
             return
         self._has_left = True
         self._tear(
-            DeadlockDetectedError(
+            (PeerLostError if lost else DeadlockDetectedError)(
                 f"rank {self._rank}: a backward pass on axis {self._axis_name!r} was left halfway ({why}), and its "
                 "peers wait for the rest of it."
             )
         )
         self._store.set(
-            self._key(self._rank), json.dumps([self._completed, why, self.foreign_runs, self.foreign_error])
+            self._key(self._rank), json.dumps([self._completed, why, self.foreign_runs, self.foreign_error, lost])
         )
 
     def abandon(self, why: str, lost: bool) -> None:
@@ -160,11 +164,11 @@ class Passes:
             return
         for rank in range(self._size):
             if rank != self._rank and self._posted([self._key(rank)]):
-                _, why, *_ = json.loads(self._store.get(self._key(rank)))
-                raise DeadlockDetectedError(
+                _, why, *_, lost = json.loads(self._store.get(self._key(rank)))
+                raise (PeerLostError if lost else DeadlockDetectedError)(
                     f"rank {self._rank}: rank {rank} has left a backward pass on axis {self._axis_name!r} halfway "
-                    f"({why}), so what this rank waits for won't come. Once every rank has left it, the next pass goes "
-                    "on as usual."
+                    f"({why}), so what this rank waits for won't come."
+                    + ("" if lost else " Once every rank has left it, the next pass goes on as usual.")
                 )
 
     def rejoin(self) -> None:

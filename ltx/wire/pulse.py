@@ -142,6 +142,24 @@ class Pulse:
         # One pause is what a beat may be late, another what this look may be.
         return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
 
+    def quiet(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that show no sign of life from now on, for a little longer than from beat to beat.
+
+        Raises:
+            PeerLostError: the store is gone, or doesn't answer.
+        """
+        keys = [str(rank) for rank in ranks]
+
+        def last() -> list[bytes]:
+            return self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
+
+        before, deadline, quiet = last(), time.monotonic() + 1.3 * self._pause_s, list(ranks)
+        while quiet and time.monotonic() < deadline:
+            time.sleep(self._pause_s / 20)
+            beaten = {rank for rank, old, new in zip(ranks, before, last(), strict=False) if old != new}
+            quiet = [rank for rank in quiet if rank not in beaten]
+        return quiet
+
     @property
     def _limit_s(self) -> float:
         return self.heartbeat_s - 2 * self._pause_s
