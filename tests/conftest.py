@@ -21,6 +21,7 @@ from ltx.axis import Axis, GroupBacking, axes_in_scope, set_world_axes
 from ltx.errors import WorkerError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
+from tests.forks import Ranks
 
 # Below pytest's timeout of 60 s, so that the error of a run that hangs is the pool's, which names the ranks.
 RUN_TIMEOUT_S = 50.0
@@ -42,6 +43,20 @@ def pytest_collection_finish() -> None:
     """Modules and tests live as long as the session: the garbage collector needn't go through them over and over."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Ranks]]:
+    """``started(...)`` is a world of forks (:class:`tests.forks.Ranks`), which end with the test."""
+    worlds: list[Ranks] = []
+
+    def start(*args: Any, **kwargs: Any) -> Ranks:
+        worlds.append(Ranks(*args, **kwargs))
+        return worlds[-1]
+
+    yield start
+    for world in worlds:
+        world.close()
 
 
 @pytest.fixture(scope="session")

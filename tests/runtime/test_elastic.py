@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,6 @@ from tests.forks import Ranks, open_now, settles
 from tests.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 
 Start = Callable[..., Ranks]
-
-
-@pytest.fixture
-def started() -> Iterator[Start]:
-    worlds: list[Ranks] = []
-
-    def start(*args: Any, **kwargs: Any) -> Ranks:
-        worlds.append(Ranks(*args, **kwargs))
-        return worlds[-1]
-
-    yield start
-    for world in worlds:
-        world.close()
 
 
 def training(trouble: Callable[[int, int], None], epochs: int = 3, **kwargs: Any) -> Callable[..., Any]:

@@ -6,8 +6,9 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,9 @@ Start = Callable[..., Ranks]
 
 
 @pytest.fixture
-def started() -> Iterator[Start]:
-    worlds: list[Ranks] = []
-
-    def start(*args: Any, **kwargs: Any) -> Ranks:
-        worlds.append(Ranks(*args, heartbeat_s=3.0, **kwargs))
-        return worlds[-1]
-
-    yield start
-    for world in worlds:
-        world.close()
+def started(started: Start) -> Start:
+    """With a heartbeat that newcomers needn't wait long for."""
+    return partial(started, heartbeat_s=3.0)
 
 
 def nothing(who: int, step: int) -> None:

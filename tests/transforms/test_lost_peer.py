@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,19 +23,6 @@ SIZE, LAST_WHOLE, SIDE = 3, 4, 40
 STRATEGY = ltx.DDPStrategy(bucket_bytes=4 * SIDE * SIDE, first_bucket_bytes=4 * SIDE * SIDE)  # a bucket a matrix
 #: Told within two seconds, of which the look for signs of life takes one; the rest is what a busy machine may add.
 SOON_S = 6.0
-
-
-@pytest.fixture
-def started() -> Iterator[Start]:
-    worlds: list[Ranks] = []
-
-    def start(*args: Any, **kwargs: Any) -> Ranks:
-        worlds.append(Ranks(*args, **kwargs))
-        return worlds[-1]
-
-    yield start
-    for world in worlds:
-        world.close()
 
 
 def training(dies: str, overlap: str, by: signal.Signals = signal.SIGKILL) -> Callable[..., Any]:
