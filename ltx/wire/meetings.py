@@ -33,6 +33,7 @@ class Meetings:
         self._line, self._name, self._rank, self._size = line, line.name, line.rank, line.size
         self._board, self._passes, self._pulse = line.board, line.passes, line.pulse
         self._answered: set[str] = set()
+        self._gone = ""  # whom :meth:`missing` has found
         self.next_check = (0, 0)
 
     def exchange(self, place: str, post: Post) -> list[Post]:
@@ -110,7 +111,9 @@ class Meetings:
         return "; ".join(words) or "a peer hasn't issued it"
 
     def missing(self) -> str:
-        """Which peer is gone, where a connection broke and doesn't say whose it was, in words. Takes a second."""
+        """Which peer is gone, where a connection broke and doesn't say whose it was, in words. Takes a second, once."""
+        if self._gone:
+            return self._gone
         peers = [rank for rank in range(self._size) if rank != self._rank]
         gone, place = peers, f"missing/{self._passes.reunions}"
         if len(peers) > 1:
@@ -124,7 +127,8 @@ class Meetings:
         if not gone:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
-        return f"{which} {', '.join(map(str, gone))} is gone"
+        self._gone = f"{which} {', '.join(map(str, gone))} is gone"
+        return self._gone
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
