@@ -139,8 +139,7 @@ class Ticket:
         except RuntimeError as error:
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
                 raise self._timed_out() from error
-            with suppress(PeerLostError):  # the store being gone says less than what follows
-                channel.meetings.answer()  # a peer that ended may have said why
+            channel.meetings.answer()  # a peer that has left may have said why
             raise PeerLostError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers: "
                 f"{channel.meetings.missing()}. ({error})"
