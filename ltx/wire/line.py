@@ -20,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis, GroupBacking, Part
-from ltx.errors import LtxError, PeerLostError
+from ltx.errors import LtxError
 from ltx.wire.board import Board
 from ltx.wire.channel import Channel
 from ltx.wire.debug import under_way
@@ -138,7 +138,7 @@ class Line:
             # Compiled graphs find a process group by its name: what is left on this one isn't for them either.
             unregister(channel.group)
         for part in self._part_lines:
-            part.passes.leave(str(error), isinstance(error, PeerLostError))
+            part.passes.leave_by(error)
 
     @property
     def _part_lines(self) -> list[Line]:

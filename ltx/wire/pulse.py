@@ -134,13 +134,16 @@ class Pulse:
         if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
             return []
         self._polled_s = now
-        keys = [str(rank) for rank in ranks]
-        values = self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
-        for rank, value in zip(ranks, values, strict=False):
+        for rank, value in zip(ranks, self._last(ranks), strict=False):
             if self._seen.get(rank, (b"", 0.0))[0] != value:
                 self._seen[rank] = (value, now)
         # One pause is what a beat may be late, another what this look may be.
         return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
+
+    def _last(self, ranks: Sequence[int]) -> list[bytes]:
+        """The last beats of `ranks`; none at all if one hasn't had any."""
+        keys = [str(rank) for rank in ranks]
+        return self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
 
     def quiet(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that show no sign of life from now on, for a little longer than from beat to beat.
@@ -148,15 +151,10 @@ class Pulse:
         Raises:
             PeerLostError: the store is gone, or doesn't answer.
         """
-        keys = [str(rank) for rank in ranks]
-
-        def last() -> list[bytes]:
-            return self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
-
-        before, deadline, quiet = last(), time.monotonic() + 1.3 * self._pause_s, list(ranks)
+        before, deadline, quiet = self._last(ranks), time.monotonic() + 1.3 * self._pause_s, list(ranks)
         while quiet and time.monotonic() < deadline:
             time.sleep(self._pause_s / 20)
-            beaten = {rank for rank, old, new in zip(ranks, before, last(), strict=False) if old != new}
+            beaten = {rank for rank, old, new in zip(ranks, before, self._last(ranks), strict=False) if old != new}
             quiet = [rank for rank in quiet if rank not in beaten]
         return quiet
 
@@ -166,10 +164,8 @@ class Pulse:
 
     def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
         """What the lines of `label` last told on `ranks`; empty for one that has none, or doesn't answer."""
-        keys = [str(rank) for rank in ranks]
         with suppress(PeerLostError):
-            values = self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
-            return [json.loads(value)[1].get(label, {}) for value in values] or [{} for _ in ranks]
+            return [json.loads(value)[1].get(label, {}) for value in self._last(ranks)] or [{} for _ in ranks]
         return [{} for _ in ranks]
 
     def _sign(self) -> str:

@@ -90,11 +90,12 @@ class Lane:
 
         `summed`: a reduction's passage is to know the sum of all elements of the value.
         """
-        passage = Passage(summed)
+        passage = Passage()
         with torch._C._DisableFuncTorch(), torch.no_grad():
             out = memory_for(operation, buffer, arguments, self.rank, self.size)
             for piece in CUTS[operation](buffer, out, arguments, self.rank, self.size):
                 passage.left += 1
+                passage.summed = summed and piece.reduce is not None
                 self._to_fill.append((piece, passage, tag & _TAG_MASK))
         self.stride()
         return passage, out

@@ -59,13 +59,28 @@ def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int,
     sizes = [1, 2, 1000, (PIECES + 2) * PIECE_BYTES // dtype.itemsize + 5]
     for total, value in ranks(n).run(totals, seed, sizes, dtype, [True] * n).replicated():
         parts = torch.view_as_real(value) if value.is_complex() else value
-        tolerance = 1e-9 if dtype.itemsize >= 8 else 1e-4
-        assert total == pytest.approx(parts.double().sum().item(), abs=tolerance * parts.numel())
+        rounding = 1e-13 if dtype.itemsize >= 8 else 1e-6
+        assert total == pytest.approx(parts.double().sum().item(), abs=rounding * parts.double().abs().sum().item())
 
 
 def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], Any], seed: int) -> None:
     for rank, own in enumerate(ranks(3).run(totals, seed, [1000], torch.float32, [True, False, True])):
         assert own[0][0] is None if rank == 1 else math.isnan(own[0][0])
+
+
+def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
+    channel = ltx.axis.find(None).backing.line.bucket_channel(0)
+    ticket = channel.issue(operation, torch.full((2, 3), float("nan")), "test", arguments, summed=True)
+    ticket.wait()
+    return ticket.total
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"), [("all_gather", ()), ("reduce_scatter", ()), ("permute", (0, 1, 1, 0))]
+)
+def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], operation: str, arguments: Any) -> None:
+    """Nobody adds it up, and what lies there is of another piece."""
+    assert ranks(2).run(total_of_no_sum, operation, arguments).replicated() is None
 
 
 def die_or_wait(rank_that_dies: int) -> str:
