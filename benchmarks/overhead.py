@@ -26,7 +26,8 @@ GOAL_US = 1.0
 ROWS = [
     ("ltx", "loop", "ddp", "loop"),
     ("ltx update", "loop", "ddp", "loop"),
-    ("ltx gradients", "func gradients", "ddp gradients", "loop gradients"),
+    ("ltx.grad", "func gradients", "ddp gradients", "loop gradients"),
+    ("torch.func.grad of ltx", "func gradients", "ddp gradients", "loop gradients"),
 ]
 
 
@@ -82,7 +83,8 @@ def variants(count: int) -> dict[str, Variant]:
     def ddp() -> nn.Module:
         return nn.parallel.DistributedDataParallel(Model(params), gradient_as_bucket_view=True)
 
-    gradient, alone = ltx.grad(ltx.data_parallel(loss)), torch.func.grad(loss)
+    step, alone = ltx.data_parallel(loss), torch.func.grad(loss)
+    mine, functional = ltx.grad(step), torch.func.grad(step)
     return {
         "loop": loop(Model(params)),
         "ddp": loop(ddp()),
@@ -91,7 +93,8 @@ def variants(count: int) -> dict[str, Variant]:
         "loop gradients": gradients(Model(params)),
         "ddp gradients": gradients(ddp()),
         "func gradients": lambda: alone(params, x),
-        "ltx gradients": lambda: gradient(params, x),
+        "ltx.grad": lambda: mine(params, x),
+        "torch.func.grad of ltx": lambda: functional(params, x),
     }
 
 

@@ -311,15 +311,21 @@ def _plain() -> bool:
 
 
 def mark(
-    schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+    schedule: Schedule,
+    params: Sequence[torch.Tensor],
+    states: Sequence[Sequence[torch.Tensor]],
+    source: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Put the marker on `params` (with each one's state tensors): (marked parameters, tokens)."""
+    """Put the marker on `params` (with each one's state tensors): (marked parameters, tokens).
+
+    `source`: what requires gradients in the place of parameters that don't, and gets none: on a wire without a fence.
+    """
     plan: Plan = schedule.plan
     per_bucket = [
         [*(params[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
         for bucket in plan.buckets
     ]
-    index = _index(plan.axis)
+    index = _index(plan.axis) if source is None else source
     if schedule.fenced:
         # The fence's inputs lie in the order in which `land` gives its results.
         fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))

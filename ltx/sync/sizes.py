@@ -7,7 +7,7 @@ backward pass, b/r at r bytes a second:
 
 The first part is lost where the link is what a step waits for, the second where it isn't. Which of them holds depends
 on the computation, of which nothing is known yet; their sum is never far from either. Up to the size that strategies
-have by default, buckets are also made so large that starts are a hundredth of their time: there a link that is the
+have by default, buckets are also made so large that starts are a fiftieth of their time: there a link that is the
 bottleneck would lose, and the computation, if it is, loses little.
 
 Sizes are powers of two, so that two measurements of one network come to the same.
@@ -26,7 +26,7 @@ MIB = 1 << 20
 DEFAULT_BYTES = 4 * MIB
 _LEAST, _MOST = 256 * KIB, 256 * MIB
 #: Of a bucket's time, what its start may take.
-_START = 0.01
+_START = 0.02
 #: The first bucket is as much smaller than the others.
 _FIRST = 4
 

@@ -145,7 +145,8 @@ class DataParallel:
     ) -> Run:
         """Call the step on marked parameters and tie its output.
 
-        `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule). `step`: the number of steps so
+        `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule); on a wire the parameters are
+        bare then, and it is Run.source that requires gradients. `step`: the number of steps so
         far, in a whole training step, which counts them; else the communication state does. `flight`: whose parameters
         the given ones stand for.
         """
@@ -172,8 +173,8 @@ class DataParallel:
             refuse_captured(self.fn, output, (marked.leaves, args, kwargs))
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
-        mean = self.outputs == "mean"
-        return Run(tied, self.axis, marked.schedule, mean=mean, blocked=self.blocked, local=local, within=within)
+        mean, blocked = self.outputs == "mean", self.blocked
+        return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, source=marked.source)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""

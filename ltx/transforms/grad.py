@@ -1,16 +1,26 @@
-"""grad and grad_and_value: torch.func's, threading the communication state."""
+"""grad and grad_and_value: torch.func's, threading the communication state.
+
+functorch takes some 30 us a parameter more for a step that is an autograd Function to it than for one that isn't. So
+where no transform is around the call, and nothing but the parameters is differentiated, gradients are taken by plain
+autograd up to the marker, and from there as they land.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from ltx import tree
+from ltx import tree, wire
 from ltx.arguments import checked
 from ltx.errors import StepError
+from ltx.sync.reduction import LeafState
+from ltx.sync.wire_schedule import WireSchedule
+from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.landing import states_after
+from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -40,7 +50,9 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
     """
 
     def scalar(*args: Any, **kwargs: Any) -> Any:
-        output = step(*args, **kwargs)
+        return checked_output(step(*args, **kwargs))
+
+    def checked_output(output: Any) -> Any:
         value = output[0] if has_aux and isinstance(output, tuple) and len(output) == 2 else output
         if has_aux and value is output:
             raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {_what(output)}.")
@@ -58,9 +70,12 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         if not torch.compiler.is_compiling():
             for n in numbers:
                 _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
+        if sync_state is not None:
+            check_state(sync_state)
+        if isinstance(argnums, int) and _is_plain(step, argnums, args, kwargs, sync_state):
+            return _by_plain_autograd(step, argnums, args, kwargs, sync_state, checked_output)
         if sync_state is None:
             return torch.func.grad_and_value(scalar, argnums, has_aux)(*args, **kwargs)
-        check_state(sync_state)
         if not isinstance(argnums, int):
             raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
         steps = sync_state.checked_step()
@@ -94,6 +109,66 @@ def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) 
         return (grads, value[1]) if has_aux else grads
 
     return transformed
+
+
+def _is_plain(
+    step: Step, argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], sync_state: SyncState | None
+) -> TypeGuard[DataParallel]:
+    """Whether plain autograd gives what torch.func would: no transform is around, nothing else is differentiated."""
+    if not isinstance(step, DataParallel) or not isinstance(step.argnums, int) or step.returns != "value":
+        return False
+    if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0 or torch.is_inference_mode_enabled():
+        return False
+    counted = 0 if sync_state is None else sync_state.checked_step()
+    if not marks_on_wire(step.settled(sync_state), counted, training=False):
+        return False
+    return not any(x.requires_grad for x in tree.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
+
+
+def _by_plain_autograd(
+    step: DataParallel,
+    argnum: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sync_state: SyncState | None,
+    checked_output: Callable[[Any], Any],
+) -> Any:
+    """What :func:`grad_and_value`'s function gives, where :func:`_is_plain`."""
+    params, filled = args[argnum], list(args)
+    if sync_state is not None:
+        filled[argnum] = Synced(params, sync_state)
+    with wire.span("forward"), torch.enable_grad():
+        run = step.run(tuple(filled), kwargs, deferred=True)
+        output = checked_output(run.value())
+    schedule = run.schedule
+    assert isinstance(schedule, WireSchedule)
+    assert run.source is not None
+    leaves, spec = tree.flatten(params)
+    grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
+    nothing = torch.zeros((), dtype=torch.float64)
+    try:
+        schedule.send_header(nothing, nothing)
+        with wire.span("backward"):
+            torch.autograd.backward(output[0] if isinstance(output, tuple) else output, inputs=[run.source])
+        with torch.no_grad():
+            for bucket, landed, next_states in schedule.land_each():
+                for member, grad in zip(bucket.members, landed, strict=True):
+                    grads[member] = grad
+                states.update(zip(bucket.members, schedule.plan.states_of(bucket, next_states), strict=True))
+        schedule.finish()
+    except BaseException as error:
+        schedule.abandon(error)
+        raise
+    value = tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
+    found = tree.unflatten(spec, grads)
+    if sync_state is None:
+        return found, value
+    after = states_after(schedule.plan, states, sync_state.leaves, params, range(len(leaves)))
+    return (found, replace(sync_state.advanced(), leaves=after)), value
 
 
 def _check_differentiable(params: Tree, number: int) -> None:

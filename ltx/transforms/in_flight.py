@@ -32,7 +32,7 @@ from ltx.errors import LtxError, TornStateError
 from ltx.sync.reduction import LeafState
 from ltx.sync.schedule import Plan
 from ltx.sync.wire_schedule import WireSchedule
-from ltx.transforms.landing import Work
+from ltx.transforms.landing import Work, states_after
 from ltx.transforms.progress import look_after
 from ltx.transforms.sync_state import SyncState
 from ltx.transforms.train_state import TrainState
@@ -273,8 +273,8 @@ class InFlight:
 
     def _finish(self) -> None:
         self._guarded(self._end_pass)
-        leaves = self._work.sync_leaves_after(self._schedule, self._states, self.sync.leaves)
-        sync = replace(self.sync, leaves=leaves)
+        plan, places = self._schedule.plan, self._work.trained
+        sync = replace(self.sync, leaves=states_after(plan, self._states, self.sync.leaves, self._params, places))
         self._result = self._params, self._work.optimizer.advance(self._opt_state), sync
         self._end()
 

@@ -14,6 +14,7 @@ from ltx.errors import WeightError
 from ltx.optim import Optimizer
 from ltx.strategies.update import Update
 from ltx.sync.reduction import LeafState
+from ltx.sync.schedule import Plan
 from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
@@ -39,26 +40,26 @@ class Work:
     optimizer: Optimizer
     by_bucket: bool  # the optimizer runs as buckets land
     state: TrainState
-    leaves: list[torch.Tensor]  # differentiable leaves of this step's graph
+    leaves: list[torch.Tensor]  # the parameters that are trained
     trained: list[int]  # their positions among the parameters' leaves
     sync_leaves: list[torch.Tensor]
+    inputs: list[torch.Tensor]  # what the loss is differentiated with respect to: they, or what stands for all of them
     donate: bool
     loss_scale: float = 1.0
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None  # sums of gradients that have landed
 
     def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
-        """Gradients of `total`, times the loss scale, with respect to parameters; and the next communication state."""
+        """Gradients of `total`, times the loss scale, with respect to the inputs."""
         if self.loss_scale != 1:
             with torch.enable_grad():
                 total = total * self.loss_scale
-        inputs = [*self.leaves, *self.sync_leaves]
-        if not inputs or not total.requires_grad:
-            return [None] * len(inputs)
+        if not self.inputs or not total.requires_grad:
+            return [None] * len(self.inputs)
         # Not autograd.grad: accumulating lays each gradient out as its parameter, which the optimizers' kernels want,
         # while it is still in the cache.
         with wire.span("backward"):
-            torch.autograd.backward(total, inputs=inputs)
-        return [x.grad for x in inputs]
+            torch.autograd.backward(total, inputs=self.inputs)
+        return [x.grad for x in self.inputs]
 
     def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> Done:
         """Without a wire: all gradients are there after the backward pass. `divisor`: that of a Weighted's."""
@@ -105,7 +106,8 @@ class Work:
                 )
             raise
         assert header is not None
-        flat = tree.flatten(self.sync_leaves_after(schedule, states, self.state.sync_state.leaves))[0]
+        before = self.state.sync_state.leaves
+        flat = tree.flatten(states_after(schedule.plan, states, before, self.state.params, self.trained))[0]
         if targets is None:
             found = sums if self.probes is not None else None
             return Done([grads[m] for m in range(len(self.leaves))], flat, sums=found), header
@@ -166,18 +168,22 @@ class Work:
         with torch.no_grad(), wire.span("update"):
             self.optimizer.apply_leaves(grads, [states[i] for i in at], [params[i] for i in at], count)
 
-    def sync_leaves_after(
-        self, schedule: WireSchedule, states: dict[int, LeafState], before: dict[str, LeafState]
-    ) -> dict[str, LeafState]:
-        """The next communication state by path: that of each bucket's `states`, the rest as it was `before`."""
-        entries = {path: dict(entry) for path, entry in before.items()}
-        if any(schedule.plan.state_names):
-            paths = tree.leaf_paths(self.state.params)
-            for member, state in states.items():
-                if state:
-                    entries[paths[self.trained[member]]].update(state)
-        detached: dict[str, LeafState] = tree.map(torch.Tensor.detach, entries)
-        return detached
+
+def states_after(
+    plan: Plan, states: dict[int, LeafState], before: dict[str, LeafState], params: Tree, places: Sequence[int]
+) -> dict[str, LeafState]:
+    """Communication state by path: that of `states`, by leaf of `plan`, the rest as it was `before`.
+
+    `places`: of the plan's leaves among the parameters.
+    """
+    entries = {path: dict(entry) for path, entry in before.items()}
+    if any(plan.state_names):
+        paths = tree.leaf_paths(params)
+        for member, state in states.items():
+            if state:
+                entries[paths[places[member]]].update(state)
+    detached: dict[str, LeafState] = tree.map(torch.Tensor.detach, entries)
+    return detached
 
 
 def _without_grad(items: Iterator[T]) -> Iterator[T]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ltx import tree, wire
-from ltx.axis import Axis, VmapBacking
+from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import UnsupportedError
 from ltx.hooks import CommHook
 from ltx.sync import marker
@@ -25,6 +25,16 @@ from ltx.typing import Tree
 
 if TYPE_CHECKING:
     from ltx.transforms.data_parallel import DataParallel
+
+
+def marks_on_wire(step_fn: DataParallel, step: int, training: bool) -> bool:
+    """Whether an eager call will have a schedule on the wire; the arguments as in :meth:`DataParallel.hook`."""
+    axis, hook = wire.resolve(step_fn.axis), step_fn.hook(step, training)
+    return isinstance(axis.backing, GroupBacking) and hook is not None and not _marks_nothing(step_fn, hook, axis)
+
+
+def _marks_nothing(step_fn: DataParallel, hook: CommHook | None, axis: Axis) -> bool:
+    return step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful)
 
 
 def mark(
@@ -40,18 +50,20 @@ def mark(
 ) -> Marked:
     """The marked parameters of an eager call of `step_fn`; the arguments as in :meth:`DataParallel.run`."""
     axis = wire.resolve(step_fn.axis)
-    if step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful):
+    if hook is None or _marks_nothing(step_fn, hook, axis):
         return _mark_nothing(step_fn, leaves, sync_state, axis)
     if isinstance(axis.backing, VmapBacking) and axis.backing.part is not None:
         raise UnsupportedError(
             f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
             "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
         )
-    wanted = synchronise.all_tracked(leaves)
+    # Whoever defers takes the gradients from the schedule, so nothing has to lead to the parameters themselves.
+    source = torch.zeros((), requires_grad=True) if deferred and isinstance(axis.backing, GroupBacking) else None
+    wanted = synchronise.all_tracked(leaves) if source is None else synchronise.differentiable(leaves)
     if not wanted:
         return Marked(leaves)
     paths = functools.cache(lambda: tree.leaf_paths(params))
-    states = states_of_leaves(sync_state, paths, wanted, hook)
+    states = states_of_leaves(sync_state, paths, wanted, hook, returned=source is not None)
     plan = make_plan(
         step_fn.strategy,
         hook,
@@ -66,10 +78,12 @@ def mark(
     )
     check_replicas(axis, params)
     schedule = synchronise.wire_schedule(plan, deferred, ahead)
-    marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
+    marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
+    filled = _filled(leaves, wanted, marked)
+    if source is not None:
+        return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, source)
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
     kept = kept_beside(sync_state, carried, hook.state_names)
-    filled = _filled(leaves, wanted, marked)
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
 

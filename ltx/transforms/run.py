@@ -24,11 +24,13 @@ class Marked:
         leaves: the parameters, marked or as they are.
         tie: ties floating tensors to the markers; None if there are none.
         schedule: the schedule of the backward pass on an axis, if there will be one; None inside a compiled graph.
+        source: what to differentiate with respect to, where the schedule has all that comes of it.
     """
 
     leaves: list[Any]
     tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
     schedule: Schedule | None = None
+    source: torch.Tensor | None = None
 
     def tied(self, output: Any) -> Any:
         """`output` with its floating tensors tied."""
@@ -51,7 +53,7 @@ class Run:
     Attributes:
         output: what the user's function returned, tied to the markers.
         axis: the step's.
-        schedule: as in :class:`Marked`.
+        schedule, source: as in :class:`Marked`.
         mean: the value is the mean over ranks.
         blocked: the value and its gradients are this rank's own.
         local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
@@ -65,6 +67,7 @@ class Run:
     blocked: bool
     local: bool = False
     within: Axis | None = None
+    source: torch.Tensor | None = None
 
     @property
     def weighted(self) -> bool:

@@ -108,16 +108,16 @@ class Synced(NamedTuple):
 
 
 def states_of_leaves(
-    state: SyncState | None, paths: Callable[[], list[str]], wanted: list[int], hook: CommHook
+    state: SyncState | None, paths: Callable[[], list[str]], wanted: list[int], hook: CommHook, returned: bool
 ) -> list[LeafState]:
-    """The hook's part of each wanted leaf's state."""
+    """The hook's part of each wanted leaf's state. `returned`: the next one comes otherwise than as a cotangent."""
     if not hook.state_names:
         return [{} for _ in wanted]
     assert state is not None
     found: list[LeafState] = []
     for i in wanted:
         found.append(hook.states_of(state.leaves.get(paths()[i], {})))
-        lost = [name for name, tensor in found[-1].items() if not tracked(tensor)]
+        lost = [name for name, tensor in found[-1].items() if not (returned or tracked(tensor))]
         if lost:
             raise SyncStateError(
                 f"leaf {paths()[i]!r}: its communication state {lost[0]!r} isn't differentiated, so its next value "

@@ -54,6 +54,11 @@ def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
 
 
+def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those that can have a gradient."""
+    return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+
+
 # --- inside a compiled graph -----------------------------------------------------------------------------------------
 # As in ltx.collectives.linear: entered through functions that Dynamo leaves as they are, registered at trace time.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from ltx.transforms.guard import not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.interrupts import uninterrupted
 from ltx.transforms.landing import Work, mean_at_once
+from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.outputs import Outputs, arguments_of, outputs_of, unshared
 from ltx.transforms.pure_step import step_purely
 from ltx.transforms.step_parts import (
@@ -36,12 +37,10 @@ from ltx.transforms.step_parts import (
     scaling,
 )
 from ltx.transforms.sync_state import Synced, SyncState
+from ltx.transforms.synchronise import differentiable
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,11 @@ class TrainStep:
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
             sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(spec, start.leaves)))
         drawn = random_states() if self.guard == "raise" else []
-        leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in start.leaves]
-        trained = [i for i, x in enumerate(leaves) if x.requires_grad]
+        leaves, trained = start.leaves, differentiable(start.leaves)
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
-        sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
+        if not marks_on_wire(self.step.settled(sync), at.step, training=True):
+            leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
+            sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(spec, leaves)
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
@@ -162,7 +162,8 @@ class TrainStep:
         mine = [leaves[i] for i in trained]
         by_bucket, donate = self.overlap != "backward", self.donate and not late
         look = probes if looks(self) else None
-        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, donate, factor, look)
+        inputs = [*mine, *sync_leaves] if run.source is None else [run.source]
+        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, inputs, donate, factor, look)
         if schedule is not None:
             try:
                 work.backward(total)

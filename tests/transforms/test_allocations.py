@@ -74,11 +74,12 @@ def test_a_training_step(ranks: Ranks, overlap: Any, donate: bool) -> None:
         assert plain - step == Counter()
 
 
-def test_gradients_alone(ranks: Ranks) -> None:
+@pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad], ids=["torch.func", "ltx"])
+def test_gradients_alone(ranks: Ranks, grad: Any) -> None:
     def counted() -> tuple[Counter[int], Counter[int]]:
         params, loss, x = setting()
         mine = [p.clone().requires_grad_() for p in params.values()]
-        gradient = torch.func.grad(ltx.data_parallel(loss))
+        gradient = grad(ltx.data_parallel(loss))
         found = [gradient(params, x)]
 
         def plain() -> None:
@@ -93,12 +94,13 @@ def test_gradients_alone(ranks: Ranks) -> None:
         assert step == plain
 
 
-def test_gradients_that_are_kept_keep_their_values(ranks: Ranks, seed: int) -> None:
+@pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad], ids=["torch.func", "ltx"])
+def test_gradients_that_are_kept_keep_their_values(ranks: Ranks, grad: Any, seed: int) -> None:
     def kept() -> None:
         with seeded(seed):  # the same on both ranks
             params, loss, _ = setting()
             batches = [torch.randn(2, 256) for _ in range(6)]
-        both = torch.func.grad(ltx.data_parallel(loss)), torch.func.grad(loss)
+        both = grad(ltx.data_parallel(loss)), torch.func.grad(loss)
         found = [both[0](params, x) for x in batches]
         arrays = [{k: g.numpy() for k, g in grads.items()} for grads in found]
         del found[1], found[2]
