@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-RATES = {"1gbit": "1gbit", "100mbit": "100mbit"}
+#: Bits a second.
+RATES = {"1gbit": 1_000_000_000, "100mbit": 100_000_000}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Link:
     prefixes: tuple[tuple[str, ...], ...]
     address: str
     environ: dict[str, str]
+
+
+def wire_s(name: str, ranks: int, nbytes: int) -> float:
+    """How long a sum of `nbytes` keeps a rank's link busy, headers of packets left out."""
+    return 2 * (ranks - 1) / ranks * nbytes * 8 / RATES[name] if name in RATES else 0.0
 
 
 def why_not() -> str | None:
@@ -68,7 +74,7 @@ def link(name: str, ranks: int) -> Iterator[Link]:
             _ip("-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
             for where, device in ((space, "eth0"), (switch, f"port{rank}")):
-                shape = f"tc qdisc add dev {device} root tbf rate {RATES[name]} burst 256kb latency 50ms"
+                shape = f"tc qdisc add dev {device} root tbf rate {RATES[name]}bit burst 256kb latency 50ms"
                 _ip("netns", "exec", where, *shape.split())
         prefixes = tuple(("ip", "netns", "exec", space) for space in spaces)
         yield Link(name, prefixes, "10.77.0.1", {"GLOO_SOCKET_IFNAME": "eth0"})

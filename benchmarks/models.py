@@ -1,6 +1,9 @@
-"""The benchmarks' model: a 5 M parameter transformer, and a batch for it."""
+"""The benchmarks' models: a 5 M parameter transformer, one as large that waits instead of computing; and a batch."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +24,43 @@ class Transformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, length) token numbers to (batch, length, vocabulary) logits."""
         return self.head(self.encoder(self.embed(tokens)))
+
+
+class _Wait(torch.autograd.Function):
+    """Waits, forwards and backwards; the gradient of the weights is a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.weights, ctx.backward_s = weights.shape, backward_s
+        time.sleep(forward_s)
+        return x + weights[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        time.sleep(ctx.backward_s)
+        return grad, torch.full(ctx.weights, 1e-3), None, None
+
+
+class Waiting(nn.Module):
+    """12 layers with a twelfth of the transformer's parameters each, which wait as long as its layers compute.
+
+    So ranks contend for nothing but the link, and what a step takes is what its schedule makes of that.
+    """
+
+    LAYERS, FORWARD_S, BACKWARD_S = 12, 0.040, 0.080
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            numel = sum(p.numel() for p in Transformer().parameters()) // self.LAYERS
+        self.layers = nn.ParameterList(torch.zeros(numel) for _ in range(self.LAYERS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, length) token numbers to logits of 0."""
+        x = torch.zeros((), device=tokens.device)
+        for weights in self.layers:
+            x = _Wait.apply(x, weights, self.FORWARD_S / self.LAYERS, self.BACKWARD_S / self.LAYERS)
+        return x.expand(*tokens.shape, VOCABULARY)
 
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Time of a training step: ltx, torch DDP and the local step, iteration by iteration in one run.
 
     python -m benchmarks.step_time [--link loopback|1gbit|100mbit] [--iterations 60]
-        [--compiled] [--memory] [--alone] [--auto]
+        [--compiled] [--memory] [--alone] [--auto] [--waiting]
 
 Each variant does forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank. A figure is the
 median over iterations of the ratio of two variants' times in the same iteration, the slowest rank's each. Variants take
@@ -9,7 +9,8 @@ turns of 30 steps where one of them leaves something under way (`--block`), whic
 runs each variant in processes of its own and compares their peak resident memory above that of the imports. `--alone`
 compares a world of one with the bare torch loop, and with that loop through ``functional_call``, which costs about half
 a percent by itself. `--auto` compares buckets and hooks that ltx chooses for the link with its defaults and with DDP;
-the steps are those after a hook's exact ones.
+the steps are those after a hook's exact ones. `--waiting` has a model that waits instead of computing, so that two ranks
+of one machine contend for nothing but the link, and prints the bound, the longer of computation and message.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.func import functional_call
 
 import ltx
 from benchmarks import links, others
-from benchmarks.models import Transformer, batch, cross_entropy
+from benchmarks.models import Transformer, Waiting, batch, cross_entropy
 from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio
 
 # (variant, what it is compared with, the goal, the link where that isn't for all)
@@ -39,6 +40,10 @@ GOALS: list[tuple[str, str, float, str | None]] = [
     ("ltx step", "ddp", 1.0, "loopback"),
     ("ltx step", "ddp", 0.78, "1gbit"),
     ("ltx step", "ddp", 0.97, "100mbit"),
+    ("ltx step, auto buckets", "ddp", 1.0, "loopback"),
+    ("ltx step, auto buckets", "ddp", 0.78, "1gbit"),
+    ("ltx step, auto buckets", "ddp", 0.97, "100mbit"),
+    ("ltx step, fp16", "ddp", 0.62, "1gbit"),
     ("ltx func.grad", "ddp gradients", 1.0, None),
     ("ltx compiled", "ddp compiled", 0.95, None),
     ("ltx alone", "torch loop", 1.01, None),
@@ -55,14 +60,18 @@ GOALS: list[tuple[str, str, float, str | None]] = [
 AUTO = ltx.DDPStrategy(bucket_bytes="auto", comm_hook="auto")
 #: More than the exact steps of any hook that may be chosen.
 SETTLED = 10_000
+with torch.device("meta"):
+    #: Of the gradients.
+    NBYTES = sum(4 * p.numel() for p in Transformer().parameters())
+AUTO_BUCKETS = ltx.DDPStrategy(bucket_bytes="auto")
 
 
 class Setting:
     """The model, the batch and the optimizer of all variants on this rank."""
 
-    def __init__(self, rank: int, device: str = "cpu"):
+    def __init__(self, rank: int, device: str = "cpu", model: type[nn.Module] = Transformer):
         torch.manual_seed(0)
-        self.model = Transformer().to(device)
+        self.model = model().to(device)
         self.params = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.inputs, self.targets = (x.to(device) for x in batch(rank))
         self.optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -171,7 +180,9 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "ltx update": lambda: setting.ltx_step(overlap="update"),
         "ltx guarded": lambda: setting.ltx_step(guard="skip"),
         "ltx step": lambda: setting.ltx_step(overlap="step"),
-        "ltx auto buckets": lambda: setting.ltx_step(ltx.DDPStrategy(bucket_bytes="auto")),
+        "ltx auto buckets": lambda: setting.ltx_step(AUTO_BUCKETS),
+        "ltx step, auto buckets": lambda: setting.ltx_step(AUTO_BUCKETS, overlap="step"),
+        "ltx step, fp16": lambda: setting.ltx_step(replace(AUTO_BUCKETS, comm_hook="fp16"), overlap="step"),
         "ltx auto": lambda: setting.ltx_step(AUTO),
         "ltx auto update": lambda: setting.ltx_step(AUTO, overlap="update"),
         "ltx func.grad": setting.ltx_gradients,
@@ -186,7 +197,8 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with ltx.init() as world:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        made = variants(Setting(world.rank, arguments.device), arguments.variants)
+        model = Waiting if arguments.waiting else Transformer
+        made = variants(Setting(world.rank, arguments.device, model), arguments.variants)
         times = interleaved(made, arguments.iterations, arguments.warmup, arguments.block)
         peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
         if dist.is_initialized():
@@ -205,10 +217,12 @@ def measure(
     keep_memory: bool = True,
     block: int = 1,
     device: str = "cpu",
+    waiting: bool = False,
 ) -> dict[str, object]:
     """Run `names` interleaved on `link`."""
     arguments = ["-m", "benchmarks.step_time", "--variants", *names]
     arguments += ["--iterations", str(iterations), "--warmup", str(warmup), "--block", str(block), "--device", device]
+    arguments += ["--waiting"] * waiting
     found: dict[str, object] = found_by_ranks(arguments, link, ranks, keep_memory=keep_memory)
     return found
 
@@ -236,6 +250,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
     parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
     parser.add_argument("--auto", action="store_true", help="what ltx chooses for the link")
+    parser.add_argument("--waiting", action="store_true", help="a model that waits instead of computing, and the bound")
     parser.add_argument("--default-malloc", action="store_true", help="let glibc give freed memory back each step")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--variants", nargs="+", help="only these")
@@ -264,6 +279,9 @@ def main() -> None:
     elif arguments.auto:
         names = ["local", "ddp", "ltx", "ltx auto buckets", "ltx auto", "ltx auto update"]
         ranks, base = arguments.ranks, "ddp"
+    elif arguments.waiting:
+        names = ["local", "ddp", "ltx", "ltx update", "ltx step", "ltx step, auto buckets"]
+        ranks, base = arguments.ranks, "ddp"
     else:
         names, ranks, base = (
             ["local", "ddp", "ltx", "ltx update", "ltx step", "ddp gradients", "ltx func.grad"],
@@ -272,11 +290,15 @@ def main() -> None:
         )
     names = arguments.variants or names
     keep = not arguments.default_malloc
-    block = arguments.block or (30 if "ltx step" in names else 1)
+    block = arguments.block or (30 if any(name.startswith("ltx step") for name in names) else 1)
     warmup = arguments.warmup or (5 if block == 1 else 1)
-    found = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block, arguments.device)
-    times = found["times"]
-    print("\n".join(table(times, base if base in times else names[0], arguments.link)))
+    waiting = arguments.waiting
+    found = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block, arguments.device, waiting)
+    times, base = found["times"], base if base in found["times"] else names[0]
+    if waiting:
+        message_s = links.wire_s(arguments.link, ranks, NBYTES)
+        times["the bound"] = [max(alone, message_s) for alone in times["local"]]
+    print("\n".join(table(times, base, arguments.link)))
     for name, chosen in found["chosen"].items():
         print(f"{name}: {chosen}")
 

@@ -23,26 +23,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.links import RATES
-from benchmarks.models import Transformer
+from benchmarks import links
 from benchmarks.ranks import ratio
-from benchmarks.step_time import measure
+from benchmarks.step_time import NBYTES, measure
 
 HERE = Path(__file__).parent
-VARIANTS = ["local", "ddp", "fabric", "accelerate", "ltx", "ltx update", "ltx step", "ltx auto update"]
+VARIANTS = ["local", "ddp", "fabric", "accelerate", "ltx", "ltx update", "ltx step"]
+VARIANTS += ["ltx step, auto buckets", "ltx step, fp16", "ltx auto update"]
 NEEDS = {"fabric": "lightning_fabric", "accelerate": "accelerate", "JAX": "jax"}
 # (rounds, turns, steps a turn): a turn of one that leaves something under way waits for it at its end.
 TURNS = {"loopback": (3, 4, 20), "1gbit": (2, 3, 20), "100mbit": (1, 3, 8)}
 Row = tuple[str, float, float]  # name, milliseconds, ratio to DDP
-
-
-def wire_s(link: str, ranks: int) -> float:
-    """How long the gradients of one step keep a rank's link busy."""
-    if link not in RATES:
-        return 0.0
-    bits = {"1gbit": 1e9, "100mbit": 1e8}[link]
-    nbytes = sum(4 * p.numel() for p in Transformer().parameters())
-    return 2 * (ranks - 1) / ranks * nbytes * 8 / bits
 
 
 def jax_s() -> float:
@@ -56,7 +47,7 @@ def rows(link: str, ranks: int, rounds: int | None, device: str) -> list[Row]:
     """The rows of one link."""
     names = [name for name in VARIANTS if find_spec(NEEDS.get(name, "torch"))]
     if ranks == 1:
-        names = [name for name in names if name not in ("ltx step", "ltx auto update")]
+        names = [name for name in names if not name.startswith(("ltx step", "ltx auto"))]
     with_jax = link == "loopback" and device == "cpu" and find_spec(NEEDS["JAX"]) is not None
     usual, turns, steps = TURNS[link]
     times: dict[str, list[float]] = {}
@@ -69,7 +60,7 @@ def rows(link: str, ranks: int, rounds: int | None, device: str) -> list[Row]:
             times.setdefault(name, []).extend(taken)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     made = [(name, 1e3 * medians[name], ratio(times, name, "ddp")) for name in times]
-    bound = max(medians["local"], wire_s(link, ranks))
+    bound = max(medians["local"], links.wire_s(link, ranks, NBYTES))
     return [*made, ("the bound", 1e3 * bound, bound / medians["ddp"])]
 
 
