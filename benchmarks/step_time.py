@@ -9,8 +9,8 @@ turns of 30 steps where one of them leaves something under way (`--block`), whic
 runs each variant in processes of its own and compares their peak resident memory above that of the imports. `--alone`
 compares a world of one with the bare torch loop, and with that loop through ``functional_call``, which costs about half
 a percent by itself. `--auto` compares buckets and hooks that ltx chooses for the link with its defaults and with DDP;
-the steps are those after a hook's exact ones. `--waiting` has a model that waits instead of computing, so that two ranks
-of one machine contend for nothing but the link, and prints the bound, the longer of computation and message.
+the steps are those after a hook's exact ones. `--waiting` has a model that waits instead of computing, so that ranks of
+one machine contend for nothing but the link, and prints the bound, the longer of computation and message.
 """
 
 from __future__ import annotations

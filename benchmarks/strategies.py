@@ -3,8 +3,9 @@
     python -m benchmarks.strategies [--link loopback|1gbit|100mbit] [--rounds 8] [--losses 30] [--strategies NAME ...]
 
 Forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank, on windows of Python's own help
-texts. A round runs each variant for some steps, a whole period for strategies that talk now and then. A figure is the
-median over rounds of the ratio of two variants' mean step times in the same round, the slowest rank's each.
+texts. A round runs each variant for some steps, a whole period for strategies that talk now and then; what a step leaves
+under way is waited for at the end, within its time. A figure is the median over rounds of the ratio of two variants' mean
+step times in the same round, the slowest rank's each.
 
 `--losses N` then trains each variant anew: validation loss of rank 0's parameters after N steps, and after the time
 that DDP takes for N, by the ratios that were just measured. With 4 ranks two cores would time the scheduler: count
@@ -45,11 +46,13 @@ class Row:
         make: the strategy.
         period: the number of steps that a round takes of it.
         goals: link -> at most this ratio to DDP.
+        overlap: the train step's.
     """
 
     make: Callable[[], ltx.Strategy]
     period: int = 2
     goals: tuple[tuple[str, float], ...] = (("loopback", 1.05),)
+    overlap: str = "backward"
     optimizer: Callable[[], ltx.optim.Optimizer] = lambda: ltx.optim.from_torch(torch.optim.AdamW, lr=3e-4, fused=True)
 
 
@@ -62,10 +65,11 @@ def _qadam() -> ltx.Strategy:
 
 
 WARMUP = 2
+AUTO = {"bucket_bytes": "auto"}
 
 ROWS = {
-    "gradient_allreduce": Row(lambda: ltx.BaguaStrategy("gradient_allreduce"), goals=_goals(0.98)),
-    "bytegrad": Row(lambda: ltx.BaguaStrategy("bytegrad"), goals=_goals(0.28)),
+    "gradient_allreduce": Row(lambda: ltx.BaguaStrategy("gradient_allreduce", **AUTO), 8, _goals(0.98), "step"),
+    "bytegrad": Row(lambda: ltx.BaguaStrategy("bytegrad", **AUTO), 8, _goals(0.28), "step"),
     "low_precision_decentralized": Row(lambda: ltx.BaguaStrategy("low_precision_decentralized"), goals=_goals(0.30)),
     "decentralized shift_one": Row(
         lambda: ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"), goals=_goals(0.6)
@@ -93,7 +97,8 @@ class Variant:
             self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=3e-4, fused=True)
             self.train = None
         else:
-            self.train = ltx.train_step(ltx.data_parallel(setting.loss, row.make()), row.optimizer())
+            step = ltx.data_parallel(setting.loss, row.make())
+            self.train = ltx.train_step(step, row.optimizer(), overlap=row.overlap)
             self.state = self.train.init(setting.params)
 
     def run(self, steps: int) -> None:
@@ -106,6 +111,8 @@ class Variant:
                 self.optimizer.zero_grad()
                 cross_entropy(self.module(inputs), targets).backward()
                 self.optimizer.step()
+        if self.train is not None and self.train.overlap == "step":
+            self.settled()
 
     def settled(self) -> dict[str, torch.Tensor]:
         """The parameters, with nothing under way."""

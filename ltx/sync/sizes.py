@@ -7,8 +7,9 @@ backward pass, b/r at r bytes a second:
 
 The first part is lost where the link is what a step waits for, the second where it isn't. Which of them holds depends
 on the computation, of which nothing is known yet; their sum is never far from either. Up to the size that strategies
-have by default, buckets are also made so large that starts are a fiftieth of their time: there a link that is the
-bottleneck would lose, and the computation, if it is, loses little.
+have by default, two things make buckets larger: starts are to take a fiftieth of their time at most, for where the link
+is the bottleneck; and a bucket takes its rank about a millisecond besides, of calls, caches and waiting for a
+processor, which counts like a start.
 
 Sizes are powers of two, so that two measurements of one network come to the same.
 """
@@ -27,6 +28,8 @@ DEFAULT_BYTES = 4 * MIB
 _LEAST, _MOST = 256 * KIB, 256 * MIB
 #: Of a bucket's time, what its start may take.
 _START = 0.02
+#: What a bucket takes of its rank's time.
+_OWN_S = 1e-3
 #: The first bucket is as much smaller than the others.
 _FIRST = 4
 
@@ -43,7 +46,7 @@ def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) ->
     start_s = network.start_s(ranks)
     rate = nbytes / max(network.sum_s(nbytes, ranks) - start_s, 1e-12)
     best = math.sqrt(start_s * nbytes * rate)
-    worthwhile = min(start_s * rate / _START, DEFAULT_BYTES)
-    size = min(max(best, worthwhile, _LEAST), _MOST)
+    worthwhile = max(start_s * rate / _START, math.sqrt((start_s + _OWN_S) * nbytes * rate))
+    size = min(max(best, min(worthwhile, DEFAULT_BYTES), _LEAST), _MOST)
     rounded = 1 << round(math.log2(size))
     return rounded, min(first_bytes, max(rounded // _FIRST, 1))

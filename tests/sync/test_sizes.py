@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from ltx import Network
+from ltx import Network, hooks
+from ltx.sync.planning import chosen_sizes
 from ltx.sync.sizes import DEFAULT_BYTES, MIB, bucket_sizes
 
 
@@ -78,6 +79,23 @@ def test_latency_makes_buckets_larger(seed: int) -> None:
 )
 def test_known_links(network: Network, size: int) -> None:
     assert bucket_sizes(network, 2, 21_000_000, MIB) == (size, min(size // 4, MIB))
+
+
+@pytest.mark.parametrize(
+    ("hook", "sizes"),
+    [
+        (hooks.AllReduce(), (2 * MIB, MIB // 2)),
+        (hooks.FP16(), (2 * MIB, MIB // 2)),
+        (hooks.ByteGrad(), (4 * MIB, MIB)),
+        (hooks.PowerSGD(rank=2), (4 * MIB, MIB)),
+    ],
+    ids=repr,
+)
+def test_hooks_of_several_phases_keep_the_default_at_least(hook: hooks.CommHook, sizes: tuple[int, int]) -> None:
+    network = Network(1e9, 125e-6)
+    assert chosen_sizes((4 * MIB, MIB), network, hook, 2, 21_000_000) == sizes
+    assert chosen_sizes((4 * MIB, MIB), Network(1e9, 20e-3), hook, 2, 21_000_000)[0] == 8 * MIB
+    assert chosen_sizes((4 * MIB, MIB), None, hook, 2, 21_000_000) == (4 * MIB, MIB)
 
 
 def test_nothing_to_send() -> None:
