@@ -3,9 +3,9 @@
     python -m benchmarks.strategies [--link loopback|1gbit|100mbit] [--rounds 8] [--losses 30] [--strategies NAME ...]
 
 Forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank, on windows of Python's own help
-texts. A round runs each variant for some steps, a whole period for strategies that talk now and then; what a step leaves
-under way is waited for at the end, within its time. A figure is the median over rounds of the ratio of two variants' mean
-step times in the same round, the slowest rank's each.
+texts. A round runs each variant for some steps, a whole period for strategies that talk now and then; what a step
+leaves under way is waited for at the end, within its time. A figure is the median over rounds of the ratio of two
+variants' mean step times in the same round, the slowest rank's each.
 
 `--losses N` then trains each variant anew: validation loss of rank 0's parameters after N steps, and after the time
 that DDP takes for N, by the ratios that were just measured. With 4 ranks two cores would time the scheduler: count

@@ -71,7 +71,7 @@ def chosen_sizes(
     if network is None or ranks == 1:
         return sizes
     bucket, first = bucket_sizes(network, ranks, nbytes, sizes[1])
-    # Where less than the gradients is sent, and in several phases, more of a bucket's time are its starts and its codec.
+    # Where less than the gradients is sent, in several phases, more of a bucket's time are its starts and its codec.
     small = hook.phases_on(ranks) <= 1 and hook.bucket_factor == 1
     return (bucket, first) if small else (max(bucket, DEFAULT_BYTES), sizes[1])
 
