@@ -145,10 +145,9 @@ class DataParallel:
     ) -> Run:
         """Call the step on marked parameters and tie its output.
 
-        `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule); on a wire the parameters are
-        bare then, and it is Run.source that requires gradients. `step`: the number of steps so
-        far, in a whole training step, which counts them; else the communication state does. `flight`: whose parameters
-        the given ones stand for.
+        `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule). On a wire parameters needn't
+        require gradients then: Run.source does in their place. `step`: the number of steps so far, in a whole training
+        step, which counts them; else the communication state does. `flight`: whose parameters the given ones stand for.
         """
         params, sync_state = self._params_of(args)
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or torch.compiler.is_compiling()):

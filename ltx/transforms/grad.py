@@ -124,7 +124,7 @@ def _is_plain(
     if torch.autograd.forward_ad._current_level >= 0 or torch.is_inference_mode_enabled():
         return False
     counted = 0 if sync_state is None else sync_state.checked_step()
-    if not marks_on_wire(step.settled(sync_state), counted, training=False):
+    if not tree.flatten(args[argnum])[0] or not marks_on_wire(step.settled(sync_state), counted, training=False):
         return False
     return not any(x.requires_grad for x in tree.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
 

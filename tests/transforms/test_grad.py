@@ -138,6 +138,14 @@ def test_what_is_differentiated_besides_keeps_its_gradient(ranks: Ranks) -> None
     ranks(2).run(besides)
 
 
+def test_no_parameters_at_all(ranks: Ranks) -> None:
+    def nothing() -> Any:
+        step = ltx.data_parallel(lambda p, x: x.sum())
+        return [grad_and_value(step)({}, W)[0] for grad_and_value in (ltx.grad_and_value, torch.func.grad_and_value)]
+
+    assert list(ranks(2).run(nothing)) == [[{}, {}]] * 2
+
+
 def test_aux_in_processes_has_no_graph(ranks: Ranks) -> None:
     def run() -> tuple[list[float], float, float, bool]:
         step = ltx.data_parallel(lambda w, x: ((w * x).sum(), {"product": w * x, "name": "x"}))
