@@ -168,7 +168,8 @@ def _by_plain_autograd(
     if sync_state is None:
         return found, value
     after = states_after(schedule.plan, states, sync_state.leaves, params, range(len(leaves)))
-    return (found, replace(sync_state.advanced(), leaves=after)), value
+    clock = torch.zeros_like(sync_state.clock)
+    return (found, replace(sync_state, leaves=after, clock=clock, step=sync_state.checked_step() + 1)), value
 
 
 def _check_differentiable(params: Tree, number: int) -> None:
