@@ -110,7 +110,7 @@ class _Pickler(Pickler):
             return
         self._seen.add(name)
         module = sys.modules.get(name)
-        if module is None or name == "__main__" or _is_installed(getattr(module, "__file__", None)):
+        if module is None or name == "__main__" or is_installed(getattr(module, "__file__", None)):
             return
         if importable is None:
             importable = _finds(name, module.__file__)
@@ -186,7 +186,7 @@ def _finds(name: str, file: str | None) -> bool:
 
 
 @functools.lru_cache
-def _is_installed(file: str | None) -> bool:
+def is_installed(file: str | None) -> bool:
     """Whether a module's file belongs to Python, to an installed package or to ltx."""
     if file is None:
         return True

@@ -15,7 +15,7 @@ from types import TracebackType
 import cloudpickle
 
 from ltx.errors import message_of
-from ltx.runtime.calls import LTX_HOME
+from ltx.runtime.calls import LTX_HOME, is_installed
 from ltx.runtime.messages import Failure
 
 
@@ -45,7 +45,7 @@ def text_of(error: BaseException) -> str:
 def place_of(trace: TracebackType | None) -> str:
     """The innermost frame of the user's in `trace`, in words; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(trace) if not _is_ours(frame.filename)]
-    own = [frame for frame in frames if "/site-packages/" not in frame.filename] or frames
+    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
     if not own:
         return ""
     last = own[-1]

@@ -18,6 +18,7 @@ import torch
 
 import ltx
 from ltx.errors import WorkerError
+from ltx.runtime.described import failure_of
 from ltx.runtime.failures import CallFailedError, CallTimeoutError
 from ltx.runtime.init import init, shutdown, world
 from ltx.runtime.pool import Pool
@@ -59,7 +60,7 @@ def test_an_exception_arrives_with_rank_type_text_and_cause(ranks: Ranks) -> Non
 def test_the_first_to_fail_is_shown_and_the_others_listed(ranks: Ranks) -> None:
     def fails_in_turn() -> None:
         if world().rank == 0:
-            time.sleep(0.5)
+            time.sleep(0.1)  # well within what others get to answer in
         raise KeyError(f"from {world().rank}")
 
     with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised KeyError") as caught:
@@ -284,3 +285,13 @@ def test_a_run_that_takes_too_long(ranks: Ranks) -> None:
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, WorkerError)
     assert _works(ranks(2))
+
+
+def test_the_place_of_a_failure_is_the_users_line_not_pythons_library() -> None:
+    def waits() -> None:
+        threading.Event().wait(timeout="not a number")  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError) as caught:
+        waits()
+    assert "test_failures.py" in failure_of(caught.value).where
+    assert "in waits" in failure_of(caught.value).where
