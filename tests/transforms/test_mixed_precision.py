@@ -186,7 +186,8 @@ def test_training_in_bfloat16_is_near_training_in_float32(name: str, ranks: Rank
     assert losses.dtype == torch.float32
     assert {x.dtype for x in after.values()} == {torch.float32}
     assert losses[-10:].mean() < 0.9 * losses[:10].mean()
-    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0)
+    # As a whole: where a loss has come down to a few hundredths, eight bits of precision may well be a twentieth of it.
+    assert (losses - expected).norm() <= 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])
