@@ -114,7 +114,7 @@ def mark_in_graph(
     )
     if key == "":
         return Marked(leaves)
-    wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+    wanted = synchronise.differentiable(leaves)
     names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
     states: list[torch.Tensor] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -177,7 +177,7 @@ class Gradients:
         self.leaves = [meta(leaf.shape, leaf.dtype) for leaf in given]
         self.paths = tree.leaf_paths(params)
         # As if all were differentiated.
-        self.wanted = [i for i, x in enumerate(self.leaves) if x.is_floating_point() or x.is_complex()]
+        self.wanted = synchronise.differentiable(self.leaves)
         self._given = [given[i] for i in self.wanted]
         self._order = synchronise.arrival_order(params, self.wanted)
 

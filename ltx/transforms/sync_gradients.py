@@ -71,7 +71,7 @@ def sync_gradients(
         check_sums("sync_gradients", dense, dense if len(dense) < len(leaves) else grads)
         if sync_state is not None:
             check_state(sync_state)
-    wanted = [i for i, x in enumerate(leaves) if x.is_floating_point() or x.is_complex()]
+    wanted = synchronise.differentiable(leaves)
     sparse = [] if compiling else [i for i in wanted if is_sparse(leaves[i])]
     wanted = [i for i in wanted if i not in sparse]
     arrival = partial(synchronise.arrival_order, grads, wanted)

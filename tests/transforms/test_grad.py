@@ -77,7 +77,7 @@ def test_they_are_torch_funcs_to_the_bit(ranks: Ranks, strategy: ltx.Strategy, c
         params, batch, rank = params_of(module), batches[int(ltx.axis_index())], int(ltx.axis_index())
         step = ltx.data_parallel(plain_step(module), strategy)
         state = step.init(params) if strategy is STRATEGY else None
-        for _ in range(3):
+        for number in range(3):
             with seeded(seed + rank):
                 mine = ltx.grad_and_value(step)(params, *batch, sync_state=state)
             with seeded(seed + rank):
@@ -85,7 +85,7 @@ def test_they_are_torch_funcs_to_the_bit(ranks: Ranks, strategy: ltx.Strategy, c
             assert not any(x.requires_grad for x in ltx.tree.flatten(mine)[0])
             if state is not None:
                 state = mine[0][1]
-                assert state.step == mine[0][1].checked_step()
+                assert state.step == state.checked_step() == number + 1
 
     ranks(2).run(compared)
 
