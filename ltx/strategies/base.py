@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import wire
+from ltx import tree, wire
 from ltx.arguments import brief, check_fields
 from ltx.axis import Axis, ShapesBacking
 from ltx.errors import StrategyError, UnsupportedError
@@ -244,6 +244,7 @@ class Strategy:
         *,
         background: bool = False,
         midway: bool = False,
+        like: Tree = None,
     ) -> Exchange:
         """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.land` gives the results.
 
@@ -256,8 +257,9 @@ class Strategy:
             background: to be landed much later, at the earliest after the backward pass; for a hook with one phase.
             midway: another exchange of the same step follows it on every rank. Should a rank fail between them, its
                 peers can do the step again with it.
+            like: the tree that has the tensors for leaves, where buckets are to be those of its gradients.
         """
-        plan = self._plan(hook, tensors, paths, at, states, background)
+        plan = self._plan(hook, tensors, paths, at, states, background, like)
         backing = at.axis.backing
         if isinstance(backing, ShapesBacking) and backing.exchange is not None:
             watched: Exchange = backing.exchange(plan, tensors, states, background, paths)
@@ -284,6 +286,7 @@ class Strategy:
         at: Moment,
         states: Sequence[LeafState],
         background: bool,
+        like: Tree = None,
     ) -> Plan:
         names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
         return make_plan(
@@ -291,7 +294,7 @@ class Strategy:
             hook,
             at.axis,
             tensors,
-            lambda: range(len(tensors)),
+            lambda: range(len(tensors)) if like is None else tree.insertion_order(like)[::-1],
             names,
             at.step,
             lambda: list(paths),

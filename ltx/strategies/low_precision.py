@@ -13,23 +13,24 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 
 from ltx import tree
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.hooks import ByteGrad
 from ltx.optim.base import Optimizer
 from ltx.strategies.gossip import GossipStrategy
-from ltx.strategies.late import may_be_written_to
+from ltx.strategies.late import LateHook, Settled, talked_late
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
+from ltx.sync.flights import Landed
 from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of, unpack
 from ltx.typing import Tree
 
@@ -87,66 +88,19 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
         params, opt_state = update.apply()
-        if not update.gives or not isinstance(at.axis.backing, GroupBacking):
-            params, states = self.after_update(params, states, at)
+        if not self.communicates(at.step):
             return Updated(params, opt_state, states, pending)
-        leaves, spec = tree.flatten(params)
-        paths, names = tree.leaf_paths(params), self._ring.known(at.axis.size)
-        given, landed = [states[path] for path in paths], self._landed(params, states, at)
-        alike = all(state["own"].dtype is x.dtype for state, x in zip(given, leaves, strict=True))
-        if not (alike and may_be_written_to([state[name] for state in given for name in names], opt_state)):
-            params, states = self._made(params, states, landed)
-            return Updated(params, opt_state, states, pending)
-
-        def finish() -> None:
-            for bucket, messages in landed:
-                for name, rows in messages.items():
-                    _add_decoded(rows, [given[member][name] for member in bucket.members])
-
-        own = tree.unflatten(spec, [state["own"].detach() for state in given])
-        known = {path: {**state, "right": state[names[-1]]} for path, state in zip(paths, given, strict=True)}
-        return Updated(own, opt_state, known, pending, finish)
-
-    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
-        if not self.talks_late(at.step):
-            return params, states
-        if isinstance(at.axis.backing, GroupBacking):
-            return self._made(params, states, self._landed(params, states, at))
-        leaves, spec = tree.flatten(params)
-        paths = tree.leaf_paths(params)
-        landed, known = self.exchange(self._ring, leaves, paths, at, [states[path] for path in paths]).land()
-        return tree.unflatten(spec, landed), dict(zip(paths, known, strict=True))
-
-    def _landed(self, params: Tree, states: States, at: Moment) -> list[tuple[Bucket, LeafState]]:
-        """One round between processes, as far as it may fail: each bucket's messages."""
-        paths = tree.leaf_paths(params)
-        ring = replace(self._ring, adds=False)
-        exchange = self.exchange(ring, tree.flatten(params)[0], paths, at, [states[path] for path in paths])
-        return [(bucket, messages) for bucket, (_, (messages, *_)) in exchange.land_buckets() if bucket.numel]
-
-    def _made(self, params: Tree, states: States, landed: list[tuple[Bucket, LeafState]]) -> tuple[Tree, States]:
-        """The next parameters and states, in new memory."""
-        leaves, spec = tree.flatten(params)
-        paths, states = tree.leaf_paths(params), dict(states)
-        for bucket, messages in landed:
-            flat, known = self._ring.added(messages, [states[paths[member]] for member in bucket.members], bucket)
-            for member, leaf, state in zip(bucket.members, unpack(flat, bucket), known, strict=True):
-                leaves[member], states[paths[member]] = leaf, state
-        return tree.unflatten(spec, leaves), states
+        return replace(talked_late(self, self._ring, update, params, opt_state, states, at), pending=pending)
 
 
 @dataclass(frozen=True)
-class Ring(NodeHook):
-    """One round: what is given are the weights after the optimizer, what comes out the next ones.
+class Ring(NodeHook, LateHook):
+    """One round: what is given are the weights after the optimizer, what comes out the messages.
 
-    Attributes:
-        adds: else the state stays as it is, and what comes out are the messages by the name of what they are added to,
-            of each a row for each rank of the node.
+    They come in place of a state, by the name of what they are added to; of each a row for each rank of the node.
     """
 
     exact: ClassVar[bool] = False
-
-    adds: bool = field(default=True, repr=False)
 
     @property
     def phases(self) -> int:  # type: ignore[override]
@@ -177,7 +131,7 @@ class Ring(NodeHook):
     def reduce(self, share: Share) -> Reduction:
         m = self.node_size
         if not share.flat.numel():
-            return share.flat, share.states
+            return share.flat, ()
         assert share.axis is not None
         nodes = across(share.axis, m)
         names = self.known(share.axis_size)
@@ -194,21 +148,45 @@ class Ring(NodeHook):
         else:
             arrived = [message[None] for message in messages]
         messages_of = dict(zip(names, arrived, strict=True))
-        if not self.adds:
-            return share.flat.new_empty(0), [messages_of]
-        return self.added(messages_of, share.states, share.bucket)
+        return share.flat.new_empty(0), [messages_of]
 
-    def added(
-        self, messages: LeafState, states: Sequence[LeafState], bucket: Bucket
-    ) -> tuple[torch.Tensor, list[LeafState]]:
-        """A bucket's next weights, side by side, and its next states, in new memory."""
-        dtype, known = self.wire_dtype(bucket.dtype), []
+    def written(
+        self, starts: Sequence[torch.Tensor], states: Sequence[LeafState], axis_size: int
+    ) -> list[torch.Tensor]:
+        return [state[name] for state in states for name in self.known(axis_size)]
+
+    def settled(
+        self,
+        bucket: Bucket,
+        landed: Landed,
+        starts: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        axis_size: int,
+        gives: bool,
+    ) -> Settled:
+        if not bucket.numel:
+            return Settled(list(starts), list(states))
+        (messages, *_) = landed[1]
+        names, dtype = list(messages), self.wire_dtype(bucket.dtype)
+        if gives and dtype is bucket.dtype:
+            # The next weights are what is known of them.
+            known = [{**state, "right": state[names[-1]]} for state in states]
+            finish = partial(_add_all, messages, states)
+            return Settled([state["own"].detach() for state in states], known, finish)
+        moved = []
         for name, rows in messages.items():
             width = -(-bucket.numel // len(rows))
             change = _CODEC.decode(rows, width, dtype).reshape(-1)[: bucket.numel]
-            known.append(_moved([state[name] for state in states], change, bucket))
-        by_leaf = zip(*(parts_of(x, bucket) for x in (known[0], known[1], known[-1])), strict=True)
-        return known[0], [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
+            moved.append(_moved([state[name] for state in states], change, bucket))
+        by_leaf = zip(*(parts_of(x, bucket) for x in (moved[0], moved[1], moved[-1])), strict=True)
+        known = [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
+        return Settled(unpack(moved[0], bucket), known)
+
+
+def _add_all(messages: LeafState, states: Sequence[LeafState]) -> None:
+    """Add what messages say to the leaves that they are about, in place."""
+    for name, rows in messages.items():
+        _add_decoded(rows, [state[name] for state in states])
 
 
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:

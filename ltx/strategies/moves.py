@@ -5,33 +5,72 @@ Maleki et al., "Scaling distributed training with adaptive summation", MLSys 202
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
 
 import torch
 
-from ltx import hooks, tree
+from ltx import hooks
 from ltx.optim import Optimizer
 from ltx.optim.chain import Chain
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.strategies.base import Strategy
-from ltx.strategies.late import may_be_written_to
+from ltx.strategies.late import LateHook, Settled, talked_late
 from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.reduction import LeafState, Reduction, Share
+from ltx.sync.buckets import Bucket
+from ltx.sync.flights import Landed
+from ltx.sync.reduction import LeafState, Reduction, Share, unpack
 
 #: Where a parameter was before its move.
 START = "start"
 
 
 @dataclass(frozen=True)
-class _AdasumOfWaysBack(hooks.Adasum):
-    """The adaptive sum of the ways back: from parameters to where their states say that they were.
+class AdasumOfMoves(hooks.Adasum, LateHook):
+    """The adaptive sum of moves, which the old parameters are moved by."""
+
+    sign: ClassVar[int] = 1
+
+    def reduce(self, share: Share) -> Reduction:
+        total, _ = yield from super().reduce(share)
+        return total, ()
+
+    def written(
+        self, starts: Sequence[torch.Tensor], states: Sequence[LeafState], axis_size: int
+    ) -> list[torch.Tensor]:
+        return list(starts)
+
+    def settled(
+        self,
+        bucket: Bucket,
+        landed: Landed,
+        starts: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        axis_size: int,
+        gives: bool,
+    ) -> Settled:
+        moves, params, known = unpack(landed[0], bucket), list(starts), list(states)
+        if gives:
+            return Settled(params, known, partial(_move, params, moves, self.sign))
+        return Settled(
+            [torch.add(p, move, alpha=self.sign) for p, move in zip(params, moves, strict=True)],
+            known,
+        )
+
+
+@dataclass(frozen=True)
+class AdasumOfWaysBack(AdasumOfMoves):
+    """The adaptive sum of the ways back: from new parameters to where they were.
 
     It is that of the moves negated, to the bit, and packing takes one pass over both.
     """
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return (START,)
+    sign: ClassVar[int] = -1
+
+    def begun(self, starts: Sequence[torch.Tensor], states: Sequence[LeafState]) -> list[LeafState]:
+        return [{START: start} for start in starts]
 
     def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
         return state[START]
@@ -39,12 +78,13 @@ class _AdasumOfWaysBack(hooks.Adasum):
     def scale(self, axis_size: int) -> float:
         return -1.0
 
-    def reduce(self, share: Share) -> Reduction:
-        total, _ = yield from super().reduce(share)
-        return total, ()
+
+@torch.no_grad()
+def _move(params: list[torch.Tensor], moves: list[torch.Tensor], sign: int) -> None:
+    torch._foreach_add_(params, moves, alpha=sign)
 
 
-def _gives_differences(optimizer: Optimizer) -> bool:
+def gives_differences(optimizer: Optimizer) -> bool:
     """Whether its updates are differences of the parameters that it gives."""
     return isinstance(optimizer.members[-1] if isinstance(optimizer, Chain) else optimizer, TorchOptimizer)
 
@@ -58,24 +98,14 @@ def moved_together(
     """
     if at.axis.size == 1 or update.finite is False:
         return Updated(*update.apply(), states)
-    starts, spec = tree.flatten(update.params)
-    if _gives_differences(update.optimizer):
+    hook: AdasumOfMoves
+    if gives_differences(update.optimizer):
         # The differences are formed while they are packed.
         given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-        combine: hooks.CommHook = _AdasumOfWaysBack(short)
-        begun: list[LeafState] = [{START: start} for start in starts]
-        sign = -1
+        hook = AdasumOfWaysBack(short)
     else:
         given, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
-        combine, begun, sign = hooks.Adasum(short), [], 1
-    paths = tree.leaf_paths(update.params)
-    moves, _ = strategy.exchange(combine, tree.flatten(given)[0], paths, at, begun).land()
-    if update.gives and may_be_written_to(starts, (opt_state, states)):
-
-        def finish() -> None:
-            with torch.no_grad():
-                torch._foreach_add_(starts, moves, alpha=sign)
-
-        return Updated(update.params, opt_state, states, finish=finish)
-    moved = tree.unflatten(spec, [torch.add(p, move, alpha=sign) for p, move in zip(starts, moves, strict=True)])
-    return Updated(*update.if_finite((moved, opt_state), (update.params, update.opt_state)), states)
+        hook = AdasumOfMoves(short)
+    moved = talked_late(strategy, hook, update, given, opt_state, states, at)
+    kept = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
+    return replace(moved, params=kept[0], opt_state=kept[1])

@@ -127,9 +127,9 @@ class Watched(Exchange):
         self._asked.append(asked)
         return landed
 
-    def land(self) -> tuple[list[torch.Tensor], list[LeafState]]:
+    def land_buckets(self) -> list[tuple[Bucket, Landed]]:
         self._steps.events.append(Lands(self))
-        return super().land()
+        return super().land_buckets()
 
     def started(self, number: int) -> Starts:
         """What it has issued, as the `number`-th exchange of a step."""
