@@ -18,6 +18,7 @@ from ltx.errors import StrategyError
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Strategy
 from ltx.strategies.kinds import Kinds
+from ltx.strategies.late import LateHook
 from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.reduction import LeafState
@@ -159,6 +160,9 @@ class BaguaStrategy(Strategy):
 
     def talks_late(self, step: int) -> bool:
         return self.inner.talks_late(step)
+
+    def late_hook(self, optimizer: Optimizer, step: int) -> LateHook | None:
+        return self.inner.late_hook(optimizer, step)
 
     def hook_in_training(self, step: int) -> hooks.CommHook | None:
         return self.inner.hook_in_training(step)

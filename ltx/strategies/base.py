@@ -17,6 +17,7 @@ from ltx.errors import StrategyError, UnsupportedError
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer
 from ltx.strategies.kinds import Kinds
+from ltx.strategies.late import LateHook
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.exchange import Exchange
 from ltx.sync.planning import make_plan
@@ -199,6 +200,13 @@ class Strategy:
         The optimizer then doesn't update in place, so that a step in which a peer fails leaves its state as it was.
         """
         return type(self).after_update is not Strategy.after_update
+
+    def late_hook(self, optimizer: Optimizer, step: int) -> LateHook | None:
+        """What ranks say of parameters in a step that talks late, where a bucket needn't wait for the others.
+
+        With ``overlap="update"`` it is driven in the place of :meth:`update`. None: :meth:`update` does all of it.
+        """
+        return None
 
     def check_weighted(self, step: int) -> None:
         """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""

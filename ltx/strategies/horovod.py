@@ -26,7 +26,7 @@ from ltx.optim import Optimizer
 from ltx.optim.scaled_lr import with_scaled_lr
 from ltx.strategies.base import Strategy, unchanging
 from ltx.strategies.kinds import Kinds
-from ltx.strategies.moves import moved_together
+from ltx.strategies.moves import AdasumOfWaysBack, gives_differences, moved_together
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.reduction import LeafState, Reduction, Share
 from ltx.typing import Tree
@@ -211,6 +211,11 @@ class HorovodStrategy(Strategy):
         assert isinstance(self.compression, hooks.CommHook)
         return self.compression
 
+    @property
+    def _short(self) -> torch.dtype | None:
+        """The half precision that things travel in, if any."""
+        return getattr(self._compression, "short", None)
+
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _synchronises(self, step: int) -> bool:
@@ -261,7 +266,7 @@ class HorovodStrategy(Strategy):
 
     @property
     def updates_in_buckets(self) -> bool:
-        return self.op != "adasum" and self.backward_passes_per_step == 1 and not self.scale_lr
+        return self.backward_passes_per_step == 1 and not self.scale_lr
 
     @property
     def talks_besides(self) -> bool:
@@ -269,6 +274,10 @@ class HorovodStrategy(Strategy):
 
     def talks_late(self, step: int) -> bool:
         return self.op == "adasum" and self._synchronises(step)
+
+    def late_hook(self, optimizer: Optimizer, step: int) -> AdasumOfWaysBack | None:
+        whole = self.op != "adasum" or self.backward_passes_per_step > 1 or not gives_differences(optimizer)
+        return None if whole else AdasumOfWaysBack(self._short)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self.scale_lr:
@@ -304,8 +313,7 @@ class HorovodStrategy(Strategy):
                 added, grads = self._added(update, states)
                 states = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
                 update = replace(update, grads=grads)
-            short = getattr(self._compression, "short", None)
-            return replace(moved_together(self, short, update, states, at), pending=pending)
+            return replace(moved_together(self, self._short, update, states, at), pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, at.axis)).apply()
         return Updated(params, opt_state, states, pending)
 

@@ -86,6 +86,9 @@ class LowPrecisionDecentralized(GossipStrategy):
     def updates_in_buckets(self) -> bool:
         return True
 
+    def late_hook(self, optimizer: Optimizer, step: int) -> Ring | None:
+        return self._ring if self.communicates(step) else None
+
     def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
         params, opt_state = update.apply()
         if not self.communicates(at.step):

@@ -227,12 +227,7 @@ def pack(
         flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
     else:
         flat = empty(shape, wire_dtype, bucket.device)
-    for grad in grads:
-        if grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "
-                "nn.Embedding(sparse=False), or ltx.sync_gradients on the local gradients."
-            )
+    refuse_sparse(grads)
     start = 0
     for first, end in bucket.runs:
         stop = start + sum(bucket.sizes[first:end])
@@ -245,6 +240,16 @@ def pack(
             for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):
                 _pack_one(grad, own.view(grad.shape), scale, hook.carried(state, axis_size))
     return flat
+
+
+def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
+    """Raise unless all gradients are dense."""
+    for grad in grads:
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "
+                "nn.Embedding(sparse=False), or ltx.sync_gradients on the local gradients."
+            )
 
 
 def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, carried: torch.Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,9 +12,12 @@ from ltx import wire
 from ltx.axis import GroupBacking
 from ltx.errors import UnsupportedError
 from ltx.sync.buckets import Bucket
-from ltx.sync.flights import Flights
+from ltx.sync.flights import Flights, Landed
 from ltx.sync.reduction import LeafState, pack, unpack
 from ltx.sync.schedule import Dims, Plan, Schedule
+
+#: What is packed into a bucket: a tensor for each leaf, and the hook's state of each.
+Instead = tuple[Sequence[torch.Tensor], Sequence[LeafState]]
 
 
 class WireSchedule(Schedule):
@@ -39,6 +42,8 @@ class WireSchedule(Schedule):
         #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
         self.states: Sequence[LeafState] | None = None
         self.summed = False  # whether the sums of buckets are asked for
+        #: Gives what travels in the place of a bucket's gradients, and the states it is reduced with.
+        self.instead: Callable[[Bucket, Sequence[torch.Tensor]], Instead] | None = None
         self._passage: wire.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or not isinstance(part.backing, GroupBacking) else part.backing.line
@@ -106,6 +111,9 @@ class WireSchedule(Schedule):
         states = self.plan.states_of(bucket, tensors[count:])
         if self.states is not None:
             states = [self.states[member] for member in bucket.members]
+        if self.instead is not None:
+            grads, its_states = self.instead(bucket, grads)
+            states = list(its_states)
         room = partial(self.line.room.take, self.plan.buckets, index)
         flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)], room)
         self._packed[index] = (flat, states)
@@ -118,10 +126,14 @@ class WireSchedule(Schedule):
             self._batches.append(ready.shape[:-1])
             self._flights.launch(hook, self.plan.share(self.plan.buckets[place], ready.view(-1), its_states))
 
+    def land_buckets(self) -> Iterator[tuple[Bucket, Landed]]:
+        """:meth:`land_each`, for whoever knows what the hook returns for a bucket."""
+        for place, landed in zip(self._order, self._flights.land_each(), strict=False):
+            yield self.plan.buckets[place], landed
+
     def land_each(self) -> Iterator[tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]]:
         """The buckets in order, each as soon as it has landed: (bucket, reduced gradients, next states)."""
-        for place, batch, (flat, states) in zip(self._order, self._batches, self._flights.land_each(), strict=False):
-            bucket = self.plan.buckets[place]
+        for batch, (bucket, (flat, states)) in zip(self._batches, self.land_buckets(), strict=False):
             grads = unpack(flat.view(*batch, bucket.numel), bucket)
             yield bucket, grads, self.plan.flatten_states(bucket, states)
 

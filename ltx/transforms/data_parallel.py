@@ -142,17 +142,21 @@ class DataParallel:
         step: int | None = None,
         ahead: bool = False,
         flight: InFlight | None = None,
+        late_hook: CommHook | None = None,
     ) -> Run:
         """Call the step on marked parameters and tie its output.
 
         `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule). On a wire parameters needn't
         require gradients then: Run.source does in their place. `step`: the number of steps so far, in a whole training
         step, which counts them; else the communication state does. `flight`: whose parameters the given ones stand for.
+        `late_hook`: what ranks share in the place of gradients.
         """
         params, sync_state = self._params_of(args)
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or torch.compiler.is_compiling()):
             settled = self.settled(sync_state)
-            return settled.run(args, kwargs, deferred=deferred, step=step, ahead=ahead, flight=flight)
+            return settled.run(
+                args, kwargs, deferred=deferred, step=step, ahead=ahead, flight=flight, late_hook=late_hook
+            )
         leaves, spec = tree.flatten(params)
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
@@ -163,7 +167,7 @@ class DataParallel:
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
-            marked = mark(self, params, leaves, spec, sync_state, hook, step, deferred, ahead)
+            marked = mark(self, params, leaves, spec, sync_state, late_hook or hook, step, deferred, ahead)
             local, within = hook is None, None if hook is None else hook.within(wire.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
         with nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn):

@@ -12,10 +12,12 @@ from ltx import collectives, tree, wire
 from ltx.axis import Axis
 from ltx.errors import WeightError
 from ltx.optim import Optimizer
+from ltx.strategies.late import LateHook, may_be_written_to
 from ltx.strategies.update import Update
-from ltx.sync.reduction import LeafState
+from ltx.sync.buckets import Bucket
+from ltx.sync.reduction import LeafState, refuse_sparse
 from ltx.sync.schedule import Plan
-from ltx.sync.wire_schedule import WireSchedule
+from ltx.sync.wire_schedule import Instead, WireSchedule
 from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
 
@@ -66,12 +68,15 @@ class Work:
         found = self.backward(total)
         count = len(self.leaves)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
-        if divisor is not None:
-            grads = [g / divisor.to(g.dtype) for g in grads]
-        if self.loss_scale != 1:
-            grads = [g * (1 / self.loss_scale) for g in grads]
+        grads = self.divided(grads, divisor)
         states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
         return Done(grads, [x.detach() for x in states])
+
+    def divided(self, grads: list[torch.Tensor], divisor: torch.Tensor | None) -> list[torch.Tensor]:
+        """Gradients that nobody else has a part in: by a Weighted's `divisor`, and without the loss scale."""
+        if divisor is not None:
+            grads = [g / divisor.to(g.dtype) for g in grads]
+        return grads if self.loss_scale == 1 else [g * (1 / self.loss_scale) for g in grads]
 
     def land(self, schedule: WireSchedule, weighted: bool) -> tuple[Done, wire.Header]:
         """Land every bucket and the header, then update; or bucket by bucket, with overlap="update"."""
@@ -98,12 +103,7 @@ class Work:
                 grads.update(zip(bucket.members, landed, strict=True))
             header = schedule.finish()
         except BaseException as error:
-            if updated and self.donate:
-                self.state.tear(
-                    f"this TrainState (step {self.state.step}) is torn: {updated} of {len(schedule.plan.buckets)} "
-                    f"buckets had been updated in place when something failed ({type(error).__name__}: {error}). Load "
-                    'a checkpoint. With overlap="backward" a state is that before the step or that after it.'
-                )
+            self.torn_by(error, updated, schedule.plan)
             raise
         assert header is not None
         before = self.state.sync_state.leaves
@@ -112,6 +112,15 @@ class Work:
             found = sums if self.probes is not None else None
             return Done([grads[m] for m in range(len(self.leaves))], flat, sums=found), header
         return Done(None, flat, params, self.optimizer.advance(opt_state)), header
+
+    def torn_by(self, error: BaseException, updated: int, plan: Plan) -> None:
+        """An `error` came when so many buckets of the plan had been updated, be it in place."""
+        if updated and self.donate:
+            self.state.tear(
+                f"this TrainState (step {self.state.step}) is torn: {updated} of {len(plan.buckets)} buckets had been "
+                f"updated in place when something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
+                'overlap="backward" a state is that before the step or that after it.'
+            )
 
     def scale(self, schedule: WireSchedule, weighted: bool) -> float:
         """What reduced gradients are multiplied by. With weights it waits for the header."""
@@ -167,6 +176,88 @@ class Work:
         at = [self.trained[m] for m in members]
         with torch.no_grad(), wire.span("update"):
             self.optimizer.apply_leaves(grads, [states[i] for i in at], [params[i] for i in at], count)
+
+
+class Late:
+    """The second half of a step whose ranks talk after the optimizer, with ``overlap="update"``.
+
+    A bucket is updated and sent as soon as its gradients are there (:mod:`ltx.strategies.late`). Until the backward
+    pass is over parameters stay as they are, which may be needed in it; the optimizer's state doesn't.
+
+    Args:
+        hook: what ranks say of the new parameters.
+        work: the step's.
+        schedule: that of its backward pass.
+        states: the communication state, by path.
+        divisor: that of a Weighted's gradients.
+    """
+
+    def __init__(
+        self,
+        hook: LateHook,
+        work: Work,
+        schedule: WireSchedule,
+        states: dict[str, LeafState],
+        divisor: torch.Tensor | None,
+    ):
+        self._hook, self._work, self._schedule, self._plan = hook, work, schedule, schedule.plan
+        self._divisor, self._before = divisor, states
+        state, optimizer = work.state, work.optimizer
+        opt_state = state.opt_state if work.donate else tree.map(torch.clone, state.opt_state)
+        self._opt_state, self._count = opt_state, state.step
+        at = optimizer.leaf_states(opt_state, state.params)
+        self._opt_states = [at[place] for place in work.trained]
+        self._starts = [x.detach() for x in work.leaves]
+        paths = tree.leaf_paths(state.params) if any(self._plan.state_names) else []
+        self._states = [states[paths[place]] if paths else {} for place in work.trained]
+        written = hook.written(self._starts, self._states, self._plan.axis.size)
+        self._gives = work.donate and may_be_written_to(written, opt_state)
+        self._updated = 0
+        schedule.instead = self._update
+
+    def run(self, total: torch.Tensor) -> Done:
+        """The backward pass of `total`, and what comes of it."""
+        try:
+            self._work.backward(total)
+            with torch.no_grad():
+                return self._land()
+        except BaseException as error:
+            self._schedule.abandon(error)
+            self._work.torn_by(error, self._updated, self._plan)
+            raise
+
+    def _update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> Instead:
+        """The new parameters of a bucket, in memory of their own, and what they are packed with."""
+        refuse_sparse(grads)
+        with wire.span("update"):
+            # The kernels want them so; others may have the same tensor for a gradient.
+            laid = self._work.divided([g.contiguous() for g in grads], self._divisor)
+            starts = self._of(bucket, self._starts)
+            given = [x.clone() for x in starts]
+            self._updated += 1
+            self._work.optimizer.apply_leaves(laid, self._of(bucket, self._opt_states), given, self._count)
+        return given, self._hook.begun(starts, self._of(bucket, self._states))
+
+    def _land(self) -> Done:
+        params, states = list(self._starts), dict[int, LeafState]()
+        for bucket, landed in self._schedule.land_buckets():
+            starts, known = self._of(bucket, self._starts), self._of(bucket, self._states)
+            settled = self._hook.settled(bucket, landed, starts, known, self._plan.axis.size, self._gives)
+            if settled.finish is not None:
+                settled.finish()
+            for member, param, state in zip(bucket.members, settled.params, settled.states, strict=True):
+                params[member], states[member] = param, state
+        self._schedule.finish()
+        whole, spec = tree.flatten(self._work.state.params)
+        for place, param in zip(self._work.trained, params, strict=True):
+            whole[place] = param
+        after = states_after(self._plan, states, self._before, self._work.state.params, self._work.trained)
+        opt_state = self._work.optimizer.advance(self._opt_state)
+        return Done(None, tree.flatten(after)[0], tree.unflatten(spec, whole), opt_state)
+
+    @staticmethod
+    def _of(bucket: Bucket, values: Sequence[T]) -> list[T]:
+        return [values[member] for member in bucket.members]
 
 
 def states_after(

@@ -76,7 +76,8 @@ def mark(
         'data_parallel with overlap="step"' if ahead else "data_parallel",
         spec,
     )
-    check_replicas(axis, params)
+    if step_fn.strategy.kinds.params == "replicated":
+        check_replicas(axis, params)
     schedule = synchronise.wire_schedule(plan, deferred, ahead)
     marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
     filled = _filled(leaves, wanted, marked)

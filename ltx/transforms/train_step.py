@@ -14,6 +14,7 @@ from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.optim import Optimizer
+from ltx.strategies.late import LateHook
 from ltx.strategies.update import Moment, Updated
 from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
@@ -22,7 +23,7 @@ from ltx.transforms.fitting import check_every, check_kept, check_overlap, check
 from ltx.transforms.guard import not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.interrupts import uninterrupted
-from ltx.transforms.landing import Work, mean_at_once
+from ltx.transforms.landing import Late, Work, mean_at_once
 from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.outputs import Outputs, arguments_of, outputs_of, unshared
 from ltx.transforms.pure_step import step_purely
@@ -132,9 +133,11 @@ class TrainStep:
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
             sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(spec, start.leaves)))
         drawn = random_states() if self.guard == "raise" else []
+        late_hook = self._late_hook(at) if late else None
+        in_place = self.donate and (late_hook is not None or not late)
         leaves, trained = start.leaves, differentiable(start.leaves)
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
-        if not marks_on_wire(self.step.settled(sync), at.step, training=True):
+        if late_hook is None and not marks_on_wire(self.step.settled(sync), at.step, training=True):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(spec, leaves)
@@ -143,7 +146,9 @@ class TrainStep:
         with wire.span("forward"), torch.enable_grad():
             arguments = arguments_of(given, state.buffers, batch)
             ahead = self.overlap == "step"
-            run = self.step.run(arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight)
+            run = self.step.run(
+                arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight, late_hook=late_hook
+            )
             returned = outputs_of(run, state.buffers, self.has_aux)
             loss, buffers, aux = returned
         if isinstance(loss, Weighted):
@@ -160,11 +165,14 @@ class TrainStep:
         loss_scale = loss_scale_of(self, state)
         factor = 1.0 if loss_scale is None else float(loss_scale)
         mine = [leaves[i] for i in trained]
-        by_bucket, donate = self.overlap != "backward", self.donate and not late
+        by_bucket = self.overlap != "backward"
         look = probes if looks(self) else None
         inputs = [*mine, *sync_leaves] if run.source is None else [run.source]
-        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, inputs, donate, factor, look)
-        if schedule is not None:
+        work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, inputs, in_place, factor, look)
+        if schedule is not None and late_hook is not None:
+            mean, divisor = mean_at_once(total, weight, at.axis, local=True)
+            done = Late(late_hook, work, schedule, sync.leaves, divisor).run(total)
+        elif schedule is not None:
             try:
                 work.backward(total)
                 if ahead and schedule.moves_by_itself:
@@ -187,7 +195,9 @@ class TrainStep:
             states, buffers = kept_if_skipped(self, finite, state, states, buffers)
 
         def commit() -> tuple[TrainState, Metrics, Callable[[], None] | None]:
-            if done.grads is None:
+            if late_hook is not None and done.grads is None:
+                updated = Updated(done.params, done.opt_state, states, pending)
+            elif done.grads is None:
                 params, after = strategy.after_update(done.params, states, at)
                 updated = Updated(params, done.opt_state, after, pending)
             else:
@@ -198,7 +208,13 @@ class TrainStep:
             following, metrics = next_state(self, state, updated, buffers, next_sync, Metrics(mean, aux), finite)
             return following, metrics, updated.finish
 
-        return self._committed(state, donate, commit)
+        return self._committed(state, in_place, commit)
+
+    def _late_hook(self, at: Moment) -> LateHook | None:
+        """What ranks of this step say of each bucket once the optimizer has run on it; None: they say it of all."""
+        if self.overlap != "update" or not isinstance(at.axis.backing, GroupBacking):
+            return None
+        return self.step.strategy.late_hook(self.optimizer, at.step)
 
     def _committed(
         self,

@@ -222,11 +222,27 @@ def trained(strategy: ltx.Strategy, params: Grads, batches: list[Tensor], saved_
     return state
 
 
+def decided(strategy: ltx.Strategy, params: Grads) -> tuple[Tensor, Grads]:
+    """Inputs (rank, step, ...) and what simulated ranks come to with them, which doesn't hang on a last bit.
+
+    Sums of two ranks' codes lie on a lattice, and so in one of a hundred draws one in the middle between two codes.
+    Batched and single products of matrices don't round alike, and take it to different ones, as they may.
+    """
+    while True:
+        x = torch.randn(2, 6, 4, 6, dtype=torch.float64)
+        expected, *others = (
+            ltx.vmap(lambda x: trained(strategy, params, list(x)).params)(x * (1 + scale * torch.randn_like(x)))
+            for scale in (0.0, *[1e-15] * 5)
+        )
+        if all(torch.allclose(p, other[path], 1e-8, 1e-8) for other in others for path, p in expected.items()):
+            return x, expected
+
+
 @pytest.mark.parametrize("name", MOST)
 def test_training(name: str, ranks: Ranks) -> None:
     """train_step on processes and simulated ranks, saved and restored halfway, by grad_and_value, and accumulated."""
     strategy, params = strategy_of(HOOKS[name], 700), parameters()
-    x = torch.randn(2, 6, 4, 6, dtype=torch.float64)
+    x, expected = decided(strategy, params)
 
     def on_rank() -> Any:
         mine = list(x[ltx.world().rank])
@@ -244,7 +260,6 @@ def test_training(name: str, ranks: Ranks) -> None:
         )
         return whole.params, restored.params, by_hand, accumulated, at_once
 
-    expected = ltx.vmap(lambda x: trained(strategy, params, list(x)).params)(x)
     found = list(ranks(2).run(on_rank))
     for rank, (whole, restored, by_hand, accumulated, at_once) in enumerate(found):
         for path, p in whole.items():

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,14 +21,17 @@ from ltx.strategies.update import Updated
 
 Ranks = Callable[[int], Pool]
 Torn = Callable[..., Any]
+Overlap = Literal["backward", "update"]
 
+SMALL: Any = {"bucket_bytes": 64, "first_bucket_bytes": 64}
 LATE: dict[str, tuple[int, ltx.Strategy]] = {
     "ring of 2": (2, ltx.BaguaStrategy("low_precision_decentralized")),
-    "ring of 2, small buckets": (2, ltx.BaguaStrategy("low_precision_decentralized", bucket_bytes=64)),
+    "ring of 2, small buckets": (2, ltx.BaguaStrategy("low_precision_decentralized", **SMALL)),
     "ring of 3": (3, ltx.BaguaStrategy("low_precision_decentralized")),
     "ring now and then": (2, ltx.BaguaStrategy("low_precision_decentralized", communication_interval=2)),
     "nodes": (4, ltx.BaguaStrategy("low_precision_decentralized", hierarchical=True, node_size=2)),
     "adasum": (2, ltx.HorovodStrategy(op="adasum")),
+    "adasum, small buckets": (2, ltx.HorovodStrategy(op="adasum", **SMALL)),
     "adasum, fp16": (2, ltx.HorovodStrategy(op="adasum", compression="fp16")),
     "adasum, passes": (2, ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2)),
 }
@@ -50,20 +53,32 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return (params["scale"] * (x @ params["w"])).square().sum() + (params["b"] - 1).square().sum()
 
 
-def trained(strategy: ltx.Strategy, donate: Callable[[int], bool], optimizer: ltx.optim.Optimizer) -> list[Tensor]:
-    """All tensors of the state after some steps, of which the old one was given away or not."""
+def trained(
+    strategy: ltx.Strategy,
+    donate: Callable[[int], bool],
+    optimizer: ltx.optim.Optimizer,
+    overlap: Overlap = "backward",
+    wrap: Callable[[Any], Any] = lambda step: step,
+    fn: Callable[..., Any] | None = None,
+) -> list[Tensor]:
+    """All tensors of the state after some steps, of which the old one was given away or not; then all losses.
+
+    `wrap`: what the data-parallel step of `fn`, or of :func:`loss`, is wrapped in.
+    """
     params, inputs = problem(ltx.world().size)
     rank = ltx.world().rank
-    train = ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, donate=donate(rank))
-    state = train.init(params)
+    step = wrap(ltx.data_parallel(fn or loss, strategy))
+    train = ltx.train_step(step, optimizer, donate=donate(rank), overlap=overlap)
+    state, losses = train.init(params), []
     for x in inputs:
         before = ltx.tree.map(torch.clone, state)
-        following, _ = train(state, x[rank])
+        following, metrics = train(state, x[rank])
+        losses.append(metrics.loss)
         if not donate(rank):
             for old, kept in zip(ltx.tree.flatten(before)[0], ltx.tree.flatten(state)[0], strict=True):
                 assert torch.equal(old, kept)
         state = following
-    return [x.clone() for x in ltx.tree.flatten(state)[0]]
+    return [*(x.clone() for x in ltx.tree.flatten(state)[0]), *losses]
 
 
 def adam() -> ltx.optim.Optimizer:

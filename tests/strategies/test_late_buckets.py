@@ -1,0 +1,185 @@
+"""Late strategies with overlap="update", which talk about a bucket as soon as its gradients are there.
+
+What they come to is held equal, bit for bit, to what the same strategy does with whole steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import DeadlockDetectedError, TornStateError, UnsupportedError
+from ltx.runtime.pool import Pool
+from ltx.transforms import landing
+from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
+
+Ranks = Callable[[int], Pool]
+Torn = Callable[..., Any]
+
+IN_BUCKETS = [name for name in LATE if name != "adasum, passes"]
+OF_TWO = [name for name in IN_BUCKETS if LATE[name][0] == 2]
+
+
+def stepped() -> ltx.optim.Optimizer:
+    """One whose kernel adds into the gradients that it is given."""
+    return ltx.optim.from_torch(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True)
+
+
+def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Optimizer] = adam, **more: Any) -> None:
+    """Hold "update" equal to "backward", with donation and without, and see that it went by buckets."""
+    n, strategy = LATE[name]
+
+    def run(donate: bool, overlap: Overlap) -> tuple[int, list[Tensor]]:
+        torch.manual_seed(seed)
+        steps, by_buckets = 0, landing.Late.run
+
+        def counted(late: landing.Late, total: Tensor) -> landing.Done:
+            nonlocal steps
+            steps += 1
+            return by_buckets(late, total)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(landing.Late, "run", counted)
+            tensors = trained(strategy, lambda rank: donate, make(), overlap, **more)
+        return steps, tensors
+
+    whole = ranks(n).run(run, True, "backward")
+    for donate in (True, False):
+        for (never, mine), (steps, other) in zip(whole, ranks(n).run(run, donate, "update"), strict=True):
+            assert never == 0
+            assert steps == (3 if name == "ring now and then" else 5)
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("make", [adam, stepped])
+@pytest.mark.parametrize("name", IN_BUCKETS)
+def test_it_comes_to_the_same(name: str, make: Callable[[], ltx.optim.Optimizer], ranks: Ranks, seed: int) -> None:
+    compare(ranks, name, seed, make)
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_with_micro_batches(name: str, ranks: Ranks, seed: int) -> None:
+    def of_samples(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return loss(params, x.view(7)) if x.ndim == 1 else torch.stack([loss(params, one) for one in x]).mean()
+
+    def doubled(step: Any) -> Any:
+        accumulated = ltx.accumulate(step, 2)
+        return ltx.data_parallel(lambda p, x: accumulated.fn(p, torch.stack([x, 2 * x])), step.strategy)
+
+    compare(ranks, name, seed, fn=of_samples, wrap=doubled)
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_with_weights(name: str, ranks: Ranks, seed: int) -> None:
+    """Ranks that don't share gradients don't share weights: rank 1 has no data."""
+
+    def weighted(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
+        return ltx.Weighted(loss(params, x) * 3, torch.tensor(3.0 * (1 - ltx.world().rank)))
+
+    compare(ranks, name, seed, fn=weighted)
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_in_half_precision(name: str, ranks: Ranks, seed: int) -> None:
+    precision = ltx.Precision(compute=torch.float16, loss_scale=64.0)
+    compare(ranks, name, seed, wrap=lambda step: ltx.mixed_precision(step, precision))
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_parameters_unused_on_a_rank_used_twice_and_detached(name: str, ranks: Ranks, seed: int) -> None:
+    def odd(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x @ params["w"]
+        h = h @ params["w"].t() @ params["w"].detach()
+        return h.square().sum() + (params["b"].sum() if ltx.world().rank else 0.0)
+
+    compare(ranks, name, seed, fn=odd)
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_under_debug_checks(name: str, ranks: Ranks, seed: int) -> None:
+    n, strategy = LATE[name]
+
+    def run(overlap: Overlap) -> list[Tensor]:
+        torch.manual_seed(seed)
+        with ltx.debug_checks():
+            return trained(strategy, lambda rank: True, adam(), overlap)
+
+    for mine, other in zip(ranks(n).run(run, "backward"), ranks(n).run(run, "update"), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ring of 2, small buckets", "adasum, small buckets"])
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_torn(
+    name: str, sockets: bool, torn: Torn, seed: int
+) -> None:
+    """Rank 1 fails in its backward pass when buckets have been updated; both go on from rank 0's or a new state."""
+    strategy = LATE[name][1]
+
+    def run() -> tuple[str, list[Tensor]]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        rank, broken = int(ltx.axis_index()), [int(ltx.axis_index()) == 1]
+
+        def fail(_: Tensor) -> None:
+            if broken and broken.pop():
+                raise BrokenError
+
+        def fragile(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            h = x @ params["w"]
+            h.register_hook(fail)  # when all gradients are there but that of w
+            return (params["scale"] * h).square().sum() + (params["b"] - 1).square().sum()
+
+        train = ltx.train_step(ltx.data_parallel(fragile, strategy), adam(), overlap="update")
+        state, told = train.init(params), ""
+        try:
+            train(state, inputs[0][rank])
+        except (BrokenError, DeadlockDetectedError) as error:
+            told = type(error).__name__
+        try:
+            told += f", {len(state.params)} parameters"
+        except TornStateError as error:
+            told += f", {error}"
+        state = train.init(params)
+        for x in inputs:
+            state, _ = train(state, x[rank])
+        return told, [x.clone() for x in ltx.tree.flatten(state)[0]]
+
+    def undisturbed() -> list[Tensor]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        train = ltx.train_step(ltx.data_parallel(loss, strategy), adam())
+        state = train.init(params)
+        for x in inputs:
+            state, _ = train(state, x[int(ltx.axis_index())])
+        return [x.clone() for x in ltx.tree.flatten(state)[0]]
+
+    expected = torn(undisturbed)
+    (first, mine), (second, theirs) = torn(run, sockets=sockets)
+    assert first.startswith("DeadlockDetectedError"), first
+    assert second.startswith("BrokenError, this TrainState (step 0) is torn"), second
+    for whole, found in zip(expected, (mine, theirs), strict=True):
+        torch.testing.assert_close(whole, found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ring of 2", "adasum"])
+def test_a_sparse_gradient_is_refused(name: str, torn: Torn) -> None:
+    strategy = LATE[name][1]
+
+    def run() -> str:
+        def embedded(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.nn.functional.embedding(x, params["e"], sparse=True).sum()
+
+        train = ltx.train_step(ltx.data_parallel(embedded, strategy), adam(), overlap="update")
+        state = train.init({"e": torch.ones(3, 2)})
+        with pytest.raises((UnsupportedError, DeadlockDetectedError)) as caught:
+            train(state, torch.tensor([0, 2]))
+        assert torch.equal(state.params["e"], torch.ones(3, 2))
+        return str(caught.value)
+
+    assert all("layout" in told for told in torn(run))
