@@ -11,7 +11,7 @@ from ltx.arguments import brief, check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.sync.buckets import Bucket
-from ltx.sync.reduction import LeafState, Reduction, Share
+from ltx.sync.reduction import LeafState, Reduction, Share, Terms
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,9 +145,9 @@ class CommHook:
         """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""
         return dtype
 
-    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
-        """What of a parameter's state is added to its share as it is packed; None for nothing."""
-        return None
+    def carried(self, state: LeafState, axis_size: int) -> Terms:
+        """What of a parameter's state is added to its share as it is packed: tensors, and how many times each."""
+        return ()
 
     def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
         """The shapes that come out of a strategy's exchange of `bucket`; a gradient's always are its parameter's."""

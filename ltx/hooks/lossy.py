@@ -20,7 +20,7 @@ import torch
 from ltx.arguments import checked
 from ltx.errors import StrategyError
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, Terms, is_plain, parts_of
 
 RESIDUAL = "residual"
 
@@ -82,8 +82,8 @@ class LossyHook(CommHook):
     def with_error_feedback(self) -> LossyHook:
         return replace(self, error_feedback=True)
 
-    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
-        return state.get(RESIDUAL) if self.error_feedback else None
+    def carried(self, state: LeafState, axis_size: int) -> Terms:
+        return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()
 
     def send(self, share: Share, *, feedback: bool) -> Sending:
         """Send what this hook sends of a share. `feedback`: somebody will ask for `own`."""

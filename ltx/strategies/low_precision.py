@@ -31,7 +31,7 @@ from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
 from ltx.sync.flights import Landed
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, is_plain, parts_of, unpack
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share, Terms, is_plain, parts_of, unpack
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()
@@ -116,13 +116,10 @@ class Ring(NodeHook, LateHook):
     def scale(self, axis_size: int) -> float:
         return 1.0 / min(self.node_size, axis_size)
 
-    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
+    def carried(self, state: LeafState, axis_size: int) -> Terms:
         m = min(self.node_size, axis_size)
         own, *others = (state[name] for name in self.known(axis_size))
-        z = own * (-5 / 3 / m)
-        for other in others:
-            z = torch.add(z, other, alpha=2 / 3 / len(others) / m)
-        return z
+        return [(own, -5 / 3 / m), *((other, 2 / 3 / len(others) / m) for other in others)]
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype.itemsize < 4 else dtype

@@ -21,7 +21,7 @@ from ltx.strategies.late import LateHook, Settled, talked_late
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
 from ltx.sync.flights import Landed
-from ltx.sync.reduction import LeafState, Reduction, Share, unpack
+from ltx.sync.reduction import LeafState, Reduction, Share, Terms, unpack
 
 #: Where a parameter was before its move.
 START = "start"
@@ -72,8 +72,8 @@ class AdasumOfWaysBack(AdasumOfMoves):
     def begun(self, starts: Sequence[torch.Tensor], states: Sequence[LeafState]) -> list[LeafState]:
         return [{START: start} for start in starts]
 
-    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
-        return state[START]
+    def carried(self, state: LeafState, axis_size: int) -> Terms:
+        return [(state[START], 1.0)]
 
     def scale(self, axis_size: int) -> float:
         return -1.0

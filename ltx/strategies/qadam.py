@@ -28,7 +28,7 @@ from ltx.strategies.base import unchanging
 from ltx.strategies.kinds import Kinds
 from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.reduction import LeafState, Reduction, Share, parts_of
+from ltx.sync.reduction import LeafState, Reduction, Share, Terms, parts_of
 
 MOMENTUM = "momentum"
 _EIGHT_BITS = hooks.ByteGrad()
@@ -68,8 +68,8 @@ class MeanMomentum(hooks.CommHook):
     def scale(self, axis_size: int) -> float:
         return (1 - self.beta1) / axis_size
 
-    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor:
-        return state[MOMENTUM] * (self.beta1 / axis_size)
+    def carried(self, state: LeafState, axis_size: int) -> Terms:
+        return [(state[MOMENTUM], self.beta1 / axis_size)]
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.among.wire_dtype(dtype)

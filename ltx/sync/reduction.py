@@ -21,6 +21,9 @@ from ltx.sync.buckets import Bucket
 #: One parameter's communication state: tensors by name.
 LeafState = dict[str, torch.Tensor]
 
+#: Tensors, and what each is multiplied by in a sum.
+Terms = Sequence[tuple[torch.Tensor, float]]
+
 
 @dataclass(eq=False)
 class Ask:
@@ -127,8 +130,8 @@ class Reducer(Protocol):
         """The dtype that shares of gradients of `dtype` are packed in."""
         ...
 
-    def carried(self, state: LeafState, axis_size: int) -> torch.Tensor | None:
-        """What of a parameter's state is added to its share as it is packed; None for nothing."""
+    def carried(self, state: LeafState, axis_size: int) -> Terms:
+        """What of a parameter's state is added to its share as it is packed: tensors, and how many times each."""
         ...
 
     def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
@@ -174,8 +177,9 @@ class ExactSum:
         """Gradients travel as they are."""
         return dtype
 
-    def carried(self, state: LeafState, axis_size: int) -> None:
+    def carried(self, state: LeafState, axis_size: int) -> Terms:
         """Nothing."""
+        return ()
 
     def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
         """The shapes that came in."""
@@ -252,14 +256,24 @@ def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, carried: torch.Tensor | None) -> None:
+def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, carried: Terms) -> None:
     # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't.
     transposed = view.dtype == grad.dtype and not grad.is_contiguous()
     given = view.copy_(grad) if transposed else grad
-    if carried is None:
+    if not carried:
         torch.mul(given, scale, out=view)
+        return
+    (first, times), *others = carried
+    if times == 1:
+        torch.add(first, given, alpha=scale, out=view)
+    elif scale == 1:
+        torch.add(given, first, alpha=times, out=view)
+    elif transposed:
+        torch.add(first * times, given, alpha=scale, out=view)
     else:
-        torch.add(carried, given, alpha=scale, out=view)
+        torch.mul(first, times, out=view).add_(given, alpha=scale)
+    for term, times in others:
+        view.add_(term, alpha=times)
 
 
 def pack_pure(
@@ -269,10 +283,21 @@ def pack_pure(
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     parts = []
     for grad, state in zip(grads, states, strict=True):
-        carried = hook.carried(state, axis_size)
-        part = grad * scale if carried is None else torch.add(carried, grad, alpha=scale)
-        parts.append(part.to(wire_dtype).reshape(-1))
+        parts.append(_packed(grad, scale, hook.carried(state, axis_size)).to(wire_dtype).reshape(-1))
     return torch.cat(parts)
+
+
+def _packed(grad: torch.Tensor, scale: float, carried: Terms) -> torch.Tensor:
+    if not carried:
+        return grad * scale
+    (first, times), *others = carried
+    if scale == 1 and times != 1:
+        part = torch.add(grad, first, alpha=times)
+    else:
+        part = torch.add(first if times == 1 else first * times, grad, alpha=scale)
+    for term, times in others:
+        part = torch.add(part, term, alpha=times)
+    return part
 
 
 def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
