@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ltx import tree
+from ltx.axis import Axis
 from ltx.hooks import CommHook
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
@@ -48,6 +49,26 @@ class Settled:
 @dataclass(frozen=True)
 class LateHook(CommHook):
     """A hook on parameters that the optimizer has updated."""
+
+    #: Whether the optimizer runs on gradients that a first collective of :meth:`reduce` gives, by ``share.update``;
+    #: else on this rank's own, and what is reduced are its new parameters.
+    shares_gradients: ClassVar[bool] = False
+
+    def cast(self, dtype: torch.dtype) -> LateHook:
+        """Itself: ``Precision.reduce`` is for gradients."""
+        return self
+
+    def part(self, param: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """What of a parameter this rank's optimizer updates."""
+        return param
+
+    def own(self, opt_state: Tree, axis: Axis) -> Tree:
+        """This rank's optimizer state, as the optimizer knows it, of a train state's."""
+        return opt_state
+
+    def held(self, opt_state: Tree, axis: Axis) -> Tree:
+        """Inverse of :meth:`own`."""
+        return opt_state
 
     def begun(self, starts: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Sequence[LeafState]:
         """What :meth:`reduce` has for the state of each parameter: `starts` are those before the optimizer, and

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +31,12 @@ from ltx.optim.chain import Chain
 from ltx.optim.clip import ClipByGlobalNorm, ClipState, global_norm
 from ltx.strategies.base import Strategy
 from ltx.strategies.kinds import Kinds
+from ltx.strategies.late import LateHook, Settled
 from ltx.strategies.shards import Shards
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
-from ltx.sync.reduction import Ask, Reduction, Share
+from ltx.sync.flights import Landed
+from ltx.sync.reduction import Ask, LeafState, Reduction, Share
 from ltx.typing import Tree
 
 
@@ -81,15 +84,17 @@ class MeanPart(CommHook):
         return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
 
     def reduce(self, share: Share) -> Reduction:
-        n, sizes = share.axis_size, share.bucket.sizes
         if not share.flat.numel():
             return share.flat, share.states
-        # One pass over the bucket, and none where it is one large parameter.
-        blocks = [_rows(flat, n) for flat in share.flat.split(sizes)]
-        rows = torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
-        mine = yield Ask("reduce_scatter", rows)
+        mine = yield Ask("reduce_scatter", _side_by_side(share))
         placed = _placed_eagerly if isinstance(share.rank, int) else _placed
         return placed(mine, share), share.states
+
+
+def _side_by_side(share: Share) -> Tensor:
+    """The parts of all parameters of a bucket, a row for each rank: one pass, and none over one large parameter."""
+    blocks = [_rows(flat, share.axis_size) for flat in share.flat.split(share.bucket.sizes)]
+    return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
 
 
 def _placed_eagerly(mine: Tensor, share: Share) -> Tensor:
@@ -139,6 +144,84 @@ class AllParts(CommHook):
         for whole, block in zip(flat.split([len(rows) * m for m in sizes]), rows.split(sizes, 1), strict=True):
             whole.view(block.shape).copy_(block)
         return flat, share.states
+
+
+@dataclass(frozen=True)
+class PartUpdated(LateHook):
+    """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters.
+
+    Args:
+        short: the half precision that gradients travel in; None for their own.
+    """
+
+    elementwise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    phases: ClassVar[int] = 2
+    shares_gradients: ClassVar[bool] = True
+
+    short: torch.dtype | None = None
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.short is None
+
+    def cast(self, dtype: torch.dtype) -> PartUpdated:
+        return PartUpdated(dtype)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return MeanPart(self.short).wire_dtype(dtype)
+
+    def part(self, param: Tensor, axis: Axis) -> Tensor:
+        return part(param, axis.rank, axis.size)
+
+    def own(self, opt_state: Shards, axis: Axis) -> Tree:
+        # Its own, also where it is a part of a whole one.
+        return _own(opt_state, axis) if opt_state.ranks == axis.size else tree.map(torch.clone, _own(opt_state, axis))
+
+    def held(self, opt_state: Tree, axis: Axis) -> Shards:
+        return _shards(opt_state, axis)
+
+    def reduce(self, share: Share) -> Reduction:
+        n, sizes, update = share.axis_size, share.bucket.sizes, share.update
+        assert update is not None
+        widths = [width(size, n) for size in sizes]
+        if not share.flat.numel():
+            update([share.flat.to(share.bucket.dtype)] * len(sizes))
+            return share.flat, ()
+        mine = yield Ask("reduce_scatter", _side_by_side(share))
+        given = update(mine.to(share.bucket.dtype).split(widths))
+        rows = yield Ask("all_gather", torch.cat(given) if len(given) > 1 else given[0])
+        return rows, ()
+
+    def written(self, starts: Sequence[Tensor], states: Sequence[LeafState], axis_size: int) -> list[Tensor]:
+        return list(starts)
+
+    def settled(
+        self,
+        bucket: Bucket,
+        landed: Landed,
+        starts: Sequence[Tensor],
+        states: Sequence[LeafState],
+        axis_size: int,
+        gives: bool,
+    ) -> Settled:
+        if not bucket.numel:
+            return Settled(list(starts), list(states))
+        blocks = landed[0].split([width(size, axis_size) for size in bucket.sizes], 1)
+        if gives:
+            return Settled(list(starts), list(states), partial(_joined, blocks, starts))
+        whole = [block.reshape(-1)[: old.numel()].view(old.shape) for block, old in zip(blocks, starts, strict=True)]
+        return Settled(whole, list(states))
+
+
+def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """The parts of all ranks, each a row, into the parameters that they are of."""
+    for block, param in zip(blocks, params, strict=True):
+        flat, m = param.view(-1), block.shape[1]
+        whole = flat.numel() // m if m else 0  # rows that have nothing filled up
+        flat[: whole * m].view(whole, m).copy_(block[:whole])
+        if whole < len(block):
+            flat[whole * m :].copy_(block[whole:].reshape(-1)[: flat.numel() - whole * m])
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,6 +279,13 @@ class ZeroStrategy(Strategy):
         return False
 
     def talks_late(self, step: int) -> bool:
+        return True
+
+    def late_hook(self, optimizer: Optimizer, step: int) -> PartUpdated:
+        return PartUpdated()
+
+    @property
+    def updates_in_buckets(self) -> bool:
         return True
 
     @property

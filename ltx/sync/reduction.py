@@ -59,6 +59,8 @@ class Share:
         step: the number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
         last: whether no bucket comes after this one.
         axis: the ranks themselves; None where a share stands for itself.
+        update: of a hook that updates parameters on the way (:class:`ltx.strategies.late.LateHook`): what of them this
+            rank's optimizer makes with these gradients.
     """
 
     flat: torch.Tensor
@@ -69,6 +71,7 @@ class Share:
     step: int | torch.Tensor = 0
     last: bool = True
     axis: Axis | None = None
+    update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
 
 
 #: Yields asks, is sent their results, returns (sum of the shares, next states).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -44,6 +45,8 @@ class WireSchedule(Schedule):
         self.summed = False  # whether the sums of buckets are asked for
         #: Gives what travels in the place of a bucket's gradients, and the states it is reduced with.
         self.instead: Callable[[Bucket, Sequence[torch.Tensor]], Instead] | None = None
+        #: A bucket's :attr:`Share.update`.
+        self.update: Callable[[Bucket, Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
         self._passage: wire.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or not isinstance(part.backing, GroupBacking) else part.backing.line
@@ -124,7 +127,10 @@ class WireSchedule(Schedule):
             place = self._order[len(self._flights)]
             ready, its_states = self._packed.pop(place)
             self._batches.append(ready.shape[:-1])
-            self._flights.launch(hook, self.plan.share(self.plan.buckets[place], ready.view(-1), its_states))
+            share = self.plan.share(self.plan.buckets[place], ready.view(-1), its_states)
+            if self.update is not None:
+                share = replace(share, update=partial(self.update, share.bucket))
+            self._flights.launch(hook, share)
 
     def land_buckets(self) -> Iterator[tuple[Bucket, Landed]]:
         """:meth:`land_each`, for whoever knows what the hook returns for a bucket."""

@@ -95,7 +95,7 @@ class Work:
                     self.apply_bucket(bucket.members, landed, targets, scale)
                     continue
                 total = schedule.total(bucket) if self.probes is not None and abs(scale) <= 1 else None
-                _scaled(landed, scale)
+                scaled(landed, scale)
                 if total is not None:  # no multiple of what is finite is infinite
                     sums.append(total)
                 elif self.probes is not None:
@@ -171,7 +171,7 @@ class Work:
         scale: float,
     ) -> None:
         """Update the parameters of one bucket with their reduced gradients, which are overwritten."""
-        _scaled(grads, scale)
+        scaled(grads, scale)
         params, states, count = targets
         at = [self.trained[m] for m in members]
         with torch.no_grad(), wire.span("update"):
@@ -189,7 +189,7 @@ class Late:
         work: the step's.
         schedule: that of its backward pass.
         states: the communication state, by path.
-        divisor: that of a Weighted's gradients.
+        total, weight: the loss, or a Weighted's sums.
     """
 
     def __init__(
@@ -198,12 +198,14 @@ class Late:
         work: Work,
         schedule: WireSchedule,
         states: dict[str, LeafState],
-        divisor: torch.Tensor | None,
+        total: torch.Tensor,
+        weight: torch.Tensor | None,
     ):
         self._hook, self._work, self._schedule, self._plan = hook, work, schedule, schedule.plan
-        self._divisor, self._before = divisor, states
-        state, optimizer = work.state, work.optimizer
-        opt_state = state.opt_state if work.donate else tree.map(torch.clone, state.opt_state)
+        self._before, self._total = states, total
+        state, optimizer, self._axis = work.state, work.optimizer, self._plan.axis
+        opt_state = hook.own(state.opt_state, self._axis)
+        opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
         self._opt_state, self._count = opt_state, state.step
         at = optimizer.leaf_states(opt_state, state.params)
         self._opt_states = [at[place] for place in work.trained]
@@ -213,14 +215,21 @@ class Late:
         written = hook.written(self._starts, self._states, self._plan.axis.size)
         self._gives = work.donate and may_be_written_to(written, opt_state)
         self._updated = 0
-        schedule.instead = self._update
+        if hook.shares_gradients:
+            self._mean: torch.Tensor | None = None
+            self._scale = work.scale(schedule, weighted=weight is not None)
+            schedule.update = self._update_parts
+        else:
+            self._mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
+            schedule.instead = self._update
 
-    def run(self, total: torch.Tensor) -> Done:
-        """The backward pass of `total`, and what comes of it."""
+    def run(self) -> tuple[Done, torch.Tensor]:
+        """The backward pass, and what comes of it; and the mean loss, of all ranks if they share gradients."""
         try:
-            self._work.backward(total)
+            self._work.backward(self._total)
             with torch.no_grad():
-                return self._land()
+                done, header = self._land()
+                return done, header.mean.to(self._total.dtype) if self._mean is None else self._mean
         except BaseException as error:
             self._schedule.abandon(error)
             self._work.torn_by(error, self._updated, self._plan)
@@ -232,13 +241,22 @@ class Late:
         with wire.span("update"):
             # The kernels want them so; others may have the same tensor for a gradient.
             laid = self._work.divided([g.contiguous() for g in grads], self._divisor)
-            starts = self._of(bucket, self._starts)
-            given = [x.clone() for x in starts]
-            self._updated += 1
-            self._work.optimizer.apply_leaves(laid, self._of(bucket, self._opt_states), given, self._count)
-        return given, self._hook.begun(starts, self._of(bucket, self._states))
+            given = self._applied(bucket, laid)
+        return given, self._hook.begun(self._of(bucket, self._starts), self._of(bucket, self._states))
 
-    def _land(self) -> Done:
+    def _update_parts(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same of parts of the parameters, with gradients that nobody else looks at."""
+        with wire.span("update"):
+            scaled(grads, self._scale)
+            return self._applied(bucket, list(grads))
+
+    def _applied(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = [self._hook.part(x, self._axis).clone() for x in self._of(bucket, self._starts)]
+        self._updated += 1
+        self._work.optimizer.apply_leaves(grads, self._of(bucket, self._opt_states), given, self._count)
+        return given
+
+    def _land(self) -> tuple[Done, wire.Header]:
         params, states = list(self._starts), dict[int, LeafState]()
         for bucket, landed in self._schedule.land_buckets():
             starts, known = self._of(bucket, self._starts), self._of(bucket, self._states)
@@ -247,13 +265,14 @@ class Late:
                 settled.finish()
             for member, param, state in zip(bucket.members, settled.params, settled.states, strict=True):
                 params[member], states[member] = param, state
-        self._schedule.finish()
+        header = self._schedule.finish()
+        assert header is not None
         whole, spec = tree.flatten(self._work.state.params)
         for place, param in zip(self._work.trained, params, strict=True):
             whole[place] = param
         after = states_after(self._plan, states, self._before, self._work.state.params, self._work.trained)
-        opt_state = self._work.optimizer.advance(self._opt_state)
-        return Done(None, tree.flatten(after)[0], tree.unflatten(spec, whole), opt_state)
+        opt_state = self._hook.held(self._work.optimizer.advance(self._opt_state), self._axis)
+        return Done(None, tree.flatten(after)[0], tree.unflatten(spec, whole), opt_state), header
 
     @staticmethod
     def _of(bucket: Bucket, values: Sequence[T]) -> list[T]:
@@ -287,9 +306,10 @@ def _without_grad(items: Iterator[T]) -> Iterator[T]:
         yield item
 
 
-def _scaled(grads: list[torch.Tensor], scale: float) -> None:
+def scaled(grads: Sequence[torch.Tensor], scale: float) -> None:
+    """Multiply in place."""
     if scale != 1:
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_(list(grads), scale)
 
 
 def mean_at_once(

@@ -214,7 +214,7 @@ class Metrics:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         header, dtype = later
         summed = header.wait()
-        self.__dict__.update(loss=(summed.total / summed.weight).to(dtype), _later=None)
+        self.__dict__.update(loss=summed.mean.to(dtype), _later=None)
         return self.__dict__["loss"]
 
     def __getstate__(self) -> dict[str, Any]:

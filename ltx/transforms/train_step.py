@@ -170,8 +170,7 @@ class TrainStep:
         inputs = [*mine, *sync_leaves] if run.source is None else [run.source]
         work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, inputs, in_place, factor, look)
         if schedule is not None and late_hook is not None:
-            mean, divisor = mean_at_once(total, weight, at.axis, local=True)
-            done = Late(late_hook, work, schedule, sync.leaves, divisor).run(total)
+            done, mean = Late(late_hook, work, schedule, sync.leaves, total, weight).run()
         elif schedule is not None:
             try:
                 work.backward(total)
@@ -181,7 +180,7 @@ class TrainStep:
             except BaseException as error:
                 schedule.abandon(error)
                 raise
-            mean = (header.total / header.weight).to(total.dtype)
+            mean = header.mean.to(total.dtype)
         else:
             mean, divisor = mean_at_once(total, weight, at.axis, local=strategy.hook(at.step) is None)
             done = work.at_once(total, divisor)
@@ -214,7 +213,8 @@ class TrainStep:
         """What ranks of this step say of each bucket once the optimizer has run on it; None: they say it of all."""
         if self.overlap != "update" or not isinstance(at.axis.backing, GroupBacking):
             return None
-        return self.step.strategy.late_hook(self.optimizer, at.step)
+        hook = self.step.strategy.late_hook(self.optimizer, at.step)
+        return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
 
     def _committed(
         self,

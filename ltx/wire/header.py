@@ -34,6 +34,11 @@ class Header:
     total: torch.Tensor
     weight: torch.Tensor
 
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean loss."""
+        return self.total / self.weight
+
 
 class HeaderTicket:
     """A header under way."""

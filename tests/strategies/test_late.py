@@ -33,6 +33,8 @@ LATE: dict[str, tuple[int, ltx.Strategy]] = {
     "adasum": (2, ltx.HorovodStrategy(op="adasum")),
     "adasum, small buckets": (2, ltx.HorovodStrategy(op="adasum", **SMALL)),
     "adasum, fp16": (2, ltx.HorovodStrategy(op="adasum", compression="fp16")),
+    "zero": (2, ltx.ZeroStrategy(**SMALL)),
+    "zero of 3": (3, ltx.ZeroStrategy()),
     "adasum, passes": (2, ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2)),
 }
 

@@ -38,10 +38,10 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
         torch.manual_seed(seed)
         steps, by_buckets = 0, landing.Late.run
 
-        def counted(late: landing.Late, total: Tensor) -> landing.Done:
+        def counted(late: landing.Late) -> tuple[landing.Done, Tensor]:
             nonlocal steps
             steps += 1
-            return by_buckets(late, total)
+            return by_buckets(late)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(landing.Late, "run", counted)
