@@ -70,7 +70,9 @@ AUTO = {"bucket_bytes": "auto"}
 ROWS = {
     "gradient_allreduce": Row(lambda: ltx.BaguaStrategy("gradient_allreduce", **AUTO), 8, _goals(0.98), "step"),
     "bytegrad": Row(lambda: ltx.BaguaStrategy("bytegrad", **AUTO), 8, _goals(0.28), "step"),
-    "low_precision_decentralized": Row(lambda: ltx.BaguaStrategy("low_precision_decentralized"), goals=_goals(0.30)),
+    "low_precision_decentralized": Row(
+        lambda: ltx.BaguaStrategy("low_precision_decentralized"), 2, _goals(0.30), "update"
+    ),
     "decentralized shift_one": Row(
         lambda: ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"), goals=_goals(0.6)
     ),
@@ -81,8 +83,8 @@ ROWS = {
     "DiLoCo, 8 bits, 4 fragments": Row(
         lambda: ltx.DiLoCoStrategy(period=32, outer_hook=hooks.ByteGrad(), fragments=4), period=32
     ),
-    "zero": Row(lambda: ltx.ZeroStrategy()),
-    "adasum": Row(lambda: ltx.HorovodStrategy(op="adasum")),
+    "zero": Row(lambda: ltx.ZeroStrategy(), overlap="update"),
+    "adasum": Row(lambda: ltx.HorovodStrategy(op="adasum"), overlap="update"),
 }
 
 

@@ -183,3 +183,69 @@ def test_a_sparse_gradient_is_refused(name: str, torn: Torn) -> None:
         return str(caught.value)
 
     assert all("layout" in told for told in torn(run))
+
+
+def test_zero_sums_gradients_in_half_precision_and_sends_parameters_whole(ranks: Ranks, seed: int) -> None:
+    precision = ltx.Precision(compute=torch.float32, reduce=torch.bfloat16)
+    compare(ranks, "zero", seed, wrap=lambda step: ltx.mixed_precision(step, precision))
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_zero_goes_on_from_a_gathered_state(donate: bool, ranks: Ranks, seed: int) -> None:
+    """Which is whole on every rank: a step makes its part of it, in memory of its own."""
+
+    def run(overlap: Overlap) -> list[Tensor]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        step = ltx.data_parallel(loss, LATE["zero"][1])
+        train = ltx.train_step(step, adam(), overlap=overlap, donate=donate)
+        state = train.init(params)
+        for x in inputs:
+            gathered = train.gather(state)
+            kept = ltx.tree.map(torch.clone, gathered.opt_state)
+            state, _ = train(gathered, x[ltx.world().rank])
+            for old, same in zip(ltx.tree.flatten(gathered.opt_state)[0], ltx.tree.flatten(kept)[0], strict=True):
+                assert torch.equal(old, same)
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in ltx.tree.flatten(state.opt_state)[0])
+        return [x.clone() for x in ltx.tree.flatten(state)[0]]
+
+    for mine, other in zip(ranks(2).run(run, "backward"), ranks(2).run(run, "update"), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["zero", "ring of 2"])
+def test_without_any_weight(name: str, torn: Torn, seed: int) -> None:
+    """Ranks that share gradients raise together, and the next step goes on; each of the others has its own."""
+
+    def run() -> tuple[str, list[Tensor]]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        rank, weight = int(ltx.axis_index()), torch.zeros(())
+
+        def weighted(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
+            return ltx.Weighted(loss(params, x) * weight, weight.clone())
+
+        train = ltx.train_step(ltx.data_parallel(weighted, LATE[name][1]), adam(), overlap="update")
+        state, told = train.init(params), ""
+        try:
+            state, metrics = train(state, inputs[0][rank])
+            told = str(metrics.loss.item())
+        except ltx.errors.WeightError as error:
+            told = type(error).__name__
+        weight.fill_(1.0)
+        for x in inputs:
+            state, _ = train(state, x[rank])
+        return told, [x.clone() for x in ltx.tree.flatten(state.params)[0]]
+
+    found = torn(run)
+    assert [told for told, _ in found] == (["WeightError"] * 2 if name == "zero" else ["nan"] * 2)
+    if name == "zero":
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        both = ltx.data_parallel(lambda p, x: torch.stack([loss(p, one) for one in x]).mean())
+        train = ltx.train_step(both, adam())
+        state = train.init(params)
+        for x in inputs:
+            state, _ = train(state, x)
+        for _, mine in found:
+            torch.testing.assert_close(mine, [x.clone() for x in ltx.tree.flatten(state.params)[0]])
