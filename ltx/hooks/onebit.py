@@ -20,6 +20,12 @@ from ltx.hooks.chunks import CHUNK, chunks
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 from ltx.sync.reduction import is_plain
 
+#: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.
+_BITS = {
+    torch.float32: (torch.int32, -(1 << 31), 0x3F800000),
+    torch.float64: (torch.int64, -(1 << 63), 0x3FF0000000000000),
+}
+
 
 @dataclass(frozen=True)
 class OneBit(ScatteredHook):
@@ -53,7 +59,7 @@ class OneBit(ScatteredHook):
         if is_plain(rows):
             return self._in_chunks(rows, keep=False)
         sizes = rows.view(rows.shape[0], -1, self.block).abs().mean(-1)
-        return torch.cat([as_bytes(sizes), packed(~torch.signbit(rows))], 1)
+        return torch.cat([as_bytes(sizes), packed(torch.signbit(rows))], 1)
 
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         return self._in_chunks(rows, keep=True)
@@ -64,17 +70,20 @@ class OneBit(ScatteredHook):
         head, word = count * rows.element_size(), self.block // 8
         messages = torch.empty((k, head + count * word), dtype=torch.uint8)
         most = min(max(CHUNK, self.block), rows.shape[1])
-        memory, bytes_of, one = rows.new_empty(most), torch.empty(most, dtype=torch.int8), rows.new_ones(())
+        memory, bytes_of = rows.new_empty(most), torch.empty(most, dtype=torch.int8)
+        whole, minus, one = _BITS[rows.dtype]
         for row, message in zip(rows.view(k, count, self.block), messages, strict=True):
             sizes, bits = rows.new_empty(count, 1), message[head:].view(count, word)
             for some in chunks(count, self.block):
                 chunk = row[some]
                 signs, signs_short = (m[: chunk.numel()].view(chunk.shape) for m in (memory, bytes_of))
                 torch.mean(torch.abs(chunk, out=signs), 1, keepdim=True, out=sizes[some])
+                # copysign of 1, in two passes that take two thirds of its time.
+                torch.bitwise_and(chunk.view(whole), minus, out=signs.view(whole)).bitwise_or_(one)
                 # torch converts to int8 five times as fast as it makes booleans.
-                words = signs_short.copy_(torch.copysign(one, chunk, out=signs)).view(torch.int64)
+                words = signs_short.copy_(signs).view(torch.int64)
                 # Of eight bytes that are 1 or -1, bit 1 tells; the product has them side by side in its highest byte.
-                gathered = words.bitwise_and_(0x0202020202020202).mul_(0x0081020408102040).bitwise_not_()
+                gathered = words.bitwise_and_(0x0202020202020202).mul_(0x0081020408102040)
                 bits[some].copy_(gathered.view(torch.uint8)[:, 7::8])
                 if keep:
                     chunk.addcmul_(signs, sizes[some], value=-1)
@@ -104,6 +113,6 @@ def packed(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The signs that each of the 256 bytes stands for, of shape (256, 8)."""
+    """The signs that each of the 256 bytes stands for, of shape (256, 8): a bit is set for a minus."""
     bits = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
-    return (2 * bits - 1).to(dtype)
+    return (1 - 2 * bits).to(dtype)
