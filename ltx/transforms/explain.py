@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ltx import hooks, tree, wire
@@ -263,7 +263,7 @@ def explain(
 
     given, (inner, chosen) = inner.strategy, explained(inner, params, state, size, number)
     hook = inner.hook(number, training=isinstance(step, TrainStep))
-    trains, strategy = isinstance(step, TrainStep), inner.strategy
+    trains, strategy, late_hook = isinstance(step, TrainStep), inner.strategy, None
     gradients = Gradients(strategy, params, size, rank)
     plain_bytes = sum(
         collective("sum", meta((b.numel,), b.dtype), size).nbytes for b in gradients.plan(hooks.AllReduce()).buckets
@@ -271,7 +271,9 @@ def explain(
     issues = Issues()
     if size > 1 and isinstance(step, TrainStep):
         # From the step before, for what it leaves under way.
-        steps = Steps(strategy, params, size, rank, max(0, number - 1), stand_in(strategy, step.optimizer))
+        settled, first = replace(step, step=inner), max(0, number - 1)
+        optimizer, late_hook = stand_in(strategy, step.optimizer), settled.late_hook(number)
+        steps = Steps(strategy, params, size, rank, first, optimizer, inner.reduce_dtype, settled.late_hook)
         for _ in range(min(1, number)):
             steps.next()
         issues = steps.next()
@@ -279,7 +281,10 @@ def explain(
         issues = gradients.only(hook, number)
     exchanges = issues.exchanges if trains else None
     notes = (*chosen, *_notes(inner, hook, size))
-    return Explanation(given, hook, size, rank, number, issues.buckets, exchanges, issues.headers, plain_bytes, notes)
+    if late_hook is not None:
+        notes = (*notes, 'with overlap="update" a bucket is sent once the optimizer has run on it')
+    rows = issues.buckets, exchanges, issues.headers
+    return Explanation(given, late_hook or hook, size, rank, number, *rows, plain_bytes, notes)
 
 
 def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[str, ...]:

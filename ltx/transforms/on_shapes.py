@@ -7,7 +7,7 @@ So what is counted is what a step will issue, and not a formula beside it: :func
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +19,7 @@ from ltx.axis import DEFAULT_NAME, Axis, ShapesBacking
 from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies import Strategy
+from ltx.strategies.late import LateHook
 from ltx.strategies.update import Moment, States, Update
 from ltx.sync.buckets import Bucket
 from ltx.sync.exchange import Exchange
@@ -237,7 +238,8 @@ class Gradients:
         tensors = [meta(x.shape, x.dtype) for state in states for x in state.values()]
         asked = _Asked(hook, f"bucket {bucket.index}", plan.axis.size)
         with on_shapes_alone(hook, asked.what), self.asking(asked):
-            reduce_at_once(hook, plan.axis, plan.share(there, flat, plan.states_of(there, tensors)))
+            share = plan.share(there, flat, plan.states_of(there, tensors))
+            reduce_at_once(hook, plan.axis, replace(share, update=list))
         return tuple(asked.found)
 
     @contextmanager
@@ -276,8 +278,11 @@ class Steps(Gradients):
         rank: int = 0,
         first: int = 0,
         optimizer: Optimizer | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        late_hook: Callable[[int], LateHook | None] = lambda step: None,
     ):
         super().__init__(strategy, params, size, rank)
+        self._reduce_dtype, self._late_hook = reduce_dtype, late_hook
         self._optimizer = Still() if optimizer is None else optimizer
         self._step = first
         self.events: list[Starts | Lands] = []
@@ -301,14 +306,18 @@ class Steps(Gradients):
         with on_shapes_alone(strategy, f"step {at.step}"):
             pending = strategy.begin(carried.params, carried.states, at, carried.pending)
         begun = self._taken()
-        hook = strategy.hook_in_training(at.step)
+        late_hook = self._late_hook(at.step)
+        hook = late_hook or synchronise.in_dtype(strategy.hook_in_training(at.step), self._reduce_dtype)
         buckets = self._gradients(hook, carried.states, at.step) if hook is not None else ()
+        ahead = self._header(hook) if hook is not None and buckets else None
+        self._step += 1
+        if late_hook is not None:
+            self._carried = replace(carried, pending=pending)
+            return Issues(begun, ahead, buckets)
         update = Update(self._optimizer, carried.params, self._grads, carried.opt_state)
         with on_shapes_alone(strategy, f"step {at.step}"):
             updated = strategy.update(update, carried.states, at, pending)
         self._carried = _Carried(updated.params, updated.opt_state, updated.states, updated.pending)
-        self._step += 1
-        ahead = self._header(hook) if hook is not None and buckets else None
         return Issues(begun, ahead, buckets, self._taken())
 
     def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:

@@ -133,7 +133,7 @@ class TrainStep:
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
             sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(spec, start.leaves)))
         drawn = random_states() if self.guard == "raise" else []
-        late_hook = self._late_hook(at) if late else None
+        late_hook = self.late_hook(at.step) if late and isinstance(at.axis.backing, GroupBacking) else None
         in_place = self.donate and (late_hook is not None or not late)
         leaves, trained = start.leaves, differentiable(start.leaves)
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
@@ -209,11 +209,14 @@ class TrainStep:
 
         return self._committed(state, in_place, commit)
 
-    def _late_hook(self, at: Moment) -> LateHook | None:
-        """What ranks of this step say of each bucket once the optimizer has run on it; None: they say it of all."""
-        if self.overlap != "update" or not isinstance(at.axis.backing, GroupBacking):
+    def late_hook(self, step: int) -> LateHook | None:
+        """What processes say of each bucket of parameters, in the step after `step` others, once the optimizer has run.
+
+        None where they say nothing then, or say it when the optimizer has run on all.
+        """
+        if self.overlap != "update" or not self.step.strategy.talks_late(step):
             return None
-        hook = self.step.strategy.late_hook(self.optimizer, at.step)
+        hook = self.step.strategy.late_hook(self.optimizer, step)
         return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
 
     def _committed(
