@@ -349,7 +349,8 @@ def train_step(
             landed. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
             a donated state is torn, and says so to whoever looks. For optimizers that update leaf by leaf; refused for
-            others (clipping). "step": they also land between steps and during the next forward pass, see below.
+            others (clipping). Where ranks talk after the optimizer (ZeRO, Adasum, the low-precision ring) it runs, and
+            they talk, bucket by bucket during the backward pass, which tears a state if it fails then. "step": they also land between steps and during the next forward pass, see below.
         has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
             (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
