@@ -113,12 +113,13 @@ class Work:
             return Done([grads[m] for m in range(len(self.leaves))], flat, sums=found), header
         return Done(None, flat, params, self.optimizer.advance(opt_state)), header
 
-    def torn_by(self, error: BaseException, updated: int, plan: Plan) -> None:
-        """An `error` came when so many buckets of the plan had been updated, be it in place."""
-        if updated and self.donate:
+    def torn_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
+        """An `error` came when so many buckets of the plan, or all, had been updated, be it in place."""
+        if self.donate and updated != 0:
+            which = "all" if plan is None else f"{updated} of {len(plan.buckets)}"
             self.state.tear(
-                f"this TrainState (step {self.state.step}) is torn: {updated} of {len(plan.buckets)} buckets had been "
-                f"updated in place when something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
+                f"this TrainState (step {self.state.step}) is torn: {which} buckets had been updated in place when "
+                f"something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
                 'overlap="backward" a state is that before the step or that after it.'
             )
 

@@ -207,7 +207,8 @@ class TrainStep:
             following, metrics = next_state(self, state, updated, buffers, next_sync, Metrics(mean, aux), finite)
             return following, metrics, updated.finish
 
-        return self._committed(state, in_place, commit)
+        landed = done.grads is None and schedule is not None
+        return self._committed(state, in_place, commit, work.torn_by if landed else None)
 
     def late_hook(self, step: int) -> LateHook | None:
         """What processes say of each bucket of parameters, in the step after `step` others, once the optimizer has run.
@@ -224,11 +225,12 @@ class TrainStep:
         state: TrainState,
         in_place: bool,
         commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
+        torn_by: Callable[[BaseException], None] | None,
     ) -> tuple[TrainState, Metrics]:
         """The end of a step, which an interrupt doesn't tear apart.
 
         If one comes while tensors are updated in place, the step is finished first. Nobody gets what it returns then,
-        so `state` itself becomes the next one.
+        so `state` itself becomes the next one. `torn_by`: buckets have been updated already.
         """
         finished = None
         try:
@@ -240,8 +242,10 @@ class TrainStep:
                     finished = following, metrics
                     if self.donate:
                         state.donate()
-        except KeyboardInterrupt:
-            if finished is not None and self.donate:
+        except BaseException as error:
+            if finished is None and torn_by is not None:
+                torn_by(error)
+            elif finished is not None and self.donate:
                 state.become(finished[0])
             raise
         return finished
@@ -350,7 +354,8 @@ def train_step(
             optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
             a donated state is torn, and says so to whoever looks. For optimizers that update leaf by leaf; refused for
             others (clipping). Where ranks talk after the optimizer (ZeRO, Adasum, the low-precision ring) it runs, and
-            they talk, bucket by bucket during the backward pass, which tears a state if it fails then. "step": they also land between steps and during the next forward pass, see below.
+            they talk, bucket by bucket during the backward pass, which tears a state if it fails then. "step": they
+            also land between steps and during the next forward pass, see below.
         has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
             (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.

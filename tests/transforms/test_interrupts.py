@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.errors import ReplicaDivergedError
+from ltx.errors import ReplicaDivergedError, TornStateError
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]
@@ -127,3 +128,32 @@ def test_ranks_that_were_interrupted_in_different_steps_are_told(ranks: Ranks) -
         pool.run(differ)
     text = pool.run(go_on).replicated()
     assert text.startswith("2 axis 'data': leaf 'params.w' (float32[2]) should be the same on every rank")
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()])
+def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, donate: bool, ranks: Ranks) -> None:
+    """With overlap="update" all parameters have their new values there, and nothing else has: the state is torn."""
+
+    def run() -> str:
+        step = ltx.data_parallel(_loss, strategy)
+        sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+        train = ltx.train_step(step, sgd, overlap="update", donate=donate)
+        state = train.init({"w": torch.tensor([1.0, 2.0])})
+        with pytest.MonkeyPatch.context() as patch:
+
+            def interrupted(*_: Any) -> Any:
+                raise KeyboardInterrupt
+
+            patch.setattr(sys.modules["ltx.transforms.train_step"], "next_state", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(state, torch.ones(2))
+        try:
+            told = str(state.params["w"].tolist())
+        except TornStateError as error:
+            told = str(error)
+        train(train.init({"w": torch.zeros(2)}), torch.ones(2))
+        return told
+
+    expected = "all buckets had been updated in place" if donate else "[1.0, 2.0]"
+    assert all(expected in told for told in ranks(2).run(run))
