@@ -43,7 +43,8 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Its
     communication state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half
-    precision. Ranks talk after the optimizer. Between two ranks there is one message, as left and right are the same.
+    precision. Ranks talk after the optimizer; with ``overlap="update"`` bucket by bucket during the backward pass.
+    Between two ranks there is one message, as left and right are the same.
 
     Args:
         communication_interval: as in :class:`GossipStrategy`.

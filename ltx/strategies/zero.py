@@ -243,7 +243,8 @@ class ZeroStrategy(Strategy):
     """ZeRO-1: parameters as with :class:`ltx.DDPStrategy`, with 1/n of the optimizer state on each of n ranks.
 
     A step sends as many bytes as DDP's: a reduce-scatter of gradients during the backward pass, and an all-gather of
-    parameters after the update. Parameters are the same bits on every rank. For optimizers that work element by element
+    parameters after the update; with ``overlap="update"`` a bucket's all-gather follows its own update, while others
+    are still on their way. Parameters are the same bits on every rank. For optimizers that work element by element
     (``optimizer.elementwise``: SGD, Adam, AdamW, ...), and for chains of them with
     :func:`ltx.optim.clip_by_global_norm`, whose norm is that of the whole mean gradient.
 
