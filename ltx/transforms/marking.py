@@ -15,6 +15,7 @@ from ltx import tree, wire
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import UnsupportedError
 from ltx.hooks import CommHook
+from ltx.strategies.late import LateHook
 from ltx.sync import marker
 from ltx.sync.planning import make_plan
 from ltx.transforms import synchronise
@@ -76,8 +77,9 @@ def mark(
         'data_parallel with overlap="step"' if ahead else "data_parallel",
         spec,
     )
-    if step_fn.strategy.kinds.params == "replicated":
-        check_replicas(axis, params)
+    # Ranks that share gradients start from the same parameters; those that talk after the optimizer needn't.
+    if step_fn.strategy.kinds.params == "replicated" or not isinstance(hook, LateHook):
+        check_replicas(hook.within(axis) or axis, params)
     schedule = synchronise.wire_schedule(plan, deferred, ahead)
     marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
     filled = _filled(leaves, wanted, marked)

@@ -10,7 +10,7 @@ import torch
 from torch._C import _functorch
 
 from ltx import tree, wire
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis, GroupBacking, Part, VmapBacking
 from ltx.errors import ReplicaDivergedError
 from ltx.transforms.digests import bits, digest, values
 from ltx.typing import Tree
@@ -33,8 +33,8 @@ def check_replicas(axis: Axis, params: Tree) -> None:
         match axis.backing:
             case GroupBacking(line=line):
                 _check_processes(line, {path: values(leaf) for path, leaf in leaves.items()})
-            case VmapBacking(level=level):
-                _check_simulated(axis, level, leaves)
+            case VmapBacking(level=level, part=part):
+                _check_simulated(axis, level, part, leaves)
 
 
 def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
@@ -53,16 +53,19 @@ def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
     raise _diverged(line.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
 
 
-def _check_simulated(axis: Axis, level: int, leaves: dict[str, torch.Tensor]) -> None:
+def _check_simulated(axis: Axis, level: int, part: Part | None, leaves: dict[str, torch.Tensor]) -> None:
     differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
     for path, leaf in leaves.items():
         value, dim = with_ranks(leaf, level)
         if dim is None:
             continue  # one value that all simulated ranks share
-        first, *others = (values(x) for x in value.unbind(dim))
-        told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if digest(x) != digest(first)}
-        if told:
-            differ[path] = first, told
+        all_values = [values(x) for x in value.unbind(dim)]
+        together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
+        for members in sorted(together):
+            first, *others = (all_values[rank] for rank in members)
+            told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if digest(x) != digest(first)}
+            if told and path not in differ:
+                differ[path] = first, told
     if differ:
         raise _diverged(axis.name, list(differ), *next(iter(differ.values())), "")
 

@@ -745,7 +745,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "ZeRO": (
         lambda: ltx.train_step(ltx.data_parallel(lambda p: p, ltx.ZeroStrategy()), sgd(), overlap="step"),
-        "does its part on all parameters together",
+        'does something with the parameters in between. Use overlap="update"',
     ),
     "loss scaling": (
         lambda: ltx.train_step(

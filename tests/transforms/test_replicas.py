@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import RankMismatchError, ReplicaDivergedError
+from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 
@@ -197,6 +198,49 @@ def test_replicas_that_may_differ(torn: OnFreshAxis) -> None:
         return [blocked["w"][0].item(), value.item(), asked["w"][0].item()]
 
     assert list(torn(run)) == [[2.0, 14.0, 3.0], [4.0, 4.0 + 1.0 + 16.0 + 1.0, 3.0]]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_nodes_whose_parameters_may_differ(simulated: bool, ranks: Ranks) -> None:
+    """Ranks that share gradients within their nodes are compared within them; a stray rank of a node is found."""
+    train = ltx.train_step(
+        ltx.data_parallel(loss, ltx.LocalSGDStrategy(4, warmup_steps=1, subgroup=2)),
+        ltx.optim.from_torch(torch.optim.SGD, lr=0.1),
+    )
+
+    def run(x: Tensor, stray: Tensor) -> Tensor:
+        state = train.init(P)
+        with ltx.debug_checks():
+            for step in range(5):
+                if step == 4:
+                    state = replace(state, params=ltx.tree.map(lambda p: p + stray, state.params))
+                state, _ = train(state, x)
+        return state.params["w"]
+
+    x, none = torch.tensor([[1.0, 0.5, 0.1], [0.2, 0.1, 0.3], [0.4, 0.4, 0.1], [0.1, 0.2, 0.2]]), torch.zeros(4)
+    stray = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    if simulated:
+        w = ltx.vmap(run)(x, none)
+        with pytest.raises(ReplicaDivergedError) as caught:
+            ltx.vmap(run)(x, stray)
+        told = [str(caught.value)]
+    else:
+        pool = ranks(4)
+        w = torch.stack(list(pool.run(lambda: run(x[ltx.world().rank], none[0]))))
+
+        def found() -> str:
+            try:
+                run(x[ltx.world().rank], stray[ltx.world().rank])
+            except LtxError as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        told = [text for text in pool.run(found) if text.startswith("ReplicaDivergedError")]
+    assert torch.equal(w[0], w[1])
+    assert torch.equal(w[2], w[3])
+    assert not torch.equal(w[0], w[2])
+    assert told
+    assert all("isn't rank 0's on rank 1: " in text for text in told)
 
 
 @pytest.mark.parametrize("inner", ["grad", "vmap of grad", "jvp of grad"])
