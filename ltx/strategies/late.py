@@ -5,7 +5,7 @@
 
 Two things drive the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`talked_late`). With ``overlap="update"`` each bucket has its part of both as soon as its gradients are
-there (:class:`ltx.transforms.landing.Late`), so that messages travel during the backward pass.
+there (:class:`ltx.transforms.late_landing.Late`), so that messages travel during the backward pass.
 
 Until a bucket has landed, a peer that fails must find everybody's old parameters as they were, so the optimizer doesn't
 run in place on them. What is left then, such as to add differences that have arrived, can't fail any more: it may be

@@ -7,8 +7,10 @@ else's barrier, or in a cell that was left. So once a flight is older than a ste
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import Protocol
 
@@ -31,31 +33,61 @@ class Pollable(Protocol):
 
 class _Mover:
     def __init__(self) -> None:
-        self._watched: list[tuple[float, Pollable]] = []
+        self._watched: list[tuple[float, weakref.ref[Pollable]]] = []
+        self._ends = False
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def watch(self, flight: Pollable) -> None:
         with self._more:
-            self._watched = [(since, other) for since, other in self._watched if not other.over]
-            self._watched.append((time.monotonic(), flight))
+            self._forget()
+            self._watched.append((time.monotonic(), weakref.ref(flight)))
             if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+                self._ends = False
                 self._thread = threading.Thread(target=self._run, name="ltx: later phases", daemon=True)
                 self._thread.start()
+                atexit.unregister(self._end)
+                atexit.register(self._end)
             self._more.notify()
+
+    def _forget(self) -> None:
+        self._watched = [(since, ref) for since, ref in self._watched if not _is_over(ref)]
+
+    def _end(self) -> None:
+        """Python mustn't end while the thread frees tensors: torch lets go of the interpreter there, and aborts."""
+        with self._more:
+            self._ends = True
+            self._more.notify()
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def _run(self) -> None:
         while True:
             with self._more:
-                self._watched = [(since, flight) for since, flight in self._watched if not flight.over]
-                while not self._watched:
+                self._forget()
+                while not self._watched and not self._ends:
                     self._more.wait()
+                if self._ends:
+                    return
                 oldest, watched = self._watched[0][0], list(self._watched)
-            time.sleep(max(_PAUSE_S, oldest + _PATIENCE_S - time.monotonic()))
-            for since, flight in watched:
+                due = max(_PAUSE_S, oldest + _PATIENCE_S - time.monotonic())
+                if self._more.wait_for(lambda: self._ends, due):
+                    return
+            for since, ref in watched:
                 if time.monotonic() - since >= _PATIENCE_S:
-                    with suppress(BaseException):  # whoever reads the state is told
-                        flight.poll()
+                    _poll(ref)
+
+
+def _is_over(ref: weakref.ref[Pollable]) -> bool:
+    flight = ref()
+    return flight is None or flight.over
+
+
+def _poll(ref: weakref.ref[Pollable]) -> None:
+    flight = ref()
+    if flight is not None:
+        with suppress(BaseException):  # whoever reads the state is told
+            flight.poll()
 
 
 _mover = _Mover()

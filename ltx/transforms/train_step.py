@@ -23,7 +23,8 @@ from ltx.transforms.fitting import check_every, check_kept, check_overlap, check
 from ltx.transforms.guard import not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.interrupts import uninterrupted
-from ltx.transforms.landing import Late, Work, mean_at_once
+from ltx.transforms.landing import Work, mean_at_once
+from ltx.transforms.late_landing import Late
 from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.outputs import Outputs, arguments_of, outputs_of, unshared
 from ltx.transforms.pure_step import step_purely

@@ -15,7 +15,8 @@ from torch import Tensor
 import ltx
 from ltx.errors import DeadlockDetectedError, TornStateError, UnsupportedError
 from ltx.runtime.pool import Pool
-from ltx.transforms import landing
+from ltx.transforms.landing import Done
+from ltx.transforms.late_landing import Late
 from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
 Ranks = Callable[[int], Pool]
@@ -36,15 +37,15 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
 
     def run(donate: bool, overlap: Overlap) -> tuple[int, list[Tensor]]:
         torch.manual_seed(seed)
-        steps, by_buckets = 0, landing.Late.run
+        steps, by_buckets = 0, Late.run
 
-        def counted(late: landing.Late) -> tuple[landing.Done, Tensor]:
+        def counted(late: Late) -> tuple[Done, Tensor]:
             nonlocal steps
             steps += 1
             return by_buckets(late)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(landing.Late, "run", counted)
+            patch.setattr(Late, "run", counted)
             tensors = trained(strategy, lambda rank: donate, make(), overlap, **more)
         return steps, tensors
 
