@@ -15,8 +15,8 @@ done in the old state's memory where the step gives it away (:attr:`ltx.strategi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
@@ -34,6 +34,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Old:
+    """What a step began with: parameters, and the communication state of each.
+
+    Attributes:
+        axis_size: the number of ranks.
+        gives: whether the step gives :meth:`LateHook.written` away, to be written to when nothing can fail any more.
+    """
+
+    params: Sequence[torch.Tensor]
+    states: Sequence[LeafState]
+    axis_size: int
+    gives: bool = False
+
+    def of(self, bucket: Bucket) -> Old:
+        """That of a bucket."""
+        members = bucket.members
+        return replace(self, params=[self.params[m] for m in members], states=[self.states[m] for m in members])
+
+
+@dataclass(frozen=True)
 class Settled:
     """A bucket's next parameters and communication states, each by leaf.
 
@@ -41,8 +61,8 @@ class Settled:
         finish: what is left to be done in the memory of the old ones, which may be the new ones'. It can't fail.
     """
 
-    params: list[torch.Tensor]
-    states: list[LeafState]
+    params: Sequence[torch.Tensor]
+    states: Sequence[LeafState]
     finish: Callable[[], None] | None = None
 
 
@@ -54,7 +74,7 @@ class LateHook(CommHook):
     #: else on this rank's own, and what is reduced are its new parameters.
     shares_gradients: ClassVar[bool] = False
 
-    def cast(self, dtype: torch.dtype) -> LateHook:
+    def cast(self, dtype: torch.dtype) -> Self:
         """Itself: ``Precision.reduce`` is for gradients."""
         return self
 
@@ -70,31 +90,17 @@ class LateHook(CommHook):
         """Inverse of :meth:`own`."""
         return opt_state
 
-    def begun(self, starts: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Sequence[LeafState]:
-        """What :meth:`reduce` has for the state of each parameter: `starts` are those before the optimizer, and
-        `states` their communication states.
-        """
-        return states
+    def begun(self, old: Old) -> Sequence[LeafState]:
+        """What :meth:`reduce` has for the state of each parameter."""
+        return old.states
 
-    def written(
-        self, starts: Sequence[torch.Tensor], states: Sequence[LeafState], axis_size: int
-    ) -> list[torch.Tensor]:
-        """What of an old state :meth:`settled` writes to where it may."""
-        raise NotImplementedError(f"{type(self).__name__} must define written(starts, states, axis_size)")
+    def written(self, old: Old) -> Sequence[torch.Tensor]:
+        """What :meth:`settled` writes to where it may: the parameters."""
+        return old.params
 
-    def settled(
-        self,
-        bucket: Bucket,
-        landed: Landed,
-        starts: Sequence[torch.Tensor],
-        states: Sequence[LeafState],
-        axis_size: int,
-        gives: bool,
-    ) -> Settled:
-        """What comes of a bucket for which :meth:`reduce` has given `landed`; in the old state's memory if it `gives`
-        that away.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define settled(bucket, landed, ...)")
+    def settled(self, bucket: Bucket, landed: Landed, old: Old) -> Settled:
+        """What comes of a bucket, of which `old` is, and for which :meth:`reduce` has given `landed`."""
+        raise NotImplementedError(f"{type(self).__name__} must define settled(bucket, landed, old)")
 
 
 def talked_late(
@@ -103,26 +109,42 @@ def talked_late(
     """The end of a step, whose optimizer has made `given` (new parameters, or whatever `hook` talks about)."""
     starts, spec = tree.flatten(update.params)
     paths = tree.leaf_paths(update.params)
-    known = [states.get(path, {}) for path in paths]
-    tensors = tree.flatten(given)[0]
-    exchange = strategy.exchange(hook, tensors, paths, at, hook.begun(starts, known), like=update.params)
-    gives = update.gives and may_be_written_to(hook.written(starts, known, at.axis.size), opt_state)
-    params, after, left = list(starts), dict(states), list[Callable[[], None]]()
-    for bucket, landed in exchange.land_buckets():
-        old, theirs = [starts[m] for m in bucket.members], [known[m] for m in bucket.members]
-        settled = hook.settled(bucket, landed, old, theirs, at.axis.size, gives)
-        for member, param, state in zip(bucket.members, settled.params, settled.states, strict=True):
-            params[member] = param
-            if state:
-                after[paths[member]] = state
-        if settled.finish is not None:
-            left.append(settled.finish)
+    old = Old(starts, [states.get(path, {}) for path in paths], at.axis.size)
+    exchange = strategy.exchange(hook, tree.flatten(given)[0], paths, at, hook.begun(old), like=update.params)
+    left: list[Callable[[], None]] = []
+    params, found = settle(hook, exchange.land_buckets(), given_away(hook, old, update.gives, opt_state), left.append)
+    after = {**states, **{paths[member]: state for member, state in found.items() if state}}
 
     def finish() -> None:
         for do in left:
             do()
 
     return Updated(tree.unflatten(spec, params), opt_state, after, finish=finish if left else None)
+
+
+def given_away(hook: LateHook, old: Old, gives: bool, opt_state: Tree) -> Old:
+    """`old`, of a step that `gives` its old state away, if all that `hook` writes to may be written to."""
+    return replace(old, gives=gives and may_be_written_to(hook.written(old), opt_state))
+
+
+def settle(
+    hook: LateHook,
+    landed: Iterable[tuple[Bucket, Landed]],
+    old: Old,
+    finish: Callable[[Callable[[], None]], object],
+) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
+    """The next parameters, and communication states by leaf, of buckets that land one after the other.
+
+    `finish` is told what is left to be done of each.
+    """
+    params, states = list(old.params), dict[int, LeafState]()
+    for bucket, result in landed:
+        settled = hook.settled(bucket, result, old.of(bucket))
+        for member, param, state in zip(bucket.members, settled.params, settled.states, strict=True):
+            params[member], states[member] = param, state
+        if settled.finish is not None:
+            finish(settled.finish)
+    return params, states
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:

@@ -26,7 +26,7 @@ from ltx.errors import StrategyError
 from ltx.hooks import ByteGrad
 from ltx.optim.base import Optimizer
 from ltx.strategies.gossip import GossipStrategy
-from ltx.strategies.late import LateHook, Settled, talked_late
+from ltx.strategies.late import LateHook, Old, Settled, talked_late
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
@@ -151,25 +151,15 @@ class Ring(NodeHook, LateHook):
         messages_of = dict(zip(names, arrived, strict=True))
         return share.flat.new_empty(0), [messages_of]
 
-    def written(
-        self, starts: Sequence[torch.Tensor], states: Sequence[LeafState], axis_size: int
-    ) -> list[torch.Tensor]:
-        return [state[name] for state in states for name in self.known(axis_size)]
+    def written(self, old: Old) -> list[torch.Tensor]:
+        return [state[name] for state in old.states for name in self.known(old.axis_size)]
 
-    def settled(
-        self,
-        bucket: Bucket,
-        landed: Landed,
-        starts: Sequence[torch.Tensor],
-        states: Sequence[LeafState],
-        axis_size: int,
-        gives: bool,
-    ) -> Settled:
+    def settled(self, bucket: Bucket, landed: Landed, old: Old) -> Settled:
         if not bucket.numel:
-            return Settled(list(starts), list(states))
+            return Settled(old.params, old.states)
         (messages, *_) = landed[1]
-        names, dtype = list(messages), self.wire_dtype(bucket.dtype)
-        if gives and dtype is bucket.dtype:
+        states, names, dtype = old.states, list(messages), self.wire_dtype(bucket.dtype)
+        if old.gives and dtype is bucket.dtype:
             # The next weights are what is known of them.
             known = [{**state, "right": state[names[-1]]} for state in states]
             finish = partial(_add_all, messages, states)

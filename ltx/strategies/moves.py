@@ -17,7 +17,7 @@ from ltx.optim import Optimizer
 from ltx.optim.chain import Chain
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.strategies.base import Strategy
-from ltx.strategies.late import LateHook, Settled, talked_late
+from ltx.strategies.late import LateHook, Old, Settled, talked_late
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
 from ltx.sync.flights import Landed
@@ -37,27 +37,12 @@ class AdasumOfMoves(hooks.Adasum, LateHook):
         total, _ = yield from super().reduce(share)
         return total, ()
 
-    def written(
-        self, starts: Sequence[torch.Tensor], states: Sequence[LeafState], axis_size: int
-    ) -> list[torch.Tensor]:
-        return list(starts)
-
-    def settled(
-        self,
-        bucket: Bucket,
-        landed: Landed,
-        starts: Sequence[torch.Tensor],
-        states: Sequence[LeafState],
-        axis_size: int,
-        gives: bool,
-    ) -> Settled:
-        moves, params, known = unpack(landed[0], bucket), list(starts), list(states)
-        if gives:
-            return Settled(params, known, partial(_move, params, moves, self.sign))
-        return Settled(
-            [torch.add(p, move, alpha=self.sign) for p, move in zip(params, moves, strict=True)],
-            known,
-        )
+    def settled(self, bucket: Bucket, landed: Landed, old: Old) -> Settled:
+        moves = unpack(landed[0], bucket)
+        if old.gives:
+            return Settled(old.params, old.states, partial(_move, old.params, moves, self.sign))
+        moved = [torch.add(p, move, alpha=self.sign) for p, move in zip(old.params, moves, strict=True)]
+        return Settled(moved, old.states)
 
 
 @dataclass(frozen=True)
@@ -69,8 +54,8 @@ class AdasumOfWaysBack(AdasumOfMoves):
 
     sign: ClassVar[int] = -1
 
-    def begun(self, starts: Sequence[torch.Tensor], states: Sequence[LeafState]) -> list[LeafState]:
-        return [{START: start} for start in starts]
+    def begun(self, old: Old) -> list[LeafState]:
+        return [{START: start} for start in old.params]
 
     def carried(self, state: LeafState, axis_size: int) -> Terms:
         return [(state[START], 1.0)]
@@ -80,8 +65,8 @@ class AdasumOfWaysBack(AdasumOfMoves):
 
 
 @torch.no_grad()
-def _move(params: list[torch.Tensor], moves: list[torch.Tensor], sign: int) -> None:
-    torch._foreach_add_(params, moves, alpha=sign)
+def _move(params: Sequence[torch.Tensor], moves: list[torch.Tensor], sign: int) -> None:
+    torch._foreach_add_(list(params), moves, alpha=sign)
 
 
 def gives_differences(optimizer: Optimizer) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ from ltx.optim.chain import Chain
 from ltx.optim.clip import ClipByGlobalNorm, ClipState, global_norm
 from ltx.strategies.base import Strategy
 from ltx.strategies.kinds import Kinds
-from ltx.strategies.late import LateHook, Settled
+from ltx.strategies.late import LateHook, Old, Settled
 from ltx.strategies.shards import Shards
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
 from ltx.sync.flights import Landed
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share
+from ltx.sync.reduction import Ask, Reduction, Share
 from ltx.typing import Tree
 
 
@@ -77,8 +77,8 @@ class MeanPart(CommHook):
     def exact(self) -> bool:  # type: ignore[override]
         return self.short is None
 
-    def cast(self, dtype: torch.dtype) -> CommHook:
-        return MeanPart(dtype)
+    def cast(self, dtype: torch.dtype) -> Self:
+        return replace(self, short=dtype)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
@@ -147,29 +147,11 @@ class AllParts(CommHook):
 
 
 @dataclass(frozen=True)
-class PartUpdated(LateHook):
-    """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters.
+class PartUpdated(MeanPart, LateHook):
+    """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters."""
 
-    Args:
-        short: the half precision that gradients travel in; None for their own.
-    """
-
-    elementwise: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
     phases: ClassVar[int] = 2
     shares_gradients: ClassVar[bool] = True
-
-    short: torch.dtype | None = None
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.short is None
-
-    def cast(self, dtype: torch.dtype) -> PartUpdated:
-        return PartUpdated(dtype)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return MeanPart(self.short).wire_dtype(dtype)
 
     def part(self, param: Tensor, axis: Axis) -> Tensor:
         return part(param, axis.rank, axis.size)
@@ -193,25 +175,18 @@ class PartUpdated(LateHook):
         rows = yield Ask("all_gather", torch.cat(given) if len(given) > 1 else given[0])
         return rows, ()
 
-    def written(self, starts: Sequence[Tensor], states: Sequence[LeafState], axis_size: int) -> list[Tensor]:
-        return list(starts)
-
-    def settled(
-        self,
-        bucket: Bucket,
-        landed: Landed,
-        starts: Sequence[Tensor],
-        states: Sequence[LeafState],
-        axis_size: int,
-        gives: bool,
-    ) -> Settled:
+    def settled(self, bucket: Bucket, landed: Landed, old: Old) -> Settled:
         if not bucket.numel:
-            return Settled(list(starts), list(states))
-        blocks = landed[0].split([width(size, axis_size) for size in bucket.sizes], 1)
-        if gives:
-            return Settled(list(starts), list(states), partial(_joined, blocks, starts))
-        whole = [block.reshape(-1)[: old.numel()].view(old.shape) for block, old in zip(blocks, starts, strict=True)]
-        return Settled(whole, list(states))
+            return Settled(old.params, old.states)
+        blocks = landed[0].split([width(size, old.axis_size) for size in bucket.sizes], 1)
+        if old.gives:
+            return Settled(old.params, old.states, partial(_joined, blocks, old.params))
+        return Settled([_whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
+
+
+def _whole(parts: Tensor, like: Tensor) -> Tensor:
+    """A parameter of the shape of `like` from the parts of all ranks; a view."""
+    return parts.reshape(-1)[: like.numel()].view(like.shape)
 
 
 def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
@@ -326,7 +301,7 @@ class ZeroStrategy(Strategy):
         parts = tree.flatten(params)[0]
         if axis.size > 1:
             parts, _ = self.exchange(AllParts(), parts, paths, at).land()
-        whole = [new.reshape(-1)[: old.numel()].view(old.shape) for new, old in zip(parts, leaves, strict=True)]
+        whole = [_whole(new, old) for new, old in zip(parts, leaves, strict=True)]
         return Updated(tree.unflatten(spec, whole), _shards(opt_state, axis), states, pending)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, at: Moment) -> Shards:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
 from ltx import tree, wire
-from ltx.strategies.late import LateHook, may_be_written_to
+from ltx.strategies.late import LateHook, Old, given_away, settle
 from ltx.sync.buckets import Bucket
 from ltx.sync.reduction import LeafState, refuse_sparse
 from ltx.sync.wire_schedule import Instead, WireSchedule
 from ltx.transforms.landing import Done, Work, mean_at_once, scaled, states_after
-
-T = TypeVar("T")
 
 
 class Late:
@@ -45,14 +42,13 @@ class Late:
         state, optimizer, self._axis = work.state, work.optimizer, self._plan.axis
         opt_state = hook.own(state.opt_state, self._axis)
         opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        self._opt_state, self._count = opt_state, state.step
+        self._opt_state = opt_state
         at = optimizer.leaf_states(opt_state, state.params)
         self._opt_states = [at[place] for place in work.trained]
-        self._starts = [x.detach() for x in work.leaves]
         paths = tree.leaf_paths(state.params) if any(self._plan.state_names) else []
-        self._states = [states[paths[place]] if paths else {} for place in work.trained]
-        written = hook.written(self._starts, self._states, self._plan.axis.size)
-        self._gives = work.donate and may_be_written_to(written, opt_state)
+        known = [states[paths[place]] if paths else {} for place in work.trained]
+        old = Old([x.detach() for x in work.leaves], known, self._axis.size)
+        self._old = given_away(hook, old, work.donate, opt_state)
         self._updated = 0
         if hook.shares_gradients:
             self._mean: torch.Tensor | None = None
@@ -81,7 +77,7 @@ class Late:
             # The kernels want them so; others may have the same tensor for a gradient.
             laid = self._work.divided([g.contiguous() for g in grads], self._divisor)
             given = self._applied(bucket, laid)
-        return given, self._hook.begun(self._of(bucket, self._starts), self._of(bucket, self._states))
+        return given, self._hook.begun(self._old.of(bucket))
 
     def _update_parts(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same of parts of the parameters, with gradients that nobody else looks at."""
@@ -90,20 +86,15 @@ class Late:
             return self._applied(bucket, list(grads))
 
     def _applied(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        given = [self._hook.part(x, self._axis).clone() for x in self._of(bucket, self._starts)]
+        given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
         self._updated += 1
-        self._work.optimizer.apply_leaves(grads, self._of(bucket, self._opt_states), given, self._count)
+        opt_states = [self._opt_states[member] for member in bucket.members]
+        self._work.optimizer.apply_leaves(grads, opt_states, given, self._work.state.step)
         return given
 
     def _land(self) -> tuple[Done, wire.Header]:
-        params, states = list(self._starts), dict[int, LeafState]()
-        for bucket, landed in self._schedule.land_buckets():
-            starts, known = self._of(bucket, self._starts), self._of(bucket, self._states)
-            settled = self._hook.settled(bucket, landed, starts, known, self._plan.axis.size, self._gives)
-            if settled.finish is not None:
-                settled.finish()
-            for member, param, state in zip(bucket.members, settled.params, settled.states, strict=True):
-                params[member], states[member] = param, state
+        landed = self._schedule.land_buckets()
+        params, states = settle(self._hook, landed, self._old, lambda finish: finish())
         header = self._schedule.finish()
         assert header is not None
         whole, spec = tree.flatten(self._work.state.params)
@@ -112,7 +103,3 @@ class Late:
         after = states_after(self._plan, states, self._before, self._work.state.params, self._work.trained)
         opt_state = self._hook.held(self._work.optimizer.advance(self._opt_state), self._axis)
         return Done(None, tree.flatten(after)[0], tree.unflatten(spec, whole), opt_state), header
-
-    @staticmethod
-    def _of(bucket: Bucket, values: Sequence[T]) -> list[T]:
-        return [values[member] for member in bucket.members]

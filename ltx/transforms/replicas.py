@@ -55,12 +55,12 @@ def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
 
 def _check_simulated(axis: Axis, level: int, part: Part | None, leaves: dict[str, torch.Tensor]) -> None:
     differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
+    together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
     for path, leaf in leaves.items():
         value, dim = with_ranks(leaf, level)
         if dim is None:
             continue  # one value that all simulated ranks share
         all_values = [values(x) for x in value.unbind(dim)]
-        together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
         for members in sorted(together):
             first, *others = (all_values[rank] for rank in members)
             told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if digest(x) != digest(first)}

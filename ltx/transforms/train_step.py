@@ -195,9 +195,7 @@ class TrainStep:
             states, buffers = kept_if_skipped(self, finite, state, states, buffers)
 
         def commit() -> tuple[TrainState, Metrics, Callable[[], None] | None]:
-            if late_hook is not None and done.grads is None:
-                updated = Updated(done.params, done.opt_state, states, pending)
-            elif done.grads is None:
+            if done.grads is None:
                 params, after = strategy.after_update(done.params, states, at)
                 updated = Updated(params, done.opt_state, after, pending)
             else:
