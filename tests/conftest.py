@@ -97,12 +97,13 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
                 _close(axis)
         group = dist.new_group(list(range(dist.get_world_size())))
         with pytest.MonkeyPatch.context() as patch:
+            # Until the end: channels for a hook's further phases are opened when they are needed.
             patch.setenv("LTX_SHARED_MEMORY", "0" if sockets else "1")
             set_world_axes((wire.open_axis("data", group, timedelta(seconds=timeout_s)),))
-        try:
-            return fn()
-        finally:
-            set_world_axes(world_axes)
+            try:
+                return fn()
+            finally:
+                set_world_axes(world_axes)
 
     with Pool(2, timeout_s=50.0) as pool:
         yield lambda fn, timeout_s=10.0, sockets=False: pool.run(run, fn, timeout_s, sockets)

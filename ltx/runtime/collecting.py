@@ -12,7 +12,7 @@ from typing import Any
 
 from ltx.runtime.crew import Crew
 from ltx.runtime.failures import CallInterruptedError, told_where
-from ltx.runtime.messages import Failure, Result
+from ltx.runtime.messages import At, Failure, Result
 from ltx.runtime.parcels import Parcel
 
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
@@ -26,7 +26,7 @@ def collect(
 ) -> dict[int, Any]:
     """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or words on how a process ended.
 
-    Ranks that don't answer are absent.
+    Ranks that don't answer are absent, or said where they were when they were asked to give up: an At.
 
     Raises:
         CallInterruptedError: a KeyboardInterrupt came in; its ``kept`` says whether all ranks have given up.
@@ -68,7 +68,7 @@ def _wait(crew: Crew, waiting: set[int], answers: dict[int, Any], end: float) ->
 def _receive(crew: Crew, waiting: set[int], answers: dict[int, Any], end: float) -> dict[int, Any]:
     came = crew.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
     answers.update(came)
-    return came
+    return {rank: answer for rank, answer in came.items() if not isinstance(answer, At)}
 
 
 def _where(name: str, answers: dict[int, Any], ranks: Sequence[int], kept: bool) -> str:

@@ -10,7 +10,7 @@ import linecache
 import time
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType
 
 import cloudpickle
 
@@ -31,7 +31,7 @@ def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False
         pickled = cloudpickle.dumps(error)
     except Exception:
         pickled = None
-    where = place_of(error.__traceback__)
+    where = place_of(traceback.extract_tb(error.__traceback__))
     return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled)
 
 
@@ -42,16 +42,24 @@ def text_of(error: BaseException) -> str:
     return "".join(told.format())
 
 
-def place_of(trace: TracebackType | None) -> str:
+def place_of(trace: traceback.StackSummary) -> str:
     """The innermost frame of the user's in `trace`, in words; "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(trace) if not _is_ours(frame.filename)]
+    frames = [frame for frame in trace if not _is_ours(frame.filename)]
     own = [frame for frame in frames if not is_installed(frame.filename)] or frames
-    if not own:
-        return ""
-    last = own[-1]
-    name = _label(last.filename)
+    return _in_words(own[-1]) if own else ""
+
+
+def places_of(frame: FrameType) -> str:
+    """Where a thread is: the innermost frame of the user's, and what it has called, whoever's that is."""
+    trace = traceback.extract_stack(frame)
+    own, innermost = place_of(trace), _in_words(trace[-1])
+    return own if own == innermost else f"{own}, which has come to {innermost}"
+
+
+def _in_words(frame: traceback.FrameSummary) -> str:
+    name = _label(frame.filename)
     file = name if name.startswith("<") else Path(name).name
-    return f"{file}:{last.lineno} in {last.name}" + (f": {last.line}" if last.line else "")
+    return f"{file}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
 
 
 def _is_ours(filename: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ltx.errors import WorkerError
-from ltx.runtime.messages import Failure, Result
+from ltx.runtime.messages import At, Failure, Result
 
 _ENDED = "The workers were ended, with what they had kept; the next run starts new ones."
 _KEPT = "The workers keep their state, and the next run begins with a new world."
@@ -66,12 +66,13 @@ def failure_error(
     after = "" if kept is None else _KEPT if kept else _ENDED
     # An ended process comes first: peers that fail because of it do so after it. One that gave up when it was asked to
     # comes last.
-    failed = {rank: _came(answer) for rank, answer in answers.items() if not isinstance(answer, Result)}
-    genuine = [rank for rank in failed if not getattr(answers[rank], "cancelled", False)]
-    silent = [rank for rank in ranks if rank not in answers]
+    silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]
+    came = {rank: answer for rank, answer in answers.items() if rank not in silent}
+    failed = {rank: _came(answer) for rank, answer in came.items() if not isinstance(answer, Result)}
+    genuine = [rank for rank in failed if not getattr(came[rank], "cancelled", False)]
     if not genuine:
         late = sorted({*silent, *failed})
-        done = sorted(answers.keys() - failed.keys())
+        done = sorted(came.keys() - failed.keys())
         return CallTimeoutError(
             f"{name} didn't return on rank{'s' * (len(late) > 1)} {_listed(late)} of {size} within {timeout_s:g} s"
             + (f", while it returned on {_listed(done)}" if done else "")
@@ -82,7 +83,7 @@ def failure_error(
     first = min(genuine, key=lambda rank: (failed[rank], rank))
     answer = answers[first]
     others = [f"rank {rank} {_in_short(answers[rank])}" for rank in sorted(failed) if rank != first]
-    others += [f"rank {rank} {told_where(None)}" for rank in silent]
+    others += [f"rank {rank} {told_where(answers.get(rank))}" for rank in silent]
     rest = f"\nOther ranks: {'; '.join(others)}." if others else ""
     if kept is False:
         rest += f"\n{after}"
@@ -101,9 +102,11 @@ def failure_error(
 
 
 def told_where(answer: Any) -> str:
-    """Where a rank was that was asked to give up, in words; `answer` is None if it didn't."""
+    """Where a rank was that was asked to give up, in words; `answer` is None or an At if it didn't."""
     if answer is None:
         return "didn't give up (it is in code that Python can't interrupt)"
+    if isinstance(answer, At):
+        return f"didn't give up (it is in code that Python can't interrupt, at {answer.where})"
     if isinstance(answer, Result):
         return "had returned"
     if isinstance(answer, Failure) and answer.cancelled:

@@ -50,6 +50,13 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class At:
+    """Where a call was when it was asked to give up, ahead of its answer: for one that doesn't."""
+
+    where: str
+
+
+@dataclass(frozen=True)
 class Renew:
     """Take the world down and make a new one, the `count`-th: a call left the old one in pieces."""
 

@@ -18,8 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from ltx.runtime import init, parcels, show
-from ltx.runtime.described import failure_of
-from ltx.runtime.messages import Call, Cancel, Failure, Meeting, Ready, Renew, Result, Setup, Stop
+from ltx.runtime.described import failure_of, places_of
+from ltx.runtime.messages import At, Call, Cancel, Failure, Meeting, Ready, Renew, Result, Setup, Stop
 from ltx.runtime.output import Writer
 
 
@@ -96,8 +96,17 @@ class _Desk:
                 continue
             self.cancelled = message.number
             if self.running == message.number:
+                self._tell_place(message.number)
                 # A signal, since nothing else wakes a thread that sleeps in a system call.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _tell_place(self, number: int) -> None:
+        """Say where call `number` is, unless its answer is on its way: that comes last."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        with self._sending:
+            if frame is not None and self.running == number:
+                with suppress(OSError):  # the driver is gone
+                    parcels.pack(At(places_of(frame))).send(self._connection)
 
     def interrupt(self, _signal: int, _frame: object) -> None:
         """The handler of SIGINT: outside of calls there is nothing to interrupt, and half a message says nothing."""

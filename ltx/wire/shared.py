@@ -9,9 +9,10 @@ goes in pieces, each in three strides:
     3. every rank copies what it takes out of the arenas                                       -> emptied
 
 Each rank owns three counters that only it writes, of the pieces it has filled, reduced and emptied; it takes a stride
-when its peers' counters say that it may. Strides are taken by whoever issues or waits, so there is no thread and no
-lock. Nothing ever blocks but a wait, which looks every 0.1 s whether its peers live: each holds a lock on a file of its
-own, which the kernel lets go when the process dies.
+when its peers' counters say that it may. Strides are taken by whoever issues or waits, so there is no thread for them;
+of several threads that wait for something, be it elsewhere, one at a time strides in a lane, and the others let it.
+Nothing ever blocks but a wait, which looks every 0.1 s whether its peers live: each holds a lock on a file of its own,
+which the kernel lets go when the process dies.
 
 Beside each piece lies a tag: the digest of all that its rank has issued on the channel so far. Where tags differ, ranks
 have issued different things, and the piece is refused on all of them. If asked for, there lies also the sum of what its
@@ -31,6 +32,7 @@ import mmap
 import os
 import platform
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -82,6 +84,8 @@ class Lane:
         self._to_reduce: deque[tuple[Piece, Passage]] = deque()
         self._to_empty: deque[tuple[Piece, Passage]] = deque()
         self._done = [0, 0, 0]
+        # An interrupt may come between taking and releasing it: its own thread can take it again.
+        self._turn = threading.RLock()
 
     def begin(
         self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int, summed: bool = False
@@ -93,10 +97,11 @@ class Lane:
         passage = Passage()
         with torch._C._DisableFuncTorch(), torch.no_grad():
             out = memory_for(operation, buffer, arguments, self.rank, self.size)
-            for piece in CUTS[operation](buffer, out, arguments, self.rank, self.size):
-                passage.left += 1
-                passage.summed = summed and piece.reduce is not None
-                self._to_fill.append((piece, passage, tag & _TAG_MASK))
+            pieces = list(CUTS[operation](buffer, out, arguments, self.rank, self.size))
+        # All at once: another thread may take a piece as soon as it is there.
+        passage.left = len(pieces)
+        passage.summed = summed and any(piece.reduce is not None for piece in pieces)
+        self._to_fill.extend((piece, passage, tag & _TAG_MASK) for piece in pieces)
         self.stride()
         return passage, out
 
@@ -106,12 +111,17 @@ class Lane:
         return bool(self._to_fill or self._to_reduce or self._to_empty)
 
     def stride(self) -> bool:
-        """Take every stride that may be taken; whether there was one."""
+        """Take every stride that may be taken; whether there was one. None while another thread is at it."""
         moved = False
-        # Whoever waits strides, perhaps under a transform; these are the wire's own bytes.
-        with torch._C._DisableFuncTorch(), torch.no_grad():
-            while self._empty() or self._reduce() or self._fill():
-                moved = True
+        if not self._turn.acquire(blocking=False):
+            return moved
+        try:
+            # Whoever waits strides, perhaps under a transform; these are the wire's own bytes.
+            with torch._C._DisableFuncTorch(), torch.no_grad():
+                while self._empty() or self._reduce() or self._fill():
+                    moved = True
+        finally:
+            self._turn.release()
         return moved
 
     def _least(self, counter: int) -> int:
@@ -167,9 +177,9 @@ class Lane:
             if passage.summed:
                 passage.total += sum(words[_SUMS + place % PIECES] for words in self._sums)
         self._tell(2, _EMPTIED)
-        passage.left -= 1
-        if passage.left == 0:
+        if passage.left == 1:
             passage.landed_s = time.perf_counter()
+        passage.left -= 1  # last: whoever waits goes on, maybe in another thread
         return True
 
     def lost_peers(self) -> list[int]:
@@ -189,15 +199,16 @@ class Lane:
     def close(self) -> None:
         """Give the memory back."""
         _lanes[:] = [lane for lane in _lanes if lane is not self]
-        self._to_fill.clear()
-        self._to_reduce.clear()
-        self._to_empty.clear()
-        self._bytes = []
-        for words in self._counters:
-            words.release()
-        for sums in self._sums:
-            sums.release()
-        self._counters, self._sums = [], []
+        with self._turn:  # nobody is in the middle of a stride
+            self._to_fill.clear()
+            self._to_reduce.clear()
+            self._to_empty.clear()
+            self._bytes = []
+            for words in self._counters:
+                words.release()
+            for sums in self._sums:
+                sums.release()
+            self._counters, self._sums = [], []
         for descriptor in (*self._locks, *self._files):
             os.close(descriptor)
         self._locks, self._files, self._maps = [], [], []
@@ -214,12 +225,12 @@ _lanes: list[Lane] = []
 
 def stride_everywhere() -> bool:
     """Take every stride that may be taken in any lane of this process; whether there was one."""
-    return sum(lane.stride() for lane in _lanes if lane.busy) > 0
+    return sum(lane.stride() for lane in tuple(_lanes) if lane.busy) > 0
 
 
 def any_busy() -> bool:
     """Whether anything is on its way in a lane of this process."""
-    return any(lane.busy for lane in _lanes)
+    return any(lane.busy for lane in tuple(_lanes))
 
 
 def wait_for(passage: Passage, pause_s: float) -> bool:

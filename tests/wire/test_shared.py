@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.wire.shared import PIECE_BYTES, PIECES
+from ltx.wire.shared import PIECE_BYTES, PIECES, stride_everywhere
 
 
 def lane_of() -> Any:
@@ -126,6 +127,40 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], h
     while not note.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "the process of rank 1 is gone" in note.read_text()
+
+
+def exchanged_beside(seed: int) -> int:
+    """How many sums were wrong while another thread waited for something else: it strides in every lane."""
+    rank, size = int(ltx.axis_index()), ltx.axis_size()
+    channel = ltx.axis.find(None).backing.line.user
+    assert channel.lane is not None
+    draws = [torch.Generator().manual_seed(seed + other) for other in range(size)]
+    ended = threading.Event()
+
+    def waits() -> None:
+        while not ended.is_set():
+            stride_everywhere()
+            time.sleep(0.0001)
+
+    beside = [threading.Thread(target=waits) for _ in range(2)]
+    for thread in beside:
+        thread.start()
+    wrong = 0
+    try:
+        for _ in range(100):
+            given = [torch.randint(100, (3, 1000), generator=draw) for draw in draws]
+            tickets = [channel.issue("sum", row.clone(), "test") for row in given[rank]]
+            landed = torch.stack([ticket.wait() for ticket in tickets])
+            wrong += not torch.equal(landed, torch.stack(given).sum(0))
+    finally:
+        ended.set()
+        for thread in beside:
+            thread.join()
+    return wrong
+
+
+def test_several_threads_may_wait_at_once(torn: Callable[..., Any], seed: int) -> None:
+    assert torn(lambda: exchanged_beside(seed), timeout_s=20.0).replicated() == 0
 
 
 def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
