@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PIECES = 8
-_COUNTERS_BYTES = 4096
+COUNTERS_BYTES = 4096
 _WORD = 8
 _LINE_WORDS = 64 // _WORD  # one cache line a counter
 _FILLED, _REDUCED, _EMPTIED = (i * _LINE_WORDS for i in range(3))
@@ -78,7 +78,7 @@ class Lane:
         self._files = files
         self._counters = [memoryview(arena).cast("q") for arena in arenas]
         self._sums = [memoryview(arena).cast("d") for arena in arenas]
-        self._bytes = [torch.frombuffer(arena, dtype=torch.uint8, offset=_COUNTERS_BYTES) for arena in arenas]
+        self._bytes = [torch.frombuffer(arena, dtype=torch.uint8, offset=COUNTERS_BYTES) for arena in arenas]
         # (piece, its passage, its tag), waiting for each stride in order.
         self._to_fill: deque[tuple[Piece, Passage, int]] = deque()
         self._to_reduce: deque[tuple[Piece, Passage]] = deque()
@@ -116,8 +116,10 @@ class Lane:
         if not self._turn.acquire(blocking=False):
             return moved
         try:
-            # Whoever waits strides, perhaps under a transform; these are the wire's own bytes.
-            with torch._C._DisableFuncTorch(), torch.no_grad():
+            # Whoever waits strides, perhaps under a transform; these are the wire's own bytes. Not torch.no_grad(): an
+            # interrupt comes to who waits, so probably here, and in the middle of Python's code for it would leave
+            # the caller without gradients.
+            with torch._C._DisableFuncTorch(), torch._C._AutoDispatchBelowAutograd():
                 while self._empty() or self._reduce() or self._fill():
                     moved = True
         finally:
@@ -262,7 +264,7 @@ def open_lane(rank: int, size: int, store: Store) -> Lane | None:
     machine = _machine()
     if machine is not None:
         files = [os.memfd_create("ltx arena"), os.memfd_create("ltx lock")]
-        os.ftruncate(files[0], _COUNTERS_BYTES + PIECES * PIECE_BYTES)
+        os.ftruncate(files[0], COUNTERS_BYTES + PIECES * PIECE_BYTES)
         fcntl.flock(files[1], fcntl.LOCK_EX)
         mine = {"machine": machine, "pid": os.getpid(), "files": files}
     store.set(f"lane/{rank}", json.dumps(mine))
@@ -277,7 +279,7 @@ def open_lane(rank: int, size: int, store: Store) -> Lane | None:
                     for descriptor in entry["files"]
                 )
                 locks.append(lock)
-                arenas.append(mmap.mmap(arena, _COUNTERS_BYTES + PIECES * PIECE_BYTES))
+                arenas.append(mmap.mmap(arena, COUNTERS_BYTES + PIECES * PIECE_BYTES))
                 os.close(arena)
         except OSError:
             arenas = []

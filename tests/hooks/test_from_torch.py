@@ -210,10 +210,14 @@ def error_of(hook: Any, state: Any, seed: int) -> tuple[str, str, str]:
 def test_what_fails_under_ddp_fails_on_every_rank(
     hook: Any, kind: str, text: str, ranks: Ranks, torn: Torn, seed: int
 ) -> None:
-    for found in torn(lambda: error_of(hook, ltx.wire.resolve(None).backing.line.group, seed)):
-        assert found[0] == kind
-        assert text in found[1]
-        assert found[2] == kind  # nothing is left behind
+    run = list(torn(lambda: error_of(hook, ltx.wire.resolve(None).backing.line.group, seed)))
+    for first, said, second in run:
+        # One that is late may hear of its peer's before it comes to its own.
+        assert {first, second} <= {kind, "DeadlockDetectedError"}
+        assert text in said
+    # On one rank at least it is its own, and the next pass' too: nothing is left behind.
+    assert kind in {first for first, _, _ in run}
+    assert kind in {second for _, _, second in run}
 
 
 def test_batched_power_sgd_fails_as_under_ddp(torn: Torn, seed: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.wire.shared import PIECE_BYTES, PIECES, stride_everywhere
+from ltx.wire.pieces import PIECE_BYTES
+from ltx.wire.shared import COUNTERS_BYTES, PIECES, Lane, stride_everywhere
 
 
 def lane_of() -> Any:
@@ -161,6 +164,41 @@ def exchanged_beside(seed: int) -> int:
 
 def test_several_threads_may_wait_at_once(torn: Callable[..., Any], seed: int) -> None:
     assert torn(lambda: exchanged_beside(seed), timeout_s=20.0).replicated() == 0
+
+
+def test_an_interrupt_leaves_gradients_on() -> None:
+    """Wherever it comes while a lane strides."""
+    came, at = 0, 0
+
+    def tracer(frame: Any, event: str, _: Any) -> Any:
+        nonlocal came
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            came += 1
+            if came == at:
+                raise KeyboardInterrupt
+        return tracer
+
+    def stride(last: int) -> None:
+        nonlocal came, at
+        came, at = 0, last
+        lane = Lane(0, [mmap.mmap(-1, COUNTERS_BYTES + PIECES * PIECE_BYTES)], [], [])
+        lane.begin("sum", torch.ones(3), (), 0)
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            lane.stride()
+        finally:
+            sys.settrace(before)
+
+    stride(0)
+    places = came
+    assert places > 20
+    for place in range(1, places + 1):
+        with pytest.raises(KeyboardInterrupt):
+            stride(place)
+        assert torch.is_grad_enabled(), place
+        assert (torch.ones(1, requires_grad=True) * 2).requires_grad, place
 
 
 def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
