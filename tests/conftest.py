@@ -6,7 +6,9 @@ import gc
 import os
 import random
 import secrets
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
@@ -95,7 +97,8 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
         for axis in wire.open_axes():
             if axis not in world_axes:
                 _close(axis)
-        group = dist.new_group(list(range(dist.get_world_size())))
+        # Not torch's half an hour: whoever lets go of a group waits for what is under way on it.
+        group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
         with pytest.MonkeyPatch.context() as patch:
             # Until the end: channels for a hook's further phases are opened when they are needed.
             patch.setenv("LTX_SHARED_MEMORY", "0" if sockets else "1")
@@ -120,8 +123,20 @@ def _close(axis: Axis) -> None:
     line.group = None
     for channel in line.channels:
         channel.group = None
-    # Threads end with the last reference to a group, and that waits for what is under way.
-    threading.Thread(target=groups.clear, daemon=True).start()
+    threading.Thread(target=_let_go, args=(groups,), daemon=True).start()
+
+
+def _let_go(groups: list[Any]) -> None:
+    """Drop process groups, each once nobody else holds it.
+
+    The threads of a group end with the last reference to it, and that waits for what is under way. It mustn't be one
+    in a plan, or in an error's traceback, that the garbage collector finds in the middle of another test.
+    """
+    while groups:
+        group = groups.pop()
+        while sys.getrefcount(group) > 2:  # `group`, and what asks
+            time.sleep(0.2)
+        del group
 
 
 @pytest.fixture
