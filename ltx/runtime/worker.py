@@ -96,17 +96,19 @@ class _Desk:
                 continue
             self.cancelled = message.number
             if self.running == message.number:
-                self._tell_place(message.number)
-                # A signal, since nothing else wakes a thread that sleeps in a system call.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                try:
+                    self._tell_place(message.number)
+                finally:
+                    # A signal, since nothing else wakes a thread that sleeps in a system call.
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _tell_place(self, number: int) -> None:
         """Say where call `number` is, unless its answer is on its way: that comes last."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        with self._sending:
-            if frame is not None and self.running == number:
-                with suppress(OSError):  # the driver is gone
-                    parcels.pack(At(places_of(frame))).send(self._connection)
+        place = parcels.pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0])))
+        with self._sending, suppress(OSError):  # the driver is gone
+            if self.running == number:
+                place.send(self._connection)
+        place.close()
 
     def interrupt(self, _signal: int, _frame: object) -> None:
         """The handler of SIGINT: outside of calls there is nothing to interrupt, and half a message says nothing."""

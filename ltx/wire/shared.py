@@ -111,7 +111,7 @@ class Lane:
         return bool(self._to_fill or self._to_reduce or self._to_empty)
 
     def stride(self) -> bool:
-        """Take every stride that may be taken; whether there was one. None while another thread is at it."""
+        """Take every stride that may be taken; whether there was one. Takes none while another thread is at it."""
         moved = False
         if not self._turn.acquire(blocking=False):
             return moved
