@@ -1,9 +1,11 @@
-"""Every Python block of the README runs, in order, each with the names of those before it, in a world of one."""
+"""Every Python block of the README runs, in order, each with the names of those before it: alone and on two ranks."""
 
 from __future__ import annotations
 
 import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,15 @@ def python_blocks(markdown: str) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def names() -> dict[str, Any]:
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the README has defined after its last block."""
     torch.manual_seed(0)
     defined: dict[str, Any] = {"__name__": "__readme__"}
-    for line, code in python_blocks(README.read_text(encoding="utf-8")):
-        # Empty lines in front, so that a traceback shows the README's own line numbers.
-        exec(compile("\n" * (line - 1) + code, str(README), "exec"), defined)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("readme"))
+        for line, code in python_blocks(README.read_text(encoding="utf-8")):
+            # Empty lines in front, so that a traceback shows the README's own line numbers.
+            exec(compile("\n" * (line - 1) + code, str(README), "exec"), defined)
     return defined
 
 
@@ -39,6 +43,17 @@ def test_there_are_blocks_to_run() -> None:
 def test_they_run(names: dict[str, Any]) -> None:
     assert names["loss"].isfinite()
     assert names["metrics"].loss.isfinite()
+
+
+def test_they_run_on_two_ranks(tmp_path: Path) -> None:
+    """No seed is set: what every process draws for itself has to be made equal by what the README says."""
+    blocks = [code for _, code in python_blocks(README.read_text(encoding="utf-8"))]
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(blocks), encoding="utf-8")
+    command = [sys.executable, "-m", "ltx", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"^loss \d", done.stdout, re.MULTILINE)) == 1
 
 
 def test_per_sample_gradients_have_a_sample_dimension(names: dict[str, Any]) -> None:

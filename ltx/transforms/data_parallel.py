@@ -21,12 +21,12 @@ from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import below, synchronise
 from ltx.transforms.captured import TracedValueError, refuse_captured
+from ltx.transforms.divergence import check_params_once
 from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Run, refuse_gradients
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
-from ltx.wire.debug import under_way
 
 if TYPE_CHECKING:
     from ltx.transforms.in_flight import InFlight
@@ -78,7 +78,7 @@ class DataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
-            if not torch.compiler.is_compiling() and under_way:
+            if not torch.compiler.is_compiling():
                 self._check_given(args)
             return self._reduce_returned(self.fn(*args, **kwargs))
         if torch.compiler.is_compiling():
@@ -167,7 +167,7 @@ class DataParallel:
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
-            marked = mark(self, params, leaves, spec, sync_state, late_hook or hook, step, deferred, ahead)
+            marked = mark(self, params, leaves, spec, sync_state, late_hook or hook, step, training, deferred, ahead)
             local, within = hook is None, None if hook is None else hook.within(wire.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
         with nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn):
@@ -217,8 +217,13 @@ class DataParallel:
         return tuple(filled)
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
-        if not self.blocked and self.strategy.hook(0) is not None:
-            check_replicas(wire.resolve(self.axis), self._params_of(args)[0])
+        if self.blocked or (hook := self.strategy.hook(0)) is None:
+            return
+        axis, params = wire.resolve(self.axis), self._params_of(args)[0]
+        check_replicas(axis, params)
+        leaves, structure = tree.flatten(params)
+        key = structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+        check_params_once(hook.within(axis) or axis, params, self.fn, key, None)
 
     def _reduce_returned(self, output: Any) -> Any:
         from ltx.transforms.sync_gradients import sync_gradients
@@ -294,6 +299,8 @@ def data_parallel(
         StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads".
         TreeError: the parameters aren't a tree of tensors.
         RankMismatchError: ranks' parameters differ in structure, shapes or dtypes; on all ranks, at the first call.
+        ReplicaDivergedError: ranks' parameters differ in their values; on all ranks, at the first differentiated call
+            with parameters of this structure. Compared by digests through the store, before anything is reduced.
 
     Example:
         >>> import torch, ltx

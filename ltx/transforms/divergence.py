@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +23,16 @@ from ltx.transforms.train_state import TrainState
 from ltx.typing import Tree
 
 State = TypeVar("State")
+
+_REPAIR = (
+    "Take the values of a rank that has the right ones: ltx.sync_params(state, src={right}), or "
+    "train.broadcast(state, src={right}) for all of a training state, what is each rank's own included."
+)
+_START = (
+    "The mean of gradients at different parameters is no gradient. Fix: params = ltx.broadcast(params) before the "
+    "first step gives every rank rank 0's values; or call torch.manual_seed alike on every rank. "
+    "Where ranks are meant to have parameters of their own, ltx.block_backward_sync(step) keeps gradients local."
+)
 
 
 def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
@@ -49,12 +59,37 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
         ...
         ltx.errors.ReplicaDivergedError: axis 'data': leaf 'w' (float32[2]) should be the same on every rank, ...
     """
-    found = wire.resolve(axis)
-    leaves = _replicated(state)
-    by_rank = _digests(found, leaves)
+    _check_leaves(wire.resolve(axis), _replicated(state), _REPAIR)
+
+
+def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signature: wire.Signature | None) -> None:
+    """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all.
+
+    Between processes only the first call of `fn` with each `key` compares; all ranks must make it together. A peer that
+    is elsewhere is told that this rank is at `signature`. Simulated ranks that share one value have nothing to compare;
+    others are compared at every call.
+    """
+    line = axis.backing.line if isinstance(axis.backing, GroupBacking) else None
+    if axis.size == 1 or not isinstance(axis.backing, GroupBacking | VmapBacking):
+        return
+    if line is not None and line.has_compared(fn, key):
+        return
+    found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
+    # No transform around the step may see this.
+    with torch._C._DisableFuncTorch(), torch.no_grad():
+        leaves = [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
+        _check_leaves(axis, leaves, _START, signature)
+    if line is not None:
+        line.count_as_compared(fn, key)
+
+
+def _check_leaves(
+    axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], fix: str, signature: wire.Signature | None = None
+) -> None:
+    by_rank = _digests(axis, leaves, signature)
     if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):
         those = [[x for x, differ in zip(digests, differs, strict=True) if differ] for digests in by_rank]
-        raise _diverged(found.name, [leaf for leaf, differ in zip(leaves, differs, strict=True) if differ], those)
+        raise _diverged(axis.name, [leaf for leaf, differ in zip(leaves, differs, strict=True) if differ], those, fix)
 
 
 @checked("src")
@@ -101,11 +136,13 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
     )
 
 
-def _digests(axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
+def _digests(
+    axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], signature: wire.Signature | None = None
+) -> list[list[str]]:
     """Each rank's digests of `leaves`; where all are the same perhaps only this rank's."""
     match axis.backing:
         case GroupBacking(line=line):
-            return _on_processes(line, leaves)
+            return _on_processes(line, leaves, signature)
         case VmapBacking(level=level):
             return _on_simulated_ranks(level, axis.size, leaves)
         case _:
@@ -130,11 +167,14 @@ def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
     return [(path, leaf) for path, leaf in found if path.partition(".")[0] in parts]
 
 
-def _on_processes(line: wire.Line, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
+def _on_processes(
+    line: wire.Line, leaves: Sequence[tuple[str, torch.Tensor]], signature: wire.Signature | None
+) -> list[list[str]]:
     """Each rank's digests: one of all leaves, unless they differ."""
     mine = [digest(values(leaf)) for _, leaf in leaves]
     whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
-    signature = wire.Signature.of("check_replicas", [path for path, _ in leaves], [leaf for _, leaf in leaves])
+    if signature is None:
+        signature = wire.Signature.of("check_replicas", [path for path, _ in leaves], [leaf for _, leaf in leaves])
     if len(set(line.meet_aside(line.notes.begin(), signature, whole))) == 1:
         return [mine]
     return line.meet_aside(line.notes.begin(), signature, mine)
@@ -150,9 +190,9 @@ def _on_simulated_ranks(level: int, size: int, leaves: Sequence[tuple[str, torch
 
 
 def _diverged(
-    axis_name: str, leaves: Sequence[tuple[str, torch.Tensor]], by_rank: Sequence[Sequence[str]]
+    axis_name: str, leaves: Sequence[tuple[str, torch.Tensor]], by_rank: Sequence[Sequence[str]], fix: str
 ) -> ReplicaDivergedError:
-    """The error for `leaves` that differ, of which the ranks have these digests."""
+    """The error for `leaves` that differ, of which the ranks have these digests; `fix` says what to do."""
     size = len(by_rank)
     first = [digests[0] for digests in by_rank]
     most, count = Counter(first).most_common(1)[0]  # of several, rank 0's or the next
@@ -166,6 +206,5 @@ def _diverged(
     more = f" So do {len(leaves) - 1} more: {names}{', ...' if len(leaves) > 8 else '.'}" if len(leaves) > 1 else ""
     return ReplicaDivergedError(
         f"axis {axis_name!r}: leaf {path!r} ({shape}) should be the same on every rank, and differs on {those} from "
-        f"{than}.{more} Take the values of a rank that has the right ones: ltx.sync_params(state, src={right}), "
-        f"or train.broadcast(state, src={right}) for all of a training state, what is each rank's own included."
+        f"{than}.{more} {fix.format(right=right)}"
     )

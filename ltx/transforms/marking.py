@@ -19,6 +19,7 @@ from ltx.strategies.late import LateHook
 from ltx.sync import marker
 from ltx.sync.planning import make_plan
 from ltx.transforms import synchronise
+from ltx.transforms.divergence import check_params_once
 from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Marked
 from ltx.transforms.sync_state import SyncState, kept_beside, states_of_leaves
@@ -46,6 +47,7 @@ def mark(
     sync_state: SyncState | None,
     hook: CommHook | None,
     step: int,
+    training: bool,
     deferred: bool,
     ahead: bool,
 ) -> Marked:
@@ -79,7 +81,11 @@ def mark(
     )
     # Ranks that share gradients start from the same parameters; those that talk after the optimizer needn't.
     if step_fn.strategy.kinds.params == "replicated" or not isinstance(hook, LateHook):
-        check_replicas(hook.within(axis) or axis, params)
+        sharing = hook.within(axis) or axis
+        check_replicas(sharing, params)
+        if not training:  # a train step compares its whole state
+            agreed = plan.agreement
+            check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
     schedule = synchronise.wire_schedule(plan, deferred, ahead)
     marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
     filled = _filled(leaves, wanted, marked)

@@ -119,11 +119,15 @@ class TrainStep:
         Ranks that come from a checkpoint or from an interrupt may not have come from the same step.
         """
         line = axis.backing.line if isinstance(axis.backing, GroupBacking) else None
-        first = line is not None and not line.compared_replicas and self.step.strategy.kinds.params == "replicated"
+        first = (
+            line is not None
+            and not line.has_compared(TrainStep, None)
+            and self.step.strategy.kinds.params == "replicated"
+        )
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)
             if line is not None:
-                line.compared_replicas = True
+                line.count_as_compared(TrainStep, None)
 
     def _step(
         self, state: TrainState, start: Start, batch: Sequence[Any], at: Moment, pending: Any, late: bool

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class Line:
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
         self.closed = False
-        self.compared_replicas = False  # whether a training step has, on this line
+        self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.room = Room()  # of the gradients' buckets
         self._parts: dict[Part, Axis] = {}
@@ -222,6 +223,20 @@ class Line:
             known = Agreement(signature, signature.fingerprint, self._compare(channel, signature, offer()))
             self._known[key] = known
         return known
+
+    def has_compared(self, fn: Any, key: Hashable) -> bool:
+        """Whether the ranks have compared the parameters that the function `fn` is given, under this `key`."""
+        try:
+            return key in self._compared.get(fn, ())
+        except TypeError:  # `fn` can't be hashed or weakly referenced
+            return key in self._compared.get(Line, ())
+
+    def count_as_compared(self, fn: Any, key: Hashable) -> None:
+        """From now on :meth:`has_compared` is true."""
+        try:
+            self._compared.setdefault(fn, set()).add(key)
+        except TypeError:
+            self._compared.setdefault(Line, set()).add(key)
 
     def adopt(self, keys: Iterable[Any], agreement: Agreement) -> None:
         """Count what was agreed as a whole for each of its parts, which are issued under `keys`."""

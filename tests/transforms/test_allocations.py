@@ -78,6 +78,7 @@ def test_a_training_step(ranks: Ranks, overlap: Any, donate: bool) -> None:
 def test_gradients_alone(ranks: Ranks, grad: Any) -> None:
     def counted() -> tuple[Counter[int], Counter[int]]:
         params, loss, x = setting()
+        params = ltx.broadcast(params)
         mine = [p.clone().requires_grad_() for p in params.values()]
         gradient = grad(ltx.data_parallel(loss))
         found = [gradient(params, x)]

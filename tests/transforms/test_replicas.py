@@ -185,7 +185,7 @@ def test_structures_of_frozen_leaves_that_differ(torn: OnFreshAxis) -> None:
 
 
 def test_replicas_that_may_differ(torn: OnFreshAxis) -> None:
-    """Where gradients stay local, where none are wanted, and where nobody asked."""
+    """Where gradients stay local, and where none are wanted."""
 
     def run() -> list[float]:
         mine = {name: p + ltx.axis_index() for name, p in P.items()}
@@ -194,10 +194,70 @@ def test_replicas_that_may_differ(torn: OnFreshAxis) -> None:
         with ltx.debug_checks():
             blocked = torch.func.grad(ltx.block_backward_sync(step))(mine, x)
             value = step(mine, x)
-        asked = torch.func.grad(step)(mine, x)
-        return [blocked["w"][0].item(), value.item(), asked["w"][0].item()]
+        return [blocked["w"][0].item(), value.item()]
 
-    assert list(torn(run)) == [[2.0, 14.0, 3.0], [4.0, 4.0 + 1.0 + 16.0 + 1.0, 3.0]]
+    assert list(torn(run)) == [[2.0, 14.0], [4.0, 4.0 + 1.0 + 16.0 + 1.0]]
+
+
+def calls_that_differentiate() -> dict[str, Callable[[Any, dict[str, Tensor], Tensor], object]]:
+    """A step's first differentiated call, in each way that there is."""
+
+    def backward(step: Any, p: dict[str, Tensor], x: Tensor) -> None:
+        step({name: leaf.clone().requires_grad_() for name, leaf in p.items()}, x).backward()
+
+    return {
+        "backward": backward,
+        "torch.func.grad": lambda step, p, x: torch.func.grad(step)(p, x),
+        "ltx.grad": lambda step, p, x: ltx.grad(step)(p, x),
+        "hessian": lambda step, p, x: torch.func.hessian(step)(p, x),
+        "vmap": lambda step, p, x: torch.func.vmap(torch.func.grad(step), in_dims=(None, 0))(p, x.expand(2, 3)),
+        "accumulate": lambda step, p, x: ltx.grad(ltx.accumulate(step, 3))(p, x),
+        'returns="grads"': lambda step, p, x: ltx.data_parallel(torch.func.grad(step.fn), returns="grads")(p, x),
+    }
+
+
+def test_the_first_call_compares_parameters(torn: OnFreshAxis) -> None:
+    """Ranks that start from their own values are told so, by name, before anything is reduced; equal ones go on."""
+
+    def run() -> dict[str, tuple[str, bool]]:
+        told = {}
+        for name, call in calls_that_differentiate().items():
+            mine = {name: p + ltx.axis_index() for name, p in P.items()}
+            step = ltx.data_parallel(lambda p, x: loss(p, x))
+            text = ""
+            try:
+                call(step, mine, torch.ones(3))
+            except ReplicaDivergedError as error:
+                text = str(error)
+            call(step, ltx.broadcast(mine), torch.ones(3))
+            told[name] = text, all(torch.equal(q, P[k]) for k, q in ltx.broadcast(mine).items())
+        return told
+
+    for name, (text, same) in torn(run, timeout_s=30.0).replicated().items():
+        assert text.startswith("axis 'data': leaf 'b' (float32[]) should be the same on every rank, and differs"), name
+        assert "params = ltx.broadcast(params)" in text
+        assert "So do 1 more: 'w'" in text
+        assert same
+
+
+def test_each_step_is_compared_once(torn: OnFreshAxis) -> None:
+    """A second model of the same structure is compared too; the same step isn't again."""
+
+    def run() -> tuple[list[int], bool]:
+        line, counts = ltx.wire.resolve("data").backing.line, []
+        first, second = ltx.data_parallel(loss), ltx.data_parallel(lambda p, x: loss(p, x))
+        for _ in range(3):
+            ltx.grad(first)(P, torch.ones(3))
+            counts.append(line.notes._begun)
+        try:
+            ltx.grad(second)({name: p + ltx.axis_index() for name, p in P.items()}, torch.ones(3))
+        except ReplicaDivergedError:
+            return counts, True
+        return counts, False
+
+    counts, caught = torn(run).replicated()
+    assert len(set(counts)) == 1
+    assert caught
 
 
 @pytest.mark.parametrize("simulated", [False, True])
@@ -260,7 +320,8 @@ def test_simulated_ranks(inner: str) -> None:
         ltx.vmap(calls[inner])(stacked, x)
         with pytest.raises(ReplicaDivergedError) as caught:
             ltx.vmap(calls[inner])(broken, x)
-    ltx.vmap(calls[inner])(broken, x)
+    with pytest.raises(ReplicaDivergedError, match=r"leaf 'w' .* differs on rank 3 from what 3 of 4 ranks have"):
+        ltx.vmap(calls[inner])(broken, x)
     assert str(caught.value) == (
         "axis 'data': parameters should be the same on every rank, but leaf 'w' (float32[3]) isn't rank 0's on rank 3: "
         f"1 of 3 elements differ, most at [1], by 2 (0.0 instead of -2.0). {FIX}"
