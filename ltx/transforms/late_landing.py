@@ -37,8 +37,10 @@ class Late:
         total: torch.Tensor,
         weight: torch.Tensor | None,
     ):
+        # Not the total: its graph holds the schedule, which holds this while the pass goes on, and the garbage
+        # collector doesn't see through a graph.
         self._hook, self._work, self._schedule, self._plan = hook, work, schedule, schedule.plan
-        self._before, self._total = states, total
+        self._before = states
         state, optimizer, self._axis = work.state, work.optimizer, self._plan.axis
         opt_state = hook.own(state.opt_state, self._axis)
         opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
@@ -58,17 +60,19 @@ class Late:
             self._mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
             schedule.instead = self._update
 
-    def run(self) -> tuple[Done, torch.Tensor]:
-        """The backward pass, and what comes of it; and the mean loss, of all ranks if they share gradients."""
+    def run(self, total: torch.Tensor) -> tuple[Done, torch.Tensor]:
+        """The backward pass of `total`, and what comes of it; and the mean loss, all ranks' if they share gradients."""
         try:
-            self._work.backward(self._total)
+            self._work.backward(total)
             with torch.no_grad():
                 done, header = self._land()
-                return done, header.mean.to(self._total.dtype) if self._mean is None else self._mean
+                return done, header.mean.to(total.dtype) if self._mean is None else self._mean
         except BaseException as error:
             self._schedule.abandon(error)
             self._work.torn_by(error, self._updated, self._plan)
             raise
+        finally:
+            self._schedule.update = self._schedule.instead = None
 
     def _update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> Instead:
         """The new parameters of a bucket, in memory of their own, and what they are packed with."""

@@ -175,7 +175,7 @@ class TrainStep:
         inputs = [*mine, *sync_leaves] if run.source is None else [run.source]
         work = Work(self.optimizer, by_bucket, state, mine, trained, sync_leaves, inputs, in_place, factor, look)
         if schedule is not None and late_hook is not None:
-            done, mean = Late(late_hook, work, schedule, sync.leaves, total, weight).run()
+            done, mean = Late(late_hook, work, schedule, sync.leaves, total, weight).run(total)
         elif schedule is not None:
             try:
                 work.backward(total)

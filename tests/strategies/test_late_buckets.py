@@ -39,10 +39,10 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
         torch.manual_seed(seed)
         steps, by_buckets = 0, Late.run
 
-        def counted(late: Late) -> tuple[Done, Tensor]:
+        def counted(late: Late, total: Tensor) -> tuple[Done, Tensor]:
             nonlocal steps
             steps += 1
-            return by_buckets(late)
+            return by_buckets(late, total)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Late, "run", counted)
