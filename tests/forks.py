@@ -37,6 +37,8 @@ class Ranks:
         held_by: where they meet is held by a process of its own, as a launcher does, or with ``"rank 0"`` by rank 0.
         sockets: they do without shared memory.
         timeout_s, heartbeat_s: as in :func:`ltx.init`.
+        by_arguments: ``ltx.init`` is told the rank by its arguments.
+        environment: more variables of all of them.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Ranks:
         sockets: bool = False,
         timeout_s: float = 20.0,
         heartbeat_s: float = 2.0,
+        by_arguments: bool = False,
+        environment: dict[str, str] | None = None,
     ):
         self._limits = (timeout_s, heartbeat_s)
         self._common = {"MASTER_ADDR": "127.0.0.1", "LTX_SHARED_MEMORY": "0" if sockets else "1"}
@@ -56,12 +60,15 @@ class Ranks:
             self.holder, port = hold_store()
             self._common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self._common["MASTER_PORT"] = str(port)
+        self._common |= environment or {}
+        if by_arguments:
+            self._common["LTX_TEST_ARGUMENTS"] = "1"
         for rank in range(size):
             self._start(body, {"RANK": str(rank), "WORLD_SIZE": str(size)})
 
-    def join(self, body: Body) -> int:
+    def join(self, body: Body, **environment: str) -> int:
         """Start another, which asks :func:`ltx.elastic` to be taken in; its index in ``processes`` and ``lines``."""
-        self._start(body, {"LTX_JOIN": f"127.0.0.1:{self._common['MASTER_PORT']}"})
+        self._start(body, {"LTX_JOIN": f"127.0.0.1:{self._common['MASTER_PORT']}", **environment})
         return len(self.processes) - 1
 
     def _start(self, body: Body, environment: dict[str, str]) -> None:
@@ -94,8 +101,12 @@ def _rank(body: Body, line: Connection, environment: dict[str, str], timeout_s: 
     os.environ.update(environment)
     torch.set_num_threads(1)
     forget()
+    told: dict[str, Any] = {}
+    if os.environ.pop("LTX_TEST_ARGUMENTS", "0") == "1":
+        rank, size = os.environ.pop("RANK", "0"), os.environ.pop("WORLD_SIZE", "2")
+        told = {"rank": int(rank), "size": int(size), "master": f"127.0.0.1:{environment['MASTER_PORT']}"}
     try:
-        with ltx.init(timeout=timedelta(seconds=timeout_s), heartbeat_timeout=timedelta(seconds=heartbeat_s)):
+        with ltx.init(**told, timeout=timedelta(seconds=timeout_s), heartbeat_timeout=timedelta(seconds=heartbeat_s)):
             end = body(line.send)
         assert not dist.is_initialized(), "the with block has left a world behind"
         line.send(end)

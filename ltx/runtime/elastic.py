@@ -157,6 +157,7 @@ class _Way:
     settings: dict[str, Any]
     place: Placement
     roster: Roster | None = None
+    has_state: bool = True  # false for a newcomer until its peers have given it theirs
     begun: bool = False  # has looked for a snapshot to start from
     saved: int = -1  # the step of the last snapshot
     futile: int = 0  # meetings since the last whole step
@@ -168,7 +169,8 @@ class _Run(Arguments):
     def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
         """Train, and meet anew after each loss."""
         settings = init.settings()
-        way = _Way(_At(state, position), settings, settings.get("placement", Placement("none")))
+        place = settings.get("placement", Placement("none"))
+        way = _Way(_At(state, position), settings, place, has_state=place.joins is None)
         over = False
         try:
             self._join(way) if way.place.joins else self._open(way)
@@ -198,9 +200,9 @@ class _Run(Arguments):
         own = ones_own(way.at.state)
         refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
         entrance = self.entrance(way.at.state, way.at.position)
-        number = begin_run(store, size, worlds_so_far(), entrance, refusal) if rank == 0 else 0
-        number = collectives.broadcast_object(number, 0, self.axis)
-        way.roster = Roster.of_member(store, number, rank, size, worlds_so_far(), _heartbeat_s(way))
+        begun = begin_run(store, size, worlds_so_far(), entrance, refusal) if rank == 0 else (0, "")
+        run = collectives.broadcast_object(begun, 0, self.axis)
+        way.roster = Roster.of_member(store, run, rank, size, worlds_so_far(), _heartbeat_s(way))
         collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
 
     def _join(self, way: _Way) -> None:
@@ -294,13 +296,12 @@ class _Run(Arguments):
     def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
         """How far each rank of a new world is."""
         assert way.roster is not None
-        newcomer = way.place.joins is not None
         meet_in(way.roster.world_store(), place)
         way.place = place
         world = init.reform(way.settings, way.roster.meetings, place)
         for callback in self.on_reset:
             callback(world)
-        if newcomer:
+        if not way.has_state:
             mine = (-1, -1, "", way.at.position, True)
         else:
             mine = (way.at.state.step, way.saved, fingerprint(way.at.state), way.at.position, way.begun)
@@ -315,11 +316,12 @@ class _Run(Arguments):
         most, count = Counter(told[rank][2] for rank in there).most_common(1)[0]
         way.begun = all(begun for *_, begun in told)
         if 2 * count <= len(there):  # nobody knows which is right
-            return self._restore(way)
+            way.has_state = self._restore(way)
+            return way.has_state
         if len({(step, digest) for step, _, digest, *_ in told}) > 1:
             src = next(rank for rank in there if told[rank][2] == most)
             way.at = _At(self.train.broadcast(way.at.state, src), told[src][3])
-        way.saved = min(told[rank][1] for rank in there)
+        way.saved, way.has_state = min(told[rank][1] for rank in there), True
         return True
 
     def _save(self, way: _Way) -> None:

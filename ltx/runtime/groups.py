@@ -142,7 +142,8 @@ def settle(meeting: PrefixStore, world: World, placement: Placement) -> None:
 
     Where ranks can't be sure of their nodes they compare them first.
     """
-    wrong = _compare_nodes(meeting, placement) if placement.launcher in UNSURE else ""
+    unsure = placement.launcher in UNSURE and not placement.agreed
+    wrong = _compare_nodes(meeting, placement) if unsure else ""
     meeting.set(f"settled/{world.rank}", "")
     if world.rank == 0:
         meeting.wait([f"settled/{rank}" for rank in range(world.size)])

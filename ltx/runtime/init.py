@@ -34,7 +34,7 @@ from ltx.runtime.groups import (
     open_axes,
     settle,
 )
-from ltx.runtime.launchers import placement_from_arguments, placement_from_env
+from ltx.runtime.launchers import JOIN_VARIABLE, placement_from_arguments, placement_from_env
 from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, world_of
 from ltx.typing import Tree
@@ -102,7 +102,8 @@ def init(
             machine or the link to it is down) raises :class:`ltx.errors.PeerLostError`. `timeout` is for peers that
             live and don't come.
         rank: with `size` and `master`, which rank this is, whatever a launcher says: for processes that were started
-            by hand. ``rank=0, size=1`` is a process alone.
+            by hand. ``rank=0, size=1`` is a process alone. With ``LTX_JOIN`` set the process has no rank until
+            :func:`ltx.elastic` has it taken in, and these arguments don't count.
         size: the number of ranks.
         master: where they meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
         local_rank: this rank's index among those of its node.
@@ -123,6 +124,8 @@ def init(
     """
     asked = _asked(strategy, backend, timeout, mesh, heartbeat_timeout)
     told = placement_from_arguments(rank, size, master, local_rank, local_size)
+    if told is not None and told.master is not None and JOIN_VARIABLE in os.environ:
+        told = None  # a newcomer runs the program of the ranks that are there, and has no rank yet
     if told is not None:
         asked["placement"] = told
     session = _process.session

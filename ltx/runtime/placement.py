@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ltx.errors import WorldError
 
@@ -29,6 +29,7 @@ class Placement:
             all processes of a node.
         joins: the address and port of the store of a run that this process, which is alone until then, is to be taken
             into by :func:`ltx.elastic`.
+        agreed: whether all ranks know this placement from the same source, so that they needn't compare it.
     """
 
     launcher: str
@@ -41,6 +42,7 @@ class Placement:
     master: tuple[str, int] | None = None
     own_devices: int | None = None
     joins: tuple[str, int] | None = None
+    agreed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

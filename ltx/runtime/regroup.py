@@ -72,6 +72,7 @@ class Decision:
             num_nodes=len(nodes),
             master=before.master or before.joins,
             joins=None,
+            agreed=True,
         )
 
     def to_json(self) -> str:

@@ -7,7 +7,9 @@ their peers.
 
 from __future__ import annotations
 
+import hmac
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,11 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ltx.errors import PeerLostError, WorldError
+from ltx.errors import AuthenticationError, PeerLostError, WorldError
 from ltx.runtime.placement import Placement
 from ltx.runtime.regroup import Decision, Meeting, Seat
 from ltx.runtime.watched import WatchedStore
 from ltx.wire.pulse import AskedStore, Pulse, last_beats
+from ltx.wire.seal import KEY, proof
 from ltx.wire.signature import Signature, explain_mismatch
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
@@ -30,8 +33,12 @@ _PAUSE_S = 0.1
 _MAKING_HEARTBEATS = 3
 
 
-def begin_run(store: Store, size: int, meetings: int, entrance: Signature, refusal: str) -> int:
-    """Open a new run of `size` processes, which have met `meetings` times; rank 0 does. Returns the run's number.
+#: (number, token) of a run: which one of its store, and random text that tells it from every other run.
+Run = tuple[int, str]
+
+
+def begin_run(store: Store, size: int, meetings: int, entrance: Signature, refusal: str) -> Run:
+    """Open a new run of `size` processes, which have met `meetings` times; rank 0 does.
 
     Args:
         store: that of the first meeting.
@@ -39,12 +46,12 @@ def begin_run(store: Store, size: int, meetings: int, entrance: Signature, refus
         refusal: why none can be taken in; "" if they can.
     """
     root = _root(store)
-    number = int(root.add(_RUNS, 1))
+    number, token = int(root.add(_RUNS, 1)), os.urandom(8).hex()
     run = _of_run(root, number)
     run.set("meeting", str(meetings))
     run.set("members", json.dumps(list(range(size))))
-    root.set(_NOW, json.dumps([number, size, entrance.to_json(), refusal]))
-    return number
+    root.set(_NOW, json.dumps([number, size, entrance.to_json(), refusal, token, proof(f"run {token}")]))
+    return number, token
 
 
 class Roster:
@@ -52,6 +59,7 @@ class Roster:
 
     Args:
         store: the run's.
+        token: see :data:`Run`.
         who: this process' number.
         members: the numbers of those in the present world, by rank.
         meetings: how often they have met.
@@ -62,8 +70,8 @@ class Roster:
         waiting: how many newcomers are there, as far as this process knows. It asks in the background.
     """
 
-    def __init__(self, store: Store, who: int, members: Sequence[int], meetings: int, heartbeat_s: float):
-        self.who, self.members, self.meetings = who, list(members), meetings
+    def __init__(self, store: Store, token: str, who: int, members: Sequence[int], meetings: int, heartbeat_s: float):
+        self.token, self.who, self.members, self.meetings = token, who, list(members), meetings
         self.known = frozenset(members)
         self.waiting = 0
         self._store, self._heartbeat_s = store, heartbeat_s
@@ -74,9 +82,9 @@ class Roster:
         self._asked = AskedStore(store, self._pulse)  # which gives up waiting for an answer, unlike the store itself
 
     @staticmethod
-    def of_member(store: Store, number: int, rank: int, size: int, meetings: int, heartbeat_s: float) -> Roster:
-        """Of a process that is there from the beginning, in run `number` in the `store` of the first meeting."""
-        return Roster(_of_run(_root(store), number), rank, range(size), meetings, heartbeat_s)
+    def of_member(store: Store, run: Run, rank: int, size: int, meetings: int, heartbeat_s: float) -> Roster:
+        """Of a process that is there from the beginning, in `run` in the `store` of the first meeting."""
+        return Roster(_of_run(_root(store), run[0]), run[1], rank, range(size), meetings, heartbeat_s)
 
     def close(self, over: bool) -> None:
         """This process takes no part any longer; `over`: nor does anybody else, for all is done."""
@@ -121,7 +129,7 @@ class Roster:
                 lambda some: {*self.gone(some), *(self.members[rank] for rank in lost())},
                 limit_s,
                 self.known,
-                lambda: _asked(self._asked),
+                lambda: _asked(self._asked, self.token),
                 room,
             )
             self._asked.set("members", json.dumps(decision.members))
@@ -156,7 +164,7 @@ class Roster:
 
     def _look(self, store: Store) -> None:
         """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
-        new = [who for who in _asked(store) if who not in self.known]
+        new = [who for who in _asked(store, self.token) if who not in self.known]
         now, beats = time.monotonic(), last_beats(store, new)
         for who, beat in beats.items():
             before, _ = self._last.get(who, (None, 0.0))
@@ -172,6 +180,7 @@ class Roster:
         Raises:
             WorldError: nothing answers there within `limit_s`, or the training is over.
             RankMismatchError: its `entrance` isn't the run's: another model, other data ...
+            AuthenticationError: it hasn't the key of the run's ranks.
         """
         assert place.joins is not None
         where = "{}:{}".format(*place.joins)
@@ -187,17 +196,23 @@ class Roster:
                         "is the MASTER_ADDR:MASTER_PORT of the ranks that run ltx.elastic there."
                     )
                 time.sleep(_PAUSE_S)
-            number, size, theirs, refusal = json.loads(root.get(_NOW))
+            number, size, theirs, refusal, token, proven = json.loads(root.get(_NOW))
             store = _of_run(root, number)
             if store.check(["over"]):
                 raise _over(where)
+            if not hmac.compare_digest(proven, proof(f"run {token}")):
+                known = f"This process' {KEY} is {'set' if os.environ.get(KEY) else 'not set'}"
+                raise AuthenticationError(
+                    f"elastic: the ranks of the training at {where} have another key, so this process can't join them. "
+                    f"{known}: start it with the {KEY} of the ranks. `ltx run` makes a random one unless it is set."
+                )
             if (signature := Signature.from_json(theirs)) != entrance:
                 raise explain_mismatch("elastic", {0: signature, size: entrance})
             if refusal:
                 raise WorldError(f"elastic: the training at {where} takes no newcomers: {refusal}")
             who = size - 1 + int(store.add("newcomers", 1))
-            roster = Roster(store, who, [], 0, heartbeat_s)  # which beats; nobody looks at one that doesn't
-            store.append("asked", f"{who}\n")  # type: ignore[attr-defined]
+            roster = Roster(store, token, who, [], 0, heartbeat_s)  # which beats; nobody looks at one that doesn't
+            store.append("asked", f"{who} {_asks(who, token)}\n")  # type: ignore[attr-defined]
             return roster
         except dist.DistError as error:
             raise WorldError(
@@ -244,8 +259,16 @@ def _over(where: str) -> WorldError:
     return WorldError(f"elastic: the training at {where} is over: there is nothing left to join.")
 
 
-def _asked(store: Any) -> list[int]:
-    return [int(who) for who in store.get("asked").split()] if store.check(["asked"]) else []
+def _asked(store: Any, token: str) -> list[int]:
+    """The newcomers that have asked, of those that have proven to know the job's key."""
+    lines = store.get("asked").decode(errors="replace").splitlines() if store.check(["asked"]) else []
+    said = [line.partition(" ") for line in lines]
+    asked = [(int(who), proven) for who, _, proven in said if who.isdecimal() and len(who) < 10 and proven.isascii()]
+    return [who for who, proven in asked if hmac.compare_digest(proven, _asks(who, token))]
+
+
+def _asks(who: int, token: str) -> str:
+    return proof(f"newcomer {who} of run {token}")
 
 
 def _root(store: Store) -> Store:

@@ -18,6 +18,7 @@ import torch
 
 import ltx
 from ltx.errors import PeerLostError
+from ltx.runtime.elastic import _Run as Run
 from ltx.runtime.regroup import Meeting
 from ltx.runtime.roster import Roster
 from tests.forks import Body, Ranks, noticed
@@ -126,6 +127,80 @@ def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Start) -> Non
     assert min(ended[-1]["seen"]) == 5  # the first step that it does
     assert_every_sample_once(*(end["seen"] for end in ended))
     assert close_to(ended[0]["state"], undisturbed())
+
+
+def test_a_newcomer_to_ranks_that_were_told_by_arguments(started: Start) -> None:
+    """It runs the same program, arguments and all, and is known to compare nothing that the meeting has settled."""
+    body = training(wait_for=3)
+    world = started(2, body, held_by="rank 0", by_arguments=True)
+    begun(world, 2)
+    world.join(body)
+    assert_every_sample_once(*(end["seen"] for end in all_of(world, 0, 1, 2)))
+
+
+def test_a_newcomer_whose_peers_fall_before_it_has_their_state_doesnt_train_alone(
+    started: Start, tmp_path: Path
+) -> None:
+    """It would train from step 0, into the snapshots of the others."""
+
+    def trouble(first: int, steps: int) -> None:
+        assert first != -1, "the newcomer trains"
+
+    def falls(tell: Callable[[Any], None]) -> Any:
+        in_new_world = Run._in_new_world
+
+        def fall(self: Run, way: Any, place: Any) -> Any:
+            if way.has_state:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return in_new_world(self, way, place)
+
+        Run._in_new_world = fall  # type: ignore[method-assign]
+        return training(trouble, wait_for=2, snapshots=tmp_path, every=2)(tell)
+
+    world = started(1, falls)
+    begun(world, 1)
+    world.join(training(trouble, snapshots=tmp_path, every=2))
+    assert world.told(1).startswith("PeerLostError: elastic: the ranks that had the training's state are gone")
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.parametrize("newcomer", ["honest", "forged"])
+def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, started: Start) -> None:
+    """`forged`: it doesn't look whether it has the key, and asks all the same."""
+
+    def trouble(first: int, steps: int) -> None:
+        if steps == 4:
+            assert refused.wait(20)
+
+    def other(tell: Callable[[Any], None]) -> Any:
+        return training(meeting_timeout=timedelta(seconds=2))(tell)
+
+    def forger(tell: Callable[[Any], None]) -> Any:
+        host, port = os.environ["LTX_JOIN"].split(":")
+        store = torch.distributed.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
+        for line in ("2", f"2 {'0' * 64}", "x", "2 é"):
+            store.append("ltx/elastic/1/asked", f"{line}\n")
+        deadline = time.monotonic() + 10
+        for rank in (0, 1):  # each beats twice more, and so has looked
+            for _ in range(2):
+                key = f"ltx/elastic/1/ltx/pulse//{rank}"
+                before = store.get(key)
+                while store.get(key) == before:
+                    assert time.monotonic() < deadline, f"rank {rank} beats no more"
+                    time.sleep(0.02)
+        tell("asked")
+
+    refused = get_context("fork").Event()
+    world = started(2, training(trouble), environment={"LTX_KEY": "secret"})
+    begun(world, 2)
+    if newcomer == "honest":
+        assert "AuthenticationError: elastic: the ranks of the training at 127.0.0.1:" in (
+            world.told(world.join(other, LTX_KEY="guess"))
+        )
+    else:
+        assert world.told(world.join(forger, LTX_KEY="guess")) == "asked"
+    refused.set()
+    assert [end["sizes"] for end in all_of(world, 0, 1)] == [[], []]
 
 
 def test_two_newcomers_at_once(started: Start) -> None:
