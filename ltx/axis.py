@@ -292,6 +292,12 @@ def vmap(
     def mapped(*args: Any) -> Any:
         leaves, spec = tree.flatten(args)
         dims = _broadcast_dims(in_dims, args)
+        tree.check_open(
+            [None if dim is None else leaf for leaf, dim in zip(leaves, dims, strict=True)],
+            args,
+            f"axis {axis_name!r}: mapped arguments",
+            "mapped (in_dims=None gives every rank the whole)",
+        )
         size = _axis_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         out_spec: list[Any] = []
@@ -357,7 +363,11 @@ def _prefix_dims(prefix: Any, arg: Tree) -> list[int | None]:
     tree.flatten(prefix)
     try:
         optree.tree_map_(
-            lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, arg, none_is_leaf=True
+            lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])),
+            prefix,
+            arg,
+            none_is_leaf=True,
+            namespace=tree.NAMESPACE,
         )
     except ValueError as error:
         raise AxisError(f"in_dims: {prefix!r} isn't a prefix of its argument: {error}") from None

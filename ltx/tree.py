@@ -3,18 +3,26 @@
 ltx flattens with optree alone. It sorts the keys of dicts, which pairs leaves across ranks whose dicts were built in
 different orders; torch's own pytree keeps insertion order. ``torch.func`` however looks inside its arguments with
 torch's pytree, so ltx's own nodes are registered with both (:func:`register_node`).
+
+What is a tree: dicts, lists, tuples, named tuples, deques, None; mappings (``collections.abc.Mapping``) and dataclasses
+of any class, which come back as what they were; and classes registered with ``optree.register_pytree_node`` for every
+namespace or for ltx's, "ltx". Everything else is a leaf. Functions that do something to the tensors of a batch raise
+:class:`ltx.errors.TreeError` for a leaf that holds tensors itself (:func:`check_open`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import builtins
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
 
+from ltx import containers
+from ltx.containers import NAMESPACE as NAMESPACE
+from ltx.containers import PLAIN, opened, opened_in_graph, sorted_keys
 from ltx.errors import TreeError, UnsupportedError
 from ltx.typing import Tree
 
@@ -35,9 +43,15 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     [1, 2]
     """
     if torch.compiler.is_compiling():  # in whose graphs optree's own functions can stand, and no handlers
-        return cast(tuple[list[Any], Any], optree.tree_flatten(tree))
+        leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        return flatten(tree) if any(opened_in_graph(type(leaf)) for leaf in others) else (leaves, spec)
     try:
-        return cast(tuple[list[Any], Any], optree.tree_flatten(tree))
+        leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
+        if PLAIN.issuperset(builtins.map(type, leaves)):
+            return leaves, spec
+        # Only the first instance of a class is a leaf that is opened.
+        return flatten(tree) if any(opened(cls) for cls in set(builtins.map(type, leaves))) else (leaves, spec)
     except RecursionError:
         raise _endless(tree) from None
 
@@ -49,9 +63,14 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
     {'a': 3}
     """
     if torch.compiler.is_compiling():
-        return optree.tree_map(function, tree, *rest, **options)
+        flatten(tree)
+        return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
     try:
-        return optree.tree_map(function, tree, *rest, **options)
+        if not options:
+            leaves, spec = flatten(tree)
+            return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
+        flatten(tree)
+        return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
     except RecursionError:
         flatten(tree)  # says so if it is the tree's fault
         raise
@@ -71,7 +90,8 @@ def leaf_paths(tree: Tree) -> list[str]:
     ['bias', 'layers.0', 'layers.1']
     """
     try:
-        paths = optree.tree_paths(tree)
+        flatten(tree)  # which opens what hasn't been met
+        paths = optree.tree_paths(tree, namespace=NAMESPACE)
     except RecursionError:
         raise _endless(tree) from None
     return [".".join(str(part) for part in path) or "<the tree itself>" for path in paths]
@@ -108,10 +128,9 @@ def insertion_order(tree: Tree) -> list[int]:
 
     def walk(node: Tree, start: int) -> int:
         """Append the positions of `node`'s leaves, the first of which is `start` in flatten's order; give the next."""
-        if isinstance(node, dict) and all(isinstance(key, str) for key in node):
+        if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
             starts = {}
-            # optree sorts the keys of these two, and leaves an OrderedDict in order.
-            for key in sorted(node) if type(node) in (dict, defaultdict) else node:
+            for key in sorted_keys(node):
                 starts[key] = start
                 start += _leaf_count(node[key])
             for key in node:
@@ -140,7 +159,7 @@ def check_tensors(tree: Tree, what: str) -> None:
 
 def has_none(tree: Tree) -> bool:
     """Whether the tree holds None, which for :func:`flatten` is no leaf."""
-    return any(leaf is None for leaf in optree.tree_leaves(tree, none_is_leaf=True))
+    return any(leaf is None for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE))
 
 
 def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
@@ -154,6 +173,18 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
     raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
+
+
+def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:
+    """Raise unless all tensors of `tree` are leaves.
+
+    `done`: what happens to them, as in "they would not be split"; `tensors_only`: NumPy arrays and iterators are
+    let through.
+
+    Raises:
+        TreeError: a leaf is an object that holds tensors, a set of them, a NumPy array, or an iterator of batches.
+    """
+    containers.check_open(leaves, lambda: leaf_paths(tree), what, done, tensors_only)
 
 
 def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:

@@ -53,8 +53,9 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     """This rank's part of a batch that every rank holds.
 
     Args:
-        value: tree; every tensor with dimensions is split along `dim` into as many equal parts as there are ranks,
-            other leaves are passed on.
+        value: tree (:mod:`ltx.tree` says which containers are: dicts, lists, tuples, and any mapping or dataclass, such
+            as a ``BatchEncoding``). Every tensor with dimensions is split along `dim` into as many equal parts as there
+            are ranks, other leaves are passed on: numbers, strings, a list of strings.
         axis: as in :func:`ltx.psum`.
         dim: the dimension to split.
 
@@ -66,6 +67,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
 
     Raises:
         AxisError: a tensor doesn't divide evenly.
+        TreeError: a leaf that isn't a tensor holds some, or is a NumPy array.
 
     Example:
         >>> import torch, ltx
@@ -99,5 +101,6 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         return parts.index_select(0, axis_index(axis).reshape(1)).squeeze(0)
 
     leaves, spec = tree.flatten(value)
+    tree.check_open(leaves, value, "shard", "split")
     paths = [""] * len(leaves) if torch.compiler.is_compiling() else tree.leaf_paths(value)
     return tree.unflatten(spec, [part(path, x) for path, x in zip(paths, leaves, strict=True)])

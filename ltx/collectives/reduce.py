@@ -78,6 +78,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
         )
 
     leaves, spec = tree.flatten(value)
+    tree.check_open(leaves, value, "reduce", "reduced")
 
     def one(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):

@@ -231,7 +231,11 @@ def to_device(tree: Tree) -> Tree:
             raise TreeError(f"to_device: a leaf is {trees.describe(leaf)} on the meta device, which holds no values.")
         return leaf.to(device) if isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None)) else leaf
 
-    return trees.map(moved, tree)
+    leaves, spec = trees.flatten(tree)
+    trees.check_open(
+        [None if hasattr(leaf, "to") else leaf for leaf in leaves], tree, "to_device", "moved", tensors_only=True
+    )
+    return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
 
 
 def check_current(entered: World) -> None:

@@ -104,7 +104,7 @@ class PerRank(Sequence[T], Generic[T]):
             raise TreeError("there are the values of no rank to put together.")
         for value in values:
             trees.flatten(value)
-        flat: list[Any] = [optree.tree_flatten(value, none_is_leaf=True) for value in values]
+        flat: list[Any] = [optree.tree_flatten(value, none_is_leaf=True, namespace=trees.NAMESPACE) for value in values]
         spec = flat[0][1]
         for rank, (_, other) in enumerate(flat):
             if other != spec:

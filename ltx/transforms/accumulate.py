@@ -49,8 +49,8 @@ class Accumulated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = tuple(kwargs.values())  # Dynamo can't flatten an empty dict
         leaves, spec = tree.flatten((args, named))
-        split = [*self._split_leaves(args), *(False for _ in tree.flatten(named)[0])]
-        chunks = [self._chunks(leaf) if splits else None for leaf, splits in zip(leaves, split, strict=True)]
+        split = self._split_leaves(args, named)
+        chunks = [self.chunks_of(leaf) if splits else None for leaf, splits in zip(leaves, split, strict=True)]
         call = _Call(self, spec, leaves, chunks, tuple(kwargs))
         if torch.compiler.is_compiling():
             return call.finish(call.run(leaves, range(self.steps)))
@@ -64,20 +64,22 @@ class Accumulated:
         last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
         return call.finish(_add(first, last))
 
-    def _split_leaves(self, args: tuple[Any, ...]) -> list[bool]:
-        """For each leaf of the arguments: is it part of the batch?"""
+    def _split_leaves(self, args: tuple[Any, ...], named: tuple[Any, ...]) -> list[bool]:
+        """For each leaf of the arguments, those by keyword last: is it part of the batch?"""
         whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
         if self.carry is not None:
             if not -len(args) <= self.carry < len(args):
                 raise StepError(f"accumulate: carry={self.carry}, and the step was called with {len(args)} arguments.")
             whole.add(self.carry % len(args))
-        return [
-            n not in whole and isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-            for n, arg in enumerate(args)
-            for leaf in tree.flatten(arg)[0]
-        ]
+        split: list[bool] = []
+        for n, arg in enumerate((*args, *named)):
+            leaves = tree.flatten(arg)[0]
+            if n not in whole:
+                tree.check_open(leaves, arg, f"accumulate: argument {n}" if n < len(args) else "accumulate", "split")
+            split.extend(n not in whole and isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in leaves)
+        return split
 
-    def _chunks(self, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def chunks_of(self, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.tensor_split(leaf, self.steps)
 
 
@@ -92,12 +94,15 @@ class _Call:
     names: tuple[str, ...]  # of keyword arguments
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
-        """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves."""
+        """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
+
+        Chunks that were made outside a Function may belong to a transform that isn't run inside it.
+        """
         parts = []
         for k in which:
             filled = [
-                leaf if chunk is None else (chunk[k] if leaf is whole else torch.tensor_split(leaf, self.step.steps)[k])
-                for leaf, whole, chunk in zip(leaves, self.leaves, self.chunks, strict=True)
+                leaf if chunk is None else (chunk[k] if leaves is self.leaves else self.step.chunks_of(leaf)[k])
+                for leaf, chunk in zip(leaves, self.chunks, strict=True)
             ]
             given, named = tree.unflatten(self.spec, filled)
             args, kwargs = list(given), dict(zip(self.names, named, strict=True))
@@ -302,8 +307,9 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
         step: what :func:`ltx.data_parallel` returned (then all micro-batches take part in one synchronisation), or a
             plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
             alone or first in a tuple.
-        steps: the number of micro-batches, at least 1. Every tensor of the batch is split along dim 0 into that many
-            chunks, equal ones unless the step is Weighted; 0-dim tensors and other leaves go to each as they are.
+        steps: the number of micro-batches, at least 1. Every tensor of the batch, given by position or by keyword, is
+            split along dim 0 into that many chunks, equal ones unless the step is Weighted; 0-dim tensors and other
+            leaves go to each as they are. :mod:`ltx.tree` says which containers are looked into.
         carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the
             second output of each is what the next one is given there. The last one's is returned.
 
@@ -317,6 +323,7 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
 
     Raises:
         StepError: the batch doesn't split evenly, or the step returns no loss.
+        TreeError: a leaf of the batch that isn't a tensor holds some, or is a NumPy array.
         UnsupportedError: the step closes over a value that a surrounding transform differentiates.
 
     Example:

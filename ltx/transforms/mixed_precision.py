@@ -32,8 +32,13 @@ class Casted:
         def answered(x: Any) -> Any:
             return x.to(output) if isinstance(x, torch.Tensor) and x.dtype == compute else x
 
-        cast_args = [arg if place in keep else tree.map(given, arg) for place, arg in enumerate(args)]
-        value = self.fn(*cast_args, **{name: tree.map(given, arg) for name, arg in kwargs.items()})
+        def inside(arg: Any) -> Any:
+            leaves, spec = tree.flatten(arg)
+            tree.check_open(leaves, arg, "mixed_precision", "cast")
+            return tree.unflatten(spec, [given(leaf) for leaf in leaves])
+
+        cast_args = [arg if place in keep else inside(arg) for place, arg in enumerate(args)]
+        value = self.fn(*cast_args, **{name: inside(arg) for name, arg in kwargs.items()})
         return value if output is None else tree.map(answered, value)
 
 

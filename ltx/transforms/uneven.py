@@ -179,6 +179,9 @@ class _Source:
             if self._iterator is None:
                 self._iterator = iter(self._iterable)
             batch = next(self._iterator)
+            tree.check_open(
+                tree.flatten(batch)[0], batch, "uneven", "replaced by zeros in a placeholder", tensors_only=True
+            )
             self.last = tree.map(_Blank.of, batch)
             return batch, _HAS_DATA
         except StopIteration:

@@ -1,0 +1,242 @@
+"""Users' containers as nodes of trees: mappings and dataclasses of any class; and what to say of everything else.
+
+A class is registered with optree, in ltx's own namespace, when its first instance is met as a leaf; from then on
+optree flattens it in C++ without a look from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import optree
+import torch
+
+from ltx.errors import TreeError
+
+NAMESPACE = "ltx"
+
+# What can't hold a tensor, or is one.
+PLAIN: frozenset[type] = frozenset(
+    (torch.Tensor, torch.nn.Parameter, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+)
+# So many objects are looked at in search of a tensor.
+_FAR = 1000
+
+
+@cast(Callable[[Callable[[type], bool]], Callable[[type], bool]], functools.cache)
+def opened(cls: type) -> bool:
+    """Whether instances of `cls` are nodes, from this call on: mappings and dataclasses.
+
+    Not ltx's own classes, which are registered or are values, and not modules, whose parameters go by another way.
+    """
+    if cls.__module__.split(".")[0] == "ltx" or issubclass(cls, torch.nn.Module | torch.Tensor):
+        return False
+    if not (issubclass(cls, Mapping) or dataclasses.is_dataclass(cls)):
+        return False
+    if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
+        parts = _mapping_parts if issubclass(cls, Mapping) else _dataclass_parts
+        whole = _mapping_whole if issubclass(cls, Mapping) else _dataclass_whole
+        optree.register_pytree_node(cls, parts, whole, namespace=NAMESPACE)  # type: ignore[arg-type]
+    return True
+
+
+def opened_in_graph(cls: type) -> bool:
+    """:func:`opened`, run by Dynamo at trace time."""
+    return opened(cls)
+
+
+opened_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Rest:
+    """What an instance holds besides its children. Structures that differ in nothing else are equal."""
+
+    def __init__(
+        self, order: tuple[Any, ...], attributes: dict[str, Any], mirrored: tuple[Any, ...] = (), itself: bool = False
+    ):
+        self.order = order  # of a mapping's keys, as they were put in
+        self.attributes = attributes
+        self.mirrored = mirrored  # keys that are attributes too
+        self.itself = itself  # the mapping is its own __dict__, as in many classes with attribute access
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rest)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    """Keys in the order of the children: sorted, so that ranks pair the same ones; an OrderedDict's as they are."""
+    keys = list(mapping)
+    if isinstance(mapping, OrderedDict):
+        return keys
+    try:
+        return sorted(keys)
+    except TypeError:  # they can't be compared
+        return sorted(keys, key=lambda key: (type(key).__qualname__, str(key)))
+
+
+def _dataclass_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+    """All attributes, fields first, are children; `__init__` isn't called when a new one is made of others."""
+    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    names += [name for name in getattr(node, "__dict__", ()) if name not in names]
+    return [getattr(node, name) for name in names], (type(node), tuple(names)), tuple(names)
+
+
+def _dataclass_whole(static: Any, children: Sequence[Any]) -> Any:
+    cls, names = static
+    node = object.__new__(cls)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(node, name, child)
+    return node
+
+
+def _mapping_parts(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    """Values are children, and attributes that hold tensors; other attributes are taken over as they are."""
+    cls, keys = type(node), sorted_keys(node)
+    children = [node[key] for key in keys]
+    attributes = getattr(node, "__dict__", {})
+    if not _is_refilled(cls) or attributes is node:
+        return children, (cls, tuple(keys), (), _Rest(tuple(node), {}, itself=attributes is node)), tuple(keys)
+    mirrored = tuple(key for key in keys if key in attributes and attributes[key] is node[key])
+    kept = {n: x for n, x in attributes.items() if n not in mirrored and not (n == "data" and _is_user_dict(cls))}
+    holding = {name: kept.pop(name) for name in list(kept) if holds_tensors(kept[name])}
+    if isinstance(node, defaultdict):
+        kept["default_factory"] = node.default_factory
+    static = cls, tuple(keys), tuple(holding), _Rest(tuple(node), kept, mirrored)
+    return [*children, *holding.values()], static, (*keys, *holding)
+
+
+def _mapping_whole(static: Any, children: Sequence[Any]) -> Any:
+    cls, keys, holding, rest = static
+    values = dict(zip(keys, children, strict=False))
+    items = {key: values[key] for key in rest.order}
+    if not _is_refilled(cls):
+        return _made(cls, items)
+    node = cls.__new__(cls)
+    if _is_user_dict(cls):
+        object.__setattr__(node, "data", items)
+    else:  # by the class of Python's, since one's own may do something else besides
+        base = OrderedDict if issubclass(cls, OrderedDict) else dict
+        for key, value in items.items():
+            base.__setitem__(node, key, value)
+    if rest.itself:
+        object.__setattr__(node, "__dict__", node)
+    own = {**rest.attributes, **{key: items[key] for key in rest.mirrored}}
+    for name, value in (*own.items(), *zip(holding, children[len(keys) :], strict=True)):
+        object.__setattr__(node, name, value)
+    return node
+
+
+def _is_user_dict(cls: type) -> bool:
+    return issubclass(cls, UserDict)
+
+
+def _is_refilled(cls: type) -> bool:
+    """Whether an instance can be made empty and filled. Others are made by their class of a dict, or of keywords."""
+    return issubclass(cls, dict | UserDict) and not dataclasses.is_dataclass(cls)
+
+
+def _made(cls: Any, items: dict[Any, Any]) -> Any:
+    by_keyword = dataclasses.is_dataclass(cls)
+    try:
+        return cls(**items) if by_keyword else cls(items)
+    except Exception as error:
+        arguments = "its items as keywords" if by_keyword else "a dict of its items"
+        raise TreeError(
+            f"a {cls.__qualname__} can't be made of {arguments}: {type(error).__name__}: {error}. {_register(cls)}"
+        ) from error
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a tensor is found in `value`, its elements and attributes, or theirs."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if type(value) in PLAIN:
+        return False
+    queue, seen = [value], {id(value)}
+    for node in queue:  # which grows meanwhile
+        for part in _inside(node):
+            if isinstance(part, torch.Tensor):
+                return True
+            if type(part) not in PLAIN and id(part) not in seen and len(queue) < _FAR:
+                seen.add(id(part))
+                queue.append(part)
+    return False
+
+
+def _inside(node: Any) -> Iterator[Any]:
+    if isinstance(node, type | types.ModuleType | types.FunctionType | np.ndarray):
+        return
+    if isinstance(node, dict | UserDict | types.MappingProxyType):
+        yield from list(node.values())
+    elif isinstance(node, list | tuple | set | frozenset):
+        yield from list(node)[:_FAR]
+    yield from list(getattr(node, "__dict__", {}).values())
+    for name in _slots(type(node)):
+        if hasattr(node, name):
+            yield getattr(node, name)
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    found = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
+    each = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in each if name not in ("__dict__", "__weakref__"))
+
+
+_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_open(leaves: Sequence[Any], paths: Callable[[], list[str]], what: str, done: str, tensors_only: bool) -> None:
+    """Raise :class:`TreeError` for a leaf that may hold tensors, or other data, where nobody can get at them.
+
+    Args:
+        leaves: what :func:`ltx.tree.flatten` gave.
+        paths: a function that gives their paths.
+        what: who was given them, for the error.
+        done: what would have been done with the tensors.
+        tensors_only: NumPy arrays and iterators are let through.
+    """
+    if PLAIN.issuperset(map(type, leaves)):
+        return
+    for place, leaf in enumerate(leaves):
+        if type(leaf) in PLAIN or isinstance(leaf, torch.Tensor):
+            continue
+        if why := _closed(leaf, tensors_only):
+            raise TreeError(
+                f"{what}: leaf {paths()[place]!r} is of type {type(leaf).__name__}, {why[0]}, and ltx can't look "
+                f"inside: they would not be {done}. {why[1]}"
+            )
+
+
+def _closed(leaf: Any, tensors_only: bool) -> tuple[str, str] | None:
+    """(what is wrong with a leaf, what to do)"""
+    if isinstance(leaf, np.ndarray):
+        return ("a NumPy array", "Pass torch.as_tensor(array).") if leaf.ndim and not tensors_only else None
+    source = isinstance(leaf, torch.utils.data.DataLoader | torch.utils.data.Dataset)
+    if not tensors_only and (source or hasattr(type(leaf), "__next__")):
+        return "which gives batches and is none", "Take a batch from it, and pass that."
+    if not holds_tensors(leaf):
+        return None
+    if isinstance(leaf, torch.nn.Module):
+        return "which holds tensors", "Let the step close over it, and pass tensors as dicts, lists or tuples."
+    if isinstance(leaf, set | frozenset):
+        return "which holds tensors", "A set has no order that ranks could share: pass a list."
+    for base in (list, tuple, dict):
+        if isinstance(leaf, base):
+            return "which holds tensors", f"Pass a {base.__name__} of them. Or: {_register(type(leaf))}"
+    return "which holds tensors", _register(type(leaf))
+
+
+def _register(cls: type) -> str:
+    return (
+        f"Pass a dict, or say once what is inside: optree.register_pytree_node({cls.__qualname__}, to_children, "
+        'from_children, namespace="ltx").'
+    )
