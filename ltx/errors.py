@@ -80,6 +80,10 @@ class StoreGoneError(PeerLostError):
     """The store through which the ranks meet has ended with its process; the peers may live all the same."""
 
 
+class TransportError(LtxError, RuntimeError):
+    """A rank failed in the middle of a collective between processes of one machine, which no rank can complete."""
+
+
 class CollectiveTimeoutError(LtxError, TimeoutError):
     """A collective didn't complete within the axis' timeout."""
 

@@ -25,6 +25,7 @@ from ltx.errors import (
     LtxError,
     PeerLostError,
     RankMismatchError,
+    TransportError,
 )
 from ltx.wire import ledger
 from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
@@ -79,7 +80,7 @@ class Ticket:
         if isinstance(self._work, Passage):
             assert self._channel.lane is not None
             stride_everywhere()
-            return self._work.left == 0
+            return self._work.landed or bool(self._channel.lane.failures())
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
@@ -105,7 +106,7 @@ class Ticket:
         except LtxError as error:
             self._channel.torn = error
             raise
-        if isinstance(work, Passage) and work.summed:
+        if isinstance(work, Passage):
             self.total = work.total
         self._work = None  # not before: one that failed, or whose wait was interrupted, hasn't landed
         if self._event is not None:
@@ -149,6 +150,8 @@ class Ticket:
         channel = self._channel
         assert channel.lane is not None
         while not wait_for(passage, _TICK.total_seconds()):
+            if channel.lane.failures():
+                raise channel.lane_failed(self._label) from channel.lane.error
             lost = channel.lane.lost_peers()
             self._look_around(began)  # first: a peer that ended may have said why
             if lost:
@@ -225,6 +228,17 @@ class Channel:
         self.issued += 1
         self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
 
+    def lane_failed(self, label: str) -> TransportError:
+        """The error of a rank that can't have what it issued, because an end of the lane has failed."""
+        assert self.lane is not None
+        failures = self.lane.failures()
+        each = "; ".join(f"on rank {rank}: {why}" for rank, why in failures.items())
+        return TransportError(
+            f"rank {self.rank}: {label} on axis {self.axis_name!r} failed halfway in shared memory {each}. Nothing "
+            "more can be issued on this axis: ltx.shutdown() and start again. LTX_SHARED_MEMORY=0 in the environment "
+            "goes by sockets instead."
+        )
+
     def takes_lane(self, buffer: torch.Tensor) -> bool:
         """Whether what is issued on `buffer` goes through shared memory."""
         return self.lane is not None and buffer.device.type == "cpu"
@@ -236,6 +250,8 @@ class Channel:
 
         `summed`: the ticket of a reduction is to know the sum of all elements, where that costs hardly anything.
         """
+        if self.torn is None and self.lane is not None and self.lane.error is not None:
+            self.torn = self.lane_failed("an earlier collective")
         if self.torn is not None:
             raise type(self.torn)(
                 f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "

@@ -53,6 +53,10 @@ def _nothing(_: object) -> None:
     pass
 
 
+#: What a lane keeps in place of a piece that has been through it.
+NO_PIECE = Piece(0, torch.uint8, _nothing, _nothing)
+
+
 def _reduced(reduce: Callable[..., torch.Tensor]) -> Cut:
     def pieces(
         buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int

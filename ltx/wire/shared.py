@@ -14,9 +14,14 @@ of several threads that wait for something, be it elsewhere, one at a time strid
 Nothing ever blocks but a wait, which looks every 0.1 s whether its peers live: each holds a lock on a file of its own,
 which the kernel lets go when the process dies.
 
-Beside each piece lies a tag: the digest of all that its rank has issued on the channel so far. Where tags differ, ranks
-have issued different things, and the piece is refused on all of them. If asked for, there lies also the sum of what its
-rank has reduced, taken while that is in the core's cache: it says whether all of it is finite.
+Beside each piece lies a tag: the digest of all that its rank has issued on the channel so far, and how many buffers.
+Where tags differ, ranks have issued different things, and the piece is refused on all of them. If asked for, there lies
+also the sum of what its rank has reduced, taken while that is in the core's cache: it says whether all of it is finite.
+
+An exception may come at any point of a stride: an interrupt, or one from a signal's handler. A rank's counters say
+which strides it has taken, and one that hasn't been counted can be taken again, from its beginning. So an exception
+leaves the ranks in step. One that comes again when the stride is taken again is the stride's own: then the lane has
+failed, and says so to its peers, who raise too.
 
 The memory has no name in any file system, so that nothing is left behind, whatever happens. Counters are aligned words;
 that others see them in the order of the writes before them is what x86-64 promises, so other processors take the
@@ -34,13 +39,13 @@ import platform
 import sys
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ltx.wire.pieces import CUTS, PIECE_BYTES, Piece, memory_for, part
+from ltx.errors import message_of
+from ltx.wire.pieces import CUTS, NO_PIECE, PIECE_BYTES, Piece, memory_for, part
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -52,136 +57,229 @@ _LINE_WORDS = 64 // _WORD  # one cache line a counter
 _FILLED, _REDUCED, _EMPTIED = (i * _LINE_WORDS for i in range(3))
 _TAGS = 3 * _LINE_WORDS  # one a slot
 _SUMS = _TAGS + PIECES  # one a slot
+_FAILED = _SUMS + PIECES  # how long the text is that says why; 0 as long as all is well
+_REASON = COUNTERS_BYTES // 2  # where that is
 _TAG_MASK = (1 << 62) - 1
+_TAG_PRIME = 1_000_003
 _SETTING = "LTX_SHARED_MEMORY"
 
 
 @dataclass(eq=False)
 class Passage:
-    """A buffer on its way through a lane, piece by piece. Its value is there once `left` is 0."""
+    """A buffer on its way through a lane, piece by piece."""
 
-    summed: bool = False
-    left: int = 0
+    lane: Lane
+    end: int = 0  # the place behind its last piece
     landed_s: float = 0.0
     refused: bool = False  # ranks have issued different things
-    total: float = 0.0  # of all elements of the value, if `summed`; NaN where a rank hasn't added its part up
+    sums: dict[int, float] | None = None  # of the elements of each piece, by its place, if they were asked for
+
+    @property
+    def landed(self) -> bool:
+        """Whether its value is there."""
+        return self.lane.emptied >= self.end
+
+    @property
+    def total(self) -> float | None:
+        """The sum of all elements of the value, if asked for; NaN where a rank hasn't added its part up."""
+        return None if self.sums is None else sum(self.sums.values())
+
+
+class _Entry:
+    """A piece in the queue of a lane; its place there counts all pieces since the lane was opened."""
+
+    __slots__ = ("next", "passage", "piece", "place", "tag")
+
+    def __init__(self, place: int, piece: Piece, passage: Passage, tag: int):
+        self.place, self.piece, self.passage, self.tag = place, piece, passage, tag
+        self.next: _Entry | None = None
 
 
 class Lane:
-    """This rank's end of the shared memory between the ranks of a channel."""
+    """This rank's end of the shared memory between the ranks of a channel.
+
+    Attributes:
+        error: what has come up in a stride each time it was taken: the lane has failed.
+    """
 
     def __init__(self, rank: int, arenas: list[mmap.mmap], locks: list[int], files: list[int]):
         self.rank = rank
         self.size = len(arenas)
+        self.error: Exception | None = None
         self._maps = arenas
         self._locks = locks  # each rank's lock file, by descriptors of this process
         self._files = files
         self._counters = [memoryview(arena).cast("q") for arena in arenas]
         self._sums = [memoryview(arena).cast("d") for arena in arenas]
         self._bytes = [torch.frombuffer(arena, dtype=torch.uint8, offset=COUNTERS_BYTES) for arena in arenas]
-        # (piece, its passage, its tag), waiting for each stride in order.
-        self._to_fill: deque[tuple[Piece, Passage, int]] = deque()
-        self._to_reduce: deque[tuple[Piece, Passage]] = deque()
-        self._to_empty: deque[tuple[Piece, Passage]] = deque()
-        self._done = [0, 0, 0]
+        self._begun = 0
+        self._emptied_at_close = 0
+        self._forget_queue()
         # An interrupt may come between taking and releasing it: its own thread can take it again.
         self._turn = threading.RLock()
+
+    def _forget_queue(self) -> None:
+        # A chain, to which one assignment appends: an interrupt comes before or after it.
+        self._tail = _Entry(-1, NO_PIECE, Passage(self), 0)
+        # The last entry known to have been through each stride. The counters are the truth: an interrupt may come
+        # between the two.
+        self._through = {_FILLED: self._tail, _REDUCED: self._tail, _EMPTIED: self._tail}
+        self._overwritten = -1  # the place of the piece whose reduction has begun
 
     def begin(
         self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int, summed: bool = False
     ) -> tuple[Passage, torch.Tensor]:
         """Begin `operation` on a contiguous `buffer`: its passage, and what will hold the value. Never blocks.
 
+        What it raises has made the lane fail, unless it is an interrupt: then peers are told at the next piece.
+
         `summed`: a reduction's passage is to know the sum of all elements of the value.
         """
-        passage = Passage()
-        with torch._C._DisableFuncTorch(), torch.no_grad():
-            out = memory_for(operation, buffer, arguments, self.rank, self.size)
-            pieces = list(CUTS[operation](buffer, out, arguments, self.rank, self.size))
-        # All at once: another thread may take a piece as soon as it is there.
-        passage.left = len(pieces)
-        passage.summed = summed and any(piece.reduce is not None for piece in pieces)
-        self._to_fill.extend((piece, passage, tag & _TAG_MASK) for piece in pieces)
+        self._begun += 1  # first: if nothing comes of it on this rank alone, all that follows is refused
+        passage = Passage(self)
+        try:
+            with torch._C._DisableFuncTorch(), torch.no_grad():
+                out = memory_for(operation, buffer, arguments, self.rank, self.size)
+                pieces = list(CUTS[operation](buffer, out, arguments, self.rank, self.size))
+        except Exception as error:  # no memory, say: the peers would wait for this rank
+            self._fail(error)
+            raise
+        if summed and any(piece.reduce is not None for piece in pieces):
+            passage.sums = {}
+        while self._tail.next is not None:
+            self._tail = self._tail.next
+        tag = (tag * _TAG_PRIME + self._begun) & _TAG_MASK
+        before = first = _Entry(self._tail.place, NO_PIECE, passage, tag)
+        for piece in pieces:
+            before.next = _Entry(before.place + 1, piece, passage, tag)
+            before = before.next
+        passage.end = before.place + 1
+        self._tail.next = first.next  # all at once: another thread may take a piece as soon as it is there
         self.stride()
         return passage, out
 
     @property
     def busy(self) -> bool:
         """Whether anything is on its way."""
-        return bool(self._to_fill or self._to_reduce or self._to_empty)
+        return self.error is None and self._through[_EMPTIED].next is not None
+
+    @property
+    def emptied(self) -> int:
+        """How many pieces have come out on this rank."""
+        counters = self._counters
+        return counters[self.rank][_EMPTIED] if counters else self._emptied_at_close
 
     def stride(self) -> bool:
         """Take every stride that may be taken; whether there was one. Takes none while another thread is at it."""
         moved = False
-        if not self._turn.acquire(blocking=False):
+        if self.error is not None or not self._turn.acquire(blocking=False):
             return moved
         try:
             # Whoever waits strides, perhaps under a transform; these are the wire's own bytes. Not torch.no_grad(): an
             # interrupt comes to who waits, so probably here, and in the middle of Python's code for it would leave
             # the caller without gradients.
             with torch._C._DisableFuncTorch(), torch._C._AutoDispatchBelowAutograd():
-                while self._empty() or self._reduce() or self._fill():
-                    moved = True
+                try:
+                    while self._empty() or self._reduce() or self._fill():
+                        moved = True
+                except Exception:
+                    if self._fails_again():
+                        return moved
+                    raise
         finally:
             self._turn.release()
         return moved
 
+    def _fails_again(self) -> bool:
+        """Whether the stride in which an exception came up has one of its own; then the lane has failed."""
+        try:
+            while self._empty() or self._reduce() or self._fill():
+                pass
+        except Exception as error:
+            self._fail(error)
+            return True
+        return False
+
+    def _fail(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - _REASON]
+        self._maps[self.rank][_REASON : _REASON + len(reason)] = reason
+        self._counters[self.rank][_FAILED] = len(reason)
+        self.error = error
+
+    def failures(self) -> dict[int, str]:
+        """The ranks whose ends have failed, and why."""
+        lengths = {rank: words[_FAILED] for rank, words in enumerate(self._counters)}
+        return {
+            rank: self._maps[rank][_REASON : _REASON + length].decode(errors="replace")
+            for rank, length in lengths.items()
+            if length
+        }
+
+    def _next(self, counter: int) -> _Entry | None:
+        """The first piece that hasn't been through a stride."""
+        entry = self._through[counter].next
+        while entry is not None and entry.place < self._counters[self.rank][counter]:
+            self._through[counter] = entry
+            entry = entry.next
+        return entry
+
     def _least(self, counter: int) -> int:
-        return min(words[counter] for words in self._counters)
+        return min([words[counter] for words in self._counters])  # a list takes half the time of a generator
 
-    def _tell(self, which: int, counter: int) -> None:
-        self._done[which] += 1
-        self._counters[self.rank][counter] = self._done[which]
+    def _tell(self, entry: _Entry, counter: int) -> None:
+        self._counters[self.rank][counter] = entry.place + 1
+        self._through[counter] = entry
 
-    def _slots(self, place: int, piece: Piece) -> list[torch.Tensor]:
-        start = (place % PIECES) * PIECE_BYTES
+    def _slots(self, entry: _Entry) -> list[torch.Tensor]:
+        piece = entry.piece
+        start = (entry.place % PIECES) * PIECE_BYTES
         end = start + piece.numel * piece.dtype.itemsize
         return [arena[start:end].view(piece.dtype) for arena in self._bytes]
 
     def _fill(self) -> bool:
-        place = self._done[0]
+        entry = self._next(_FILLED)
         # A slot is free once every rank has emptied the piece that lay in it.
-        if not self._to_fill or place >= self._least(_EMPTIED) + PIECES:
+        if entry is None or entry.place >= self._least(_EMPTIED) + PIECES:
             return False
-        piece, passage, tag = self._to_fill.popleft()
-        self._counters[self.rank][_TAGS + place % PIECES] = tag
-        piece.give(self._slots(place, piece)[self.rank])
-        self._tell(0, _FILLED)
-        self._to_reduce.append((piece, passage))
+        self._counters[self.rank][_TAGS + entry.place % PIECES] = entry.tag
+        entry.piece.give(self._slots(entry)[self.rank])
+        self._tell(entry, _FILLED)
         return True
 
     def _reduce(self) -> bool:
-        place = self._done[1]
-        if not self._to_reduce or self._least(_FILLED) <= place:
+        entry = self._next(_REDUCED)
+        if entry is None or self._least(_FILLED) <= entry.place:
             return False
-        piece, passage = self._to_reduce.popleft()
-        passage.refused |= len({words[_TAGS + place % PIECES] for words in self._counters}) > 1
+        piece, passage, slot = entry.piece, entry.passage, entry.place % PIECES
+        passage.refused |= len({words[_TAGS + slot] for words in self._counters}) > 1
         if piece.reduce is not None and not passage.refused:
-            shares = [part(slot, self.rank, self.size) for slot in self._slots(place, piece)]
+            slots = self._slots(entry)
+            shares = [part(slot, self.rank, self.size) for slot in slots]
             if shares[0].numel():
+                if self._overwritten == entry.place:  # an exception came in the middle of what follows
+                    piece.give(slots[self.rank])
+                self._overwritten = entry.place
                 # In rank order, whoever does it; the last step writes into this rank's own arena.
                 total = shares[0]
                 for share in shares[1:-1]:
                     total = piece.reduce(total, share)
                 piece.reduce(total, shares[-1], out=shares[self.rank])
-            self._sums[self.rank][_SUMS + place % PIECES] = _sum(shares[self.rank]) if passage.summed else math.nan
-        self._tell(1, _REDUCED)
-        self._to_empty.append((piece, passage))
+            self._sums[self.rank][_SUMS + slot] = math.nan if passage.sums is None else _sum(shares[self.rank])
+        self._tell(entry, _REDUCED)
         return True
 
     def _empty(self) -> bool:
-        place = self._done[2]
-        if not self._to_empty or self._least(_REDUCED) <= place:
+        entry = self._next(_EMPTIED)
+        if entry is None or self._least(_REDUCED) <= entry.place:
             return False
-        piece, passage = self._to_empty.popleft()
+        piece, passage = entry.piece, entry.passage
         if not passage.refused:
-            piece.take(self._slots(place, piece))
-            if passage.summed:
-                passage.total += sum(words[_SUMS + place % PIECES] for words in self._sums)
-        self._tell(2, _EMPTIED)
-        if passage.left == 1:
-            passage.landed_s = time.perf_counter()
-        passage.left -= 1  # last: whoever waits goes on, maybe in another thread
+            piece.take(self._slots(entry))
+            if passage.sums is not None:
+                passage.sums[entry.place] = sum(words[_SUMS + entry.place % PIECES] for words in self._sums)
+        passage.landed_s = time.perf_counter()
+        self._tell(entry, _EMPTIED)  # last: whoever waits goes on, maybe in another thread
+        entry.piece = NO_PIECE
         return True
 
     def lost_peers(self) -> list[int]:
@@ -202,9 +300,8 @@ class Lane:
         """Give the memory back."""
         _lanes[:] = [lane for lane in _lanes if lane is not self]
         with self._turn:  # nobody is in the middle of a stride
-            self._to_fill.clear()
-            self._to_reduce.clear()
-            self._to_empty.clear()
+            self._emptied_at_close = self.emptied
+            self._forget_queue()
             self._bytes = []
             for words in self._counters:
                 words.release()
@@ -236,15 +333,15 @@ def any_busy() -> bool:
 
 
 def wait_for(passage: Passage, pause_s: float) -> bool:
-    """Take strides until `passage` has landed, for at most `pause_s`; whether it has."""
+    """Take strides until `passage` has landed, for at most `pause_s` and while its lane works; whether it has."""
     began = time.perf_counter()
     idle_since = began
-    while passage.left:
+    while not passage.landed:
         if stride_everywhere():
             idle_since = time.perf_counter()
             continue
         now = time.perf_counter()
-        if now - began > pause_s:
+        if now - began > pause_s or passage.lane.error is not None:
             return False
         if now - idle_since < 0.0005:
             os.sched_yield()
