@@ -1,20 +1,27 @@
-"""ByteGrad and Quantize: eight bits a number, on a grid between a group's least and greatest.
+"""ByteGrad and Quantize: eight bits a number, on a grid over a group's range, in which 0 is exact.
 
-    q = clamp(round((x - centre) / step), -128, 127),    x^ = centre + q * step,    |x^ - x| <= step / 2
-    ByteGrad:   centre = min x + 128 step,        step = (max x - min x) / 255
-    Quantize:   centre = (128 - zero) * step,     step = (max(x, 0) - min(x, 0)) / 255,  zero = round(-min(x, 0) / step)
+    q = clamp(round((x - base) / step) - offset, -128, 127),    x^ = base + (q + offset) * step,    |x^ - x| <= step / 2
 
-ByteGrad is Bagua's (Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB 2022, section
-3), Quantize the affine quantization of ``torch.distributed``'s quantization hooks (Jacob et al., "Quantization and
-training of neural networks for efficient integer-arithmetic-only inference", CVPR 2018, equation 1). Both take their
-step from the true range, however small that is, and clamp, so that nothing wraps.
+    ByteGrad:   base = 0,      step = (max x - min x + 1e-7) / 255,     offset = round(max x / step) - 127
+                where 0 lies outside of the range:
+                base = min x,  step = (max x - min x) / 255,            offset = 128
+    Quantize:   base = 0,      step = (max(x, 0) - min(x, 0)) / 255,    offset = 128 - round(-min(x, 0) / step)
+
+ByteGrad is Bagua's MinMaxUInt8 (Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB
+2022, section 3), Quantize the affine quantization of ``torch.distributed``'s quantization hooks (Jacob et al.,
+"Quantization and training of neural networks for efficient integer-arithmetic-only inference", CVPR 2018, equation 1).
+Where base is 0 all numbers of the grid are multiples of the step, so 0 comes out as 0. A parameter without gradient
+must not get one: Adam divides by the root of its second moment, which is 0 there.
+
+Both take their step from the true range, however small that is, and clamp, so that nothing wraps. Bagua's 1e-7, which
+is there for ranges of 0, is left out where it would cost more than a tenth of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,17 +32,36 @@ from ltx.hooks.chunks import CHUNK, chunks
 from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
 from ltx.sync.reduction import is_plain
 
+_BAGUA_EPSILON = 1e-7
+
+
+class Grid(NamedTuple):
+    """The numbers that have a code, of k groups; each of shape ``(k, 1)``."""
+
+    base: torch.Tensor
+    offset: torch.Tensor
+    step: torch.Tensor
+    inverse: torch.Tensor  # 1 / step, finite also where the step is 0
+
+    @property
+    def centre(self) -> torch.Tensor:
+        """What has the code 0. Where the base is 0, one product: so what is decoded of 0 is 0 to the last bit."""
+        return self.base + self.offset * self.step
+
 
 @dataclass(frozen=True)
 class EightBitHook(ScatteredHook):
-    """Messages are ``[centre, step] of each group, a signed byte for each number``; the centre has the code 0."""
+    """Messages are ``[centre, step] of each group, a signed byte for each number``; the centre has the code 0.
+
+    x^ = centre + code * step
+    """
 
     def groups(self, m: int) -> int:
         """How many groups a row of m numbers has, each with a grid of its own."""
         return 1
 
-    def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(centre, step), each of shape ``(k, 1)``, for groups of shape ``(k, size)``."""
+    def grid(self, groups: torch.Tensor) -> Grid:
+        """The grid for groups of shape ``(k, size)``."""
         raise NotImplementedError(f"{type(self).__name__} must define grid(groups)")
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
@@ -43,11 +69,12 @@ class EightBitHook(ScatteredHook):
             return self._in_chunks(rows, keep=False)
         k, m = rows.shape
         groups = rows.view(k * self.groups(m), -1)
-        centre, step = self.grid(groups)
-        # Where the step is 0 any code will do. int8, because torch converts to it eight times faster than to uint8.
-        codes = torch.round((groups - centre) * (1 / step)).clamp(-128, 127).to(torch.int8)
-        grid = torch.cat([centre.view(k, -1), step.view(k, -1)], 1)
-        return torch.cat([as_bytes(grid), as_bytes(codes.view(k, m))], 1)
+        grid = self.grid(groups)
+        scaled = torch.round((groups - grid.base) * grid.inverse)
+        # int8, because torch converts to it eight times faster than to uint8.
+        codes = (scaled - grid.offset).clamp(-128, 127).to(torch.int8)
+        head = torch.cat([grid.centre.view(k, -1), grid.step.view(k, -1)], 1)
+        return torch.cat([as_bytes(head), as_bytes(codes.view(k, m))], 1)
 
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         return self._in_chunks(rows, keep=True)
@@ -60,17 +87,22 @@ class EightBitHook(ScatteredHook):
         messages = torch.empty((k, head + m), dtype=torch.uint8)
         memory = rows.new_empty(min(CHUNK, m))
         for row, message in zip(rows.view(k, count, -1), messages, strict=True):
-            codes, grid = message[head:].view(torch.int8).view(row.shape), rows.new_empty(2, count, 1)
+            codes, grids = message[head:].view(torch.int8).view(row.shape), rows.new_empty(2, count, 1)
             for some in chunks(*row.shape):
-                centre, step = self.grid(row[some])
-                grid[0, some], grid[1, some], inverse = centre, step, 1 / step
+                base, offset, step, inverse = grid = self.grid(row[some])
+                grids[0, some], grids[1, some] = centre, _ = grid.centre, step
+                based = bool(base.any())
                 for columns in chunks(row.shape[1]):
                     chunk, code = row[some, columns], codes[some, columns]
                     scaled = memory[: chunk.numel()].view(chunk.shape)
-                    code.copy_(torch.sub(chunk, centre, out=scaled).mul_(inverse).round_().clamp_(-128, 127))
+                    if based:
+                        torch.sub(chunk, base, out=scaled).mul_(inverse)
+                    else:
+                        torch.mul(chunk, inverse, out=scaled)
+                    code.copy_(scaled.round_().sub_(offset).clamp_(-128, 127))
                     if keep:  # from the codes: what isn't finite has any
                         chunk.sub_(scaled.copy_(code).mul_(step).add_(centre))
-            message[:head].copy_(as_bytes(grid.view(-1)))
+            message[:head].copy_(as_bytes(grids.view(-1)))
         return messages
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +116,10 @@ class EightBitHook(ScatteredHook):
         grid, start = from_bytes(messages, 0, 2 * count, dtype)
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
         codes = messages[:, start:].view(torch.int8).to(dtype).view(k * count, -1)
-        return codes.mul_(step).add_(centre).view(k, m)
+        scaled = codes.mul_(step)
+        # A compiler may round but once in x * y + z, and 0 wouldn't come out as 0. Not zeros_like: where the range is
+        # infinite, NaN must come out.
+        return torch.where(scaled == -centre, scaled - scaled, scaled + centre).view(k, m)
 
     def add_decoded(self, message: torch.Tensor, to: torch.Tensor) -> None:
         if not is_plain(message):
@@ -125,15 +160,30 @@ def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
 
 
-def _step(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    return high / 255 - low / 255  # not (high - low) / 255, which may overflow
+def _inverse(x: torch.Tensor) -> torch.Tensor:
+    return (1 / x).clamp(max=torch.finfo(x.dtype).max)
+
+
+def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
+    """Bagua's grid, for ranges in which 0 lies."""
+    half = high / 2 - low / 2  # high - low may overflow
+    inverse = 127.5 / torch.where(half >= 1275 * _BAGUA_EPSILON, half + _BAGUA_EPSILON / 2, half)
+    inverse = inverse.clamp(max=torch.finfo(low.dtype).max)
+    step = torch.where(half == 0, 0, 1 / inverse)
+    return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)
+
+
+def _from_least(low: torch.Tensor, high: torch.Tensor) -> Grid:
+    """A grid that begins at the least number; without an offset that would cancel most of its digits."""
+    step = high / 255 - low / 255
+    return Grid(low, torch.full_like(low, 128), step, _inverse(step))
 
 
 @dataclass(frozen=True)
 class ByteGrad(EightBitHook):
     """Eight bits a gradient, one grid for each rank's part of a bucket: a quarter of float32's bytes.
 
-    Two quantizations, the shares' and the sum's; each is off by half a step at most.
+    Two quantizations, the shares' and the sum's; each is off by half a step at most. What is 0 on all ranks stays 0.
 
     Args:
         error_feedback: keep what rounding loses for the next step.
@@ -149,15 +199,20 @@ class ByteGrad(EightBitHook):
                 [  0., 255.]])
     """
 
-    def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def grid(self, groups: torch.Tensor) -> Grid:
         low, high = _extremes(groups)
-        step = _step(low, high)
-        return low + 128 * step, step
+        around = (low <= 0) & (high >= 0)
+        if is_plain(groups) and len(groups) == 1:
+            return (_around_zero if bool(around) else _from_least)(low, high)
+        pairs = zip(_around_zero(low, high), _from_least(low, high), strict=True)
+        return Grid(*(torch.where(around, a, b) for a, b in pairs))
 
 
 @dataclass(frozen=True)
 class Quantize(EightBitHook):
-    """Affine eight-bit quantization in which zero is exact: a quarter of float32's bytes.
+    """Affine eight-bit quantization on a grid that always reaches 0: a quarter of float32's bytes.
+
+    What is 0 on all ranks stays 0.
 
     Args:
         per: "tensor": one grid for each rank's part of a bucket; "channel": one for every `channel` numbers of it.
@@ -188,10 +243,9 @@ class Quantize(EightBitHook):
     def groups(self, m: int) -> int:
         return m // self.channel if self.per == "channel" else 1
 
-    def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def grid(self, groups: torch.Tensor) -> Grid:
         low, high = _extremes(groups)
         low, high = low.clamp(max=0), high.clamp(min=0)
-        step = _step(low, high)
-        # One product, so that what is decoded of its code is 0 to the last bit.
-        zero = torch.round(-low / torch.where(step == 0, 1, step)).clamp(0, 255)
-        return (128 - zero) * step, step
+        step = high / 255 - low / 255
+        inverse = _inverse(step)
+        return Grid(torch.zeros_like(low), 128 - torch.round(-low * inverse).clamp(0, 255), step, inverse)

@@ -75,22 +75,36 @@ def scattered(code: Code, multiple: int = 1, seed: int | None = None) -> Twin:
     return with_feedback(send)
 
 
-def eight_bit(zero: bool, channel: int | None) -> Code:
+def eight_bit(extended: bool, channel: int | None) -> Code:
+    """Bagua's MinMaxUInt8 with unsigned codes; where 0 is outside of the range, a grid from the least number.
+
+    `extended`: torch's quantization, whose range is extended to 0.
+    """
+
     def code(row: Tensor, key: Any) -> Tensor:
         out = torch.empty_like(row)
         for start in range(0, len(row), channel or len(row)):
             group = row[start : start + (channel or len(row))]
             low, high = group.min(), group.max()
-            if zero:
+            # The last bit matters: what lies halfway between two codes is not so rare in a sum of codes.
+            if extended:
                 low, high = min(low, torch.zeros_like(low)), max(high, torch.zeros_like(low))
-            # The last bit of the step matters: what lies halfway between two codes is not so rare in a sum of codes.
-            step = high / 255 - low / 255
-            if step == 0:
-                out[start : start + len(group)] = low
-                continue
-            centre = (128 - torch.round(-low / step)) * step if zero else low + 128 * step
-            codes = torch.round((group - centre) * (1 / step)).clamp(-128, 127)
-            out[start : start + len(group)] = centre + codes * step
+                step = high / 255 - low / 255
+                zero = torch.round(-low * (1 / step)) if step else step
+                codes = (torch.round(group * (1 / step)) + zero).clamp(0, 255) if step else torch.zeros_like(group)
+                found = (codes - zero) * step
+            elif low <= 0 <= high and low < high:
+                scale = 255 / (high - low + (1e-7 if high - low >= 2.55e-4 else 0))
+                upper = torch.round(high * scale)
+                lower = upper - 255
+                codes = (torch.minimum(torch.round(group * scale), upper) - lower).clamp(0, 255)
+                # Multiplied by the step, and less what 0 has become: what is sent is the code less 128.
+                found = (codes - 128) * (1 / scale) + (lower + 128) * (1 / scale)
+            else:
+                step = high / 255 - low / 255
+                codes = torch.round((group - low) * (1 / step)) if step else torch.zeros_like(group)
+                found = (codes - 128) * step + (low + 128 * step)
+            out[start : start + len(group)] = found
         return out
 
     return code

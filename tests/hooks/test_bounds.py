@@ -48,11 +48,35 @@ def test_eight_bits_are_off_by_half_a_step(hook: hooks.ByteGrad | hooks.Quantize
         assert received(hook, rows)[0].unique().numel() > 60
 
 
-def test_zero_is_exact_in_affine_quantization(seed: int) -> None:
-    rows = torch.randn(4, 512)
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e30])
+def test_zero_is_exact_in_affine_quantization(scale: float, seed: int) -> None:
+    rows = scale * torch.randn(4, 512)
     rows[:, ::3] = 0
-    for hook in (hooks.Quantize(), hooks.Quantize("channel", 64)):
+    rows[1].abs_()
+    rows[2] = -rows[2].abs()
+    for hook in (hooks.ByteGrad(), hooks.Quantize(), hooks.Quantize("channel", 64)):
         assert (received(hook, rows)[:, ::3] == 0).all()
+        on_level = torch.func.vmap(lambda row, hook=hook: received(hook, row[None])[0])(rows)
+        assert (on_level[:, ::3] == 0).all()
+
+
+def bagua(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, decoded) of MinMaxUInt8."""
+    s = 255 / (x.max() - x.min() + 1e-7)
+    upper = torch.round(x.max() * s)
+    codes = (torch.minimum(torch.round(x * s), upper) - upper + 255).clamp(0, 255)
+    return codes, (codes + upper - 255) / s
+
+
+def test_bytegrad_is_bagua_s_min_max_uint8(seed: int) -> None:
+    golden = torch.tensor([[-1, -0.5, 0, 0.25, 1]])
+    assert bagua(golden)[0].tolist() == [[0, 63, 127, 159, 255]]
+    for x in (golden, torch.randn(1, 4096), 0.003 * torch.randn(1, 4096), torch.randn(1, 4096).double()):
+        message = hooks.ByteGrad().encode(x, None)
+        codes = message[:, 2 * x.itemsize :].view(torch.int8).to(x.dtype) + 128
+        expected, decoded = bagua(x)
+        assert torch.equal(codes, expected)
+        torch.testing.assert_close(received(hooks.ByteGrad(), x), decoded, rtol=3e-7, atol=3e-7 * float(x.abs().max()))
 
 
 @pytest.mark.parametrize("name", INPUTS)

@@ -28,13 +28,21 @@ def sum_of_gradients(lr: float = 0.1) -> Reference:
 
 
 def eight_bits(x: Array) -> Array:
-    """x as its receivers see it: codes of -128 to 127 on a grid from its least number to its greatest."""
+    """x as its receivers see it, by Bagua's MinMaxUInt8: codes of 0 to 255 of multiples of 1 / s, of which 0 is one.
+
+    Where 0 lies outside of the range no number is 0; there the grid begins at the least number.
+    """
     if not x.size:
         return x
-    step = x.max() / 255 - x.min() / 255
-    centre = x.min() + 128 * step
-    codes = np.clip(np.rint((x - centre) * (1 / step)), -128, 127) if step > 0 else np.zeros_like(x)
-    return np.asarray(codes * step + centre)
+    span = x.max() - x.min()
+    if not x.min() <= 0 <= x.max() or span == 0:
+        step = span / 255 or 1.0
+        return np.asarray(x.min() + np.clip(np.rint((x - x.min()) / step), 0, 255) * step)
+    s = 255 / (span + (1e-7 if span >= 2.55e-4 else 0))
+    upper = np.rint(x.max() * s)
+    lower = upper - 255
+    codes = np.clip(np.minimum(np.rint(x * s), upper) - lower, 0, 255)
+    return np.asarray((codes + lower) / s)
 
 
 def flat(params: Params) -> Array:

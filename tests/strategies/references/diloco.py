@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tests.strategies.problem import Array, Params, Problem, Sgd
+from tests.strategies.references.bagua import eight_bits
 
 #: From each rank's outer gradient, flat, to the one that all use.
 Average = Callable[[list[Array]], Array]
@@ -30,22 +31,15 @@ class EightBits:
         n, numel = len(grads), len(grads[0])
         given = np.stack(grads) / n + np.asarray(self.errors)
         rows = np.pad(given, ((0, 0), (0, -numel % n))).reshape(n, n, -1)  # from rank, part, number
-        sent = np.stack([[coded(part) for part in rank] for rank in rows])
+        sent = np.stack([[eight_bits(part) for part in rank] for rank in rows])
         sums = sent.sum(0)
-        total = np.stack([coded(part) for part in sums])
+        total = np.stack([eight_bits(part) for part in sums])
         if self.feedback:
             own = sent.copy()
             for rank in range(n):
                 own[rank, rank] += total[rank] - sums[rank]
             self.errors = given - own.reshape(n, -1)[:, :numel]
         return total.reshape(-1)[:numel]
-
-
-def coded(x: Array) -> Array:
-    """`x` on a grid of 256 points from its least to its greatest."""
-    step = (x.max() - x.min()) / 255
-    centre = x.min() + 128 * step
-    return np.asarray(centre + np.clip(np.round((x - centre) / step), -128, 127) * step) if step else x
 
 
 def diloco(

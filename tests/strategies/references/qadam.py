@@ -7,25 +7,17 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.strategies.problem import Array, Params, Problem, mean_of, on_each
+from tests.strategies.references.bagua import eight_bits
 
 #: The order in which one bucket holds the problem's parameters: that in which a backward pass is expected to end.
 ORDER = ("s", "b", "w")
-
-
-def code(x: Array) -> Array:
-    """What the receiver makes of a message of 8-bit codes between the least and the greatest number."""
-    low, high = x.min(), x.max()
-    step = (high - low) / 255
-    if step == 0:
-        return np.full_like(x, low)
-    return low + np.clip(np.round((x - low) / step), 0, 255) * step
 
 
 def eight_bit_mean(vectors: list[Array]) -> Array:
     """Bagua's bytegrad: everyone's row r goes to rank r in codes; it adds them up and sends the sum's codes to all."""
     n, numel = len(vectors), len(vectors[0])
     rows = [np.pad(v / n, (0, -numel % n)).reshape(n, -1) for v in vectors]
-    return np.concatenate([code(np.sum([code(of[r]) for of in rows], 0)) for r in range(n)])[:numel]
+    return np.concatenate([eight_bits(np.sum([eight_bits(of[r]) for of in rows], 0)) for r in range(n)])[:numel]
 
 
 def by_node(vectors: list[Array], node: int) -> Array:
