@@ -74,5 +74,5 @@ $(VENV)/.bench: $(VENV)/.python $(DEPENDENCIES)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[demo,notebook,test]'
+	$(INSTALL) --editable '.[demo,models,notebook,test]'
 	touch $@
