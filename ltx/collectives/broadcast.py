@@ -34,6 +34,7 @@ add_rule(
         transpose=lambda shape, static: ("psum_to", static),
         batched=lambda static: static,
         arguments=lambda static: static,
+        keeps_strides=True,
     )
 )
 
@@ -62,7 +63,8 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
         grad_scale: "mean" divides the gradient by n, as Horovod does.
 
     Returns:
-        What each rank sees: new tensors with the values of rank `src`.
+        What each rank sees: new tensors with the values of rank `src`, which lie in memory as its own do (channels
+        last stays so).
 
     Gradient:
         psum(ȳ) on rank `src`, 0 elsewhere.

@@ -45,6 +45,8 @@ class Rule:
         transpose: ``(shape of x, static)`` -> name and static arguments of the transpose.
         batched: `static` once x has got one more dimension in front.
         arguments: the wire operation's arguments from `static`.
+        keeps_strides: the value, of x's shape, lies in memory as x does on that rank (channels last, say). What is sent
+            is contiguous, as ranks' tensors may lie differently.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Rule:
     transpose: Callable[[torch.Size, Static], tuple[str, Static]]
     batched: Callable[[Static], Static]
     arguments: Callable[[Static], Static] = lambda static: ()
+    keeps_strides: bool = False
 
 
 RULES: dict[str, Rule] = {}
@@ -103,9 +106,12 @@ class Linear(Function):
         line: wire.Line = axis.backing.line
         begin = _begin_compiled if compiled else _begin
         waits = [begin(line, rule, x, static) for x in xs]
-        return tuple(
+        landed = [
             _fresh(rule.after(wait(), line.rank, axis.size, static), x) for wait, x in zip(waits, xs, strict=True)
-        )
+        ]
+        if rule.keeps_strides and not compiled:
+            landed = [y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in zip(landed, xs, strict=True)]
+        return tuple(landed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -39,6 +39,16 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.values())
     if (unknown := [key for key in kwargs if key not in allowed]) and not takes_any:
         raise OptimError(f"from_torch({name}): no argument {', '.join(unknown)}; allowed are {', '.join(allowed)}.")
+    schedulers = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+    if isinstance(lr, schedulers) or (isinstance(lr, type) and issubclass(lr, schedulers)):
+        given = lr.__name__ if isinstance(lr, type) else f"a {type(lr).__name__}"
+        raise OptimError(
+            f"from_torch({name}): lr is {given}, which changes a torch optimizer in place. Give a function of the "
+            "number of updates done so far instead, such as lr=lambda step: 3e-4 * 0.5 * (1 + math.cos(math.pi * "
+            "min(step / steps, 1)))."
+        )
+    if isinstance(lr, type):
+        raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got the class {lr}.")
     if not (lr is None or callable(lr) or isinstance(lr, Real)):
         hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {brief(lr)}.{hint}")

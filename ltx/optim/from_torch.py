@@ -101,6 +101,8 @@ class TorchOptimizer(Optimizer):
                 by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
                 for index, (leaf, own) in enumerate(zip(leaves, states, strict=True))
             ]
+        if not any(own for _, own in pairs):  # Dynamo takes empty dicts for constants, and can't put those in a tree
+            return spec.unflatten([leaf for leaf, _ in pairs]), self.advance(state)
         new_state = TorchState(spec.unflatten([own for _, own in pairs]), state.count + 1)
         return spec.unflatten([leaf for leaf, _ in pairs]), new_state
 

@@ -23,6 +23,7 @@ from ltx.sync.marker import ACCUMULATE_PRIORITY, raise_priority
 from ltx.transforms.captured import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.in_flight import leaf_like
+from ltx.transforms.outputs import loss_in
 from ltx.transforms.synchronise import tracked
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Step, Tree
@@ -130,9 +131,10 @@ class _Call:
             return _Part(total, weight, [rest], carry)
         if not isinstance(first, torch.Tensor) or first.ndim != 0:
             got = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
+            hint = "" if loss_in(first) is None else " It holds one as `loss`: return that."
             raise StepError(
                 f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; "
-                f"got {got}."
+                f"got {got}.{hint}"
             )
         self._refuse_unequal()
         return _Part(first, None, [rest], carry)

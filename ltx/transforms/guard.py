@@ -19,7 +19,7 @@ from ltx.axis import GroupBacking, VmapBacking
 from ltx.errors import NotFiniteError
 from ltx.strategies.update import Moment
 from ltx.transforms.landing import any_not_finite
-from ltx.transforms.outputs import arguments_of, outputs_of
+from ltx.transforms.outputs import Batch, arguments_of, outputs_of
 from ltx.transforms.replicas import with_ranks
 from ltx.transforms.sync_state import unwrapped
 from ltx.transforms.train_state import TrainState
@@ -87,7 +87,7 @@ def _set(states: Sequence[torch.Tensor]) -> None:
 def not_finite_error(
     train: TrainStep,
     state: TrainState,
-    batch: Sequence[Any],
+    batch: Batch,
     at: Moment,
     reduced: Sequence[torch.Tensor],
     states: Sequence[torch.Tensor],
@@ -125,12 +125,12 @@ def not_finite_error(
     )
 
 
-def _own_gradients(train: TrainStep, state: TrainState, batch: Sequence[Any], at: Moment, factor: Any) -> list[Any]:
+def _own_gradients(train: TrainStep, state: TrainState, batch: Batch, at: Moment, factor: Any) -> list[Any]:
     """This rank's gradients, before anything is reduced; zeros for those it doesn't use."""
     local = replace(train.step, blocked=True)
 
     def loss(params: Tree) -> torch.Tensor:
-        run = local.run(arguments_of(params, state.buffers, batch), {}, step=at.step)
+        run = local.run(arguments_of(params, state.buffers, batch), batch.named, step=at.step)
         found = outputs_of(run, state.buffers, train.has_aux).loss
         total = found.total if isinstance(found, Weighted) else found
         return total if factor is None else total * factor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,13 @@ from ltx.errors import StepError
 from ltx.transforms.run import Run
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
+
+
+class Batch(NamedTuple):
+    """What a train step is called with behind the state: by position and by keyword."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
 
 
 class Outputs(NamedTuple):
@@ -28,33 +36,46 @@ class Outputs(NamedTuple):
     aux: Any
 
 
-def arguments_of(params: Tree, buffers: Tree, batch: Sequence[Any]) -> tuple[Any, ...]:
-    """What the step is called with."""
-    return (params, *batch) if buffers is None else (params, buffers, *batch)
+def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
+    """What the step is called with by position."""
+    return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
+
+
+def loss_in(output: Any) -> Any:
+    """The entry `loss` of a mapping or dataclass that a step returned, such as a ModelOutput; None if there is none."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", None) if dataclasses.is_dataclass(output) else None
 
 
 def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
-    """The parts of what `run` returned, which was given `buffers`."""
+    """The parts of what `run` returned, which was given `buffers`.
+
+    A mapping or dataclass with an entry `loss` stands for that loss, and with `has_aux` for aux too. Buffers and aux
+    are means over ranks with ``data_parallel(outputs="mean")``.
+    """
     output = run.output
     wanted = 1 + (buffers is not None) + has_aux
     if wanted == 1:
         parts: tuple[Any, ...] = (output,)
     elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == wanted:
         parts = output
+    elif has_aux and buffers is None and loss_in(output) is not None:
+        parts = (output, output)
     else:
         names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if has_aux else [])]
         raise StepError(f"train_step: the step must return ({', '.join(names)}), got {_what(output)}.")
-    loss = parts[0]
+    within = loss_in(parts[0])
+    loss = parts[0] if within is None else within
     if not isinstance(loss, Weighted) and not (
         isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
     ):
         raise StepError(
             f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its "
-            "mean or sum; a step that returns (loss, aux) wants has_aux=True."
+            "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
         )
-    if buffers is not None:
-        return Outputs(loss, tree.map(_detach, parts[1]), tree.map(_detach, parts[2]) if has_aux else None)
-    return Outputs(loss, None, tree.map(_detach, parts[1]) if has_aux else None)
+    rest = run.averaged(tree.map(_detach, parts[1:]))
+    return Outputs(loss, None if buffers is None else rest[0], rest[-1] if has_aux else None)
 
 
 def unshared(values: Tree, others: Tree) -> Tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from ltx.strategies.update import Moment, Update
 from ltx.transforms.divergence import check_replicas
 from ltx.transforms.fitting import refuse_in_graph
 from ltx.transforms.guard import not_finite_error, random_states
-from ltx.transforms.outputs import arguments_of, outputs_of
+from ltx.transforms.outputs import Batch, arguments_of, outputs_of
 from ltx.transforms.step_parts import all_finite, kept_if_skipped, looks, loss_scale_of, next_state, raises
 from ltx.transforms.sync_state import Synced, SyncState, unwrapped
 from ltx.transforms.train_state import Metrics, TrainState
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ltx.transforms.train_step import TrainStep
 
 
-def step_purely(train: TrainStep, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
+def step_purely(train: TrainStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
     if not torch.compiler.is_compiling():
         state.check_owned()
@@ -44,12 +44,11 @@ def step_purely(train: TrainStep, state: TrainState, batch: Sequence[Any]) -> tu
     others: list[Any] = []
 
     def mean(given: Any) -> tuple[torch.Tensor, Any]:
-        run = train.step.run(arguments_of(given, state.buffers, batch), {}, step=at.step)
+        run = train.step.run(arguments_of(given, state.buffers, batch), batch.named, step=at.step)
         loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux)
         if isinstance(loss, Weighted):
             strategy.check_weighted(at.step)
-        value = run.value()
-        value = value[0] if isinstance(value, tuple) else value
+        value = replace(run, output=loss).value()
         # torch.func takes tensors alone as aux.
         rest, structure = tree.flatten((buffers, aux))
         others[:] = [

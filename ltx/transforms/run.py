@@ -14,6 +14,7 @@ from ltx.errors import StepError, WeightError
 from ltx.sync.schedule import Schedule
 from ltx.transforms.sync_state import unwrapped
 from ltx.transforms.weighted import Weighted
+from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Run:
         output: what the user's function returned, tied to the markers.
         axis: the step's.
         schedule, source: as in :class:`Marked`.
-        mean: the value is the mean over ranks.
+        mean: values are means over ranks.
         blocked: the value and its gradients are this rank's own.
         local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
         within: the part of the axis whose ranks share them, if it isn't all.
@@ -82,15 +83,19 @@ class Run:
         if self.weighted:
             first = output if isinstance(output, Weighted) else output[0]
             mean = self._weighted_mean(first)
-            return mean if isinstance(output, Weighted) else (mean, *output[1:])
-        if self.mean and not self.blocked:
-            return tree.map(
-                lambda x: (
-                    collectives.pmean(x, self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-                ),
-                output,
-            )
-        return output
+            return mean if isinstance(output, Weighted) else (mean, *self.averaged(output[1:]))
+        return self.averaged(output)
+
+    def averaged(self, values: Tree) -> Tree:
+        """`values` with the mean over ranks of floating tensors, if outputs are means."""
+        if not self.mean or self.blocked:
+            return values
+        leaves, spec = tree.flatten(values)
+        floating = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if floating:
+            for i, x in zip(floating, collectives.pmean([leaves[i] for i in floating], self.axis), strict=True):
+                leaves[i] = x
+        return tree.unflatten(spec, leaves)
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
         total, weight = output.checked()

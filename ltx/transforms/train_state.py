@@ -187,7 +187,9 @@ class Metrics:
 
     Attributes:
         loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step); the same on every rank.
-        aux: what the step returned besides, this rank's own; None without `has_aux`.
+        aux: what the step returned besides; None without `has_aux`. It is this rank's own, unless the step takes the
+            mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``; with ``data_parallel(outputs="mean")``
+            floating tensors in it are means over ranks, like the loss.
         grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without clipping.
         loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
         skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because

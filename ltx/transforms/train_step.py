@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from ltx.transforms.interrupts import uninterrupted
 from ltx.transforms.landing import Work, mean_at_once
 from ltx.transforms.late_landing import Late
 from ltx.transforms.marking import marks_on_wire
-from ltx.transforms.outputs import Outputs, arguments_of, outputs_of, unshared
+from ltx.transforms.outputs import Batch, Outputs, arguments_of, outputs_of, unshared
 from ltx.transforms.pure_step import step_purely
 from ltx.transforms.step_parts import (
     all_finite,
@@ -86,7 +86,8 @@ class TrainStep:
         kinds = replace(strategy.kinds, strategy=repr(self.step.settled(sync_state).strategy))
         return TrainState(params, buffers, opt_state, sync_state, kinds=kinds, loss_scale=loss_scale)
 
-    def __call__(self, state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
+        batch = Batch(args, named)
         if not isinstance(state, TrainState):
             raise StepError(
                 f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
@@ -130,7 +131,7 @@ class TrainStep:
                 line.count_as_compared(TrainStep, None)
 
     def _step(
-        self, state: TrainState, start: Start, batch: Sequence[Any], at: Moment, pending: Any, late: bool
+        self, state: TrainState, start: Start, batch: Batch, at: Moment, pending: Any, late: bool
     ) -> tuple[TrainState, Metrics]:
         """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
         sync, spec, strategy = start.sync, start.spec, self.step.strategy
@@ -150,9 +151,15 @@ class TrainStep:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         with wire.span("forward"), torch.enable_grad():
             arguments = arguments_of(given, state.buffers, batch)
-            ahead = self.overlap == "step"
+            ahead, named = self.overlap == "step", batch.named
             run = self.step.run(
-                arguments, {}, deferred=True, step=at.step, ahead=ahead, flight=start.flight, late_hook=late_hook
+                arguments,
+                named,
+                deferred=True,
+                step=at.step,
+                ahead=ahead,
+                flight=start.flight,
+                late_hook=late_hook,
             )
             returned = outputs_of(run, state.buffers, self.has_aux)
             loss, buffers, aux = returned
@@ -287,12 +294,13 @@ class TrainStep:
         sync: SyncState = state.sync_state
         parts = (state.params, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
         leaves, spec = tree.flatten(parts)
-        shapes = [(x.shape, x.dtype, x.device.type) for x in leaves]
-        empty = tree.unflatten(spec, [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves])
+        metas = [torch.empty_like(x, device="meta") for x in leaves]  # dense strides stay as they are
+        shapes = [(x.shape, x.stride(), x.dtype, leaf.device.type) for x, leaf in zip(metas, leaves, strict=True)]
+        empty = tree.unflatten(spec, metas)
         told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.kinds)
         empty, shapes, step, sync_step, choice, kinds = collectives.broadcast_object(told, src, axis)
         if not (isinstance(axis.backing, GroupBacking) and axis.backing.rank == src):
-            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+            made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
             parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
         params, buffers, opt_state, entries, loss_scale = tree.map(
             torch.Tensor.detach, collectives.broadcast(parts, src, axis)
@@ -341,7 +349,8 @@ def train_step(
     """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
 
     Args:
-        step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`; accumulated or not.
+        step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`, or a mapping or dataclass that
+            holds it as `loss`; accumulated or not.
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
             Off under transforms.
@@ -359,13 +368,18 @@ def train_step(
             others (clipping). Where ranks talk after the optimizer (ZeRO, Adasum, the low-precision ring) it runs, and
             they talk, bucket by bucket during the backward pass, which tears a state if it fails then. "step": they
             also land between steps and during the next forward pass, see below.
-        has_aux: the step returns ``(loss, aux)``; aux comes back in the metrics.
+        has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. With
+            ``data_parallel(outputs="mean")`` floating tensors in it are means over ranks, at the price of a message;
+            or the step takes the mean of what it wants the mean of, ``return loss, {"accuracy": ltx.pmean(accuracy)}``.
+            A mapping or dataclass with an entry `loss`, as models of transformers return, stands for its loss; with
+            `has_aux` it is aux as well.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
             (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
 
     Returns:
         A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
-        ``(state, *batch) -> (state, Metrics)``. Every rank calls it with its own batch.
+        ``(state, *batch) -> (state, Metrics)``. Every rank calls it with its own batch, by position or by keyword, as
+        the step takes it.
 
     Raises:
         DonatedStateError: the state was donated to an earlier step.

@@ -93,3 +93,11 @@ def test_capturable_is_passed_on() -> None:
     params = {"w": torch.ones(2)}
     with pytest.raises(AssertionError, match="capturable=True"):  # torch's own word on CPU tensors
         optimizer.apply(params, optimizer.init(params), params)
+
+
+def test_schedulers_of_torch_are_refused_as_rates() -> None:
+    schedulers = torch.optim.lr_scheduler
+    instance = schedulers.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 1)
+    for lr, named in ((schedulers.CosineAnnealingLR, "CosineAnnealingLR"), (instance, "a StepLR")):
+        with pytest.raises(OptimError, match=rf"from_torch\(AdamW\): lr is {named}.* Give a function of the number"):
+            from_torch(AdamW, lr=lr)  # type: ignore[arg-type]

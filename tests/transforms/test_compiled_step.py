@@ -67,3 +67,17 @@ def test_a_schedule_of_the_learning_rate_is_refused() -> None:
     refused = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
     with pytest.raises(refused, match="can't ask for the learning rate of each step"):
         torch.compile(train, fullgraph=True, backend="eager")(train.init(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd(momentum: float, seed: int) -> None:
+    """Without momentum SGD has no state, and an empty dict is a constant to Dynamo."""
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x + p["b"]).square().mean())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=momentum))
+    compiled = torch.compile(train, fullgraph=True, backend="eager")
+    params = {"w": torch.randn(4), "b": torch.randn(4)}
+    state, other = train.init(params), train.init(params)
+    for _ in range(3):
+        x = torch.randn(4)
+        (state, _), (other, _) = train(state, x), compiled(other, x)
+    torch.testing.assert_close(other.params, state.params)
