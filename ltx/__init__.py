@@ -68,6 +68,7 @@ from ltx.transforms import accumulate as accumulate
 from ltx.transforms import block_backward_sync as block_backward_sync
 from ltx.transforms import check_replicas as check_replicas
 from ltx.transforms import data_parallel as data_parallel
+from ltx.transforms import functional_call as functional_call
 from ltx.transforms import grad as grad
 from ltx.transforms import grad_and_value as grad_and_value
 from ltx.transforms import sync_gradients as sync_gradients

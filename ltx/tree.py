@@ -169,7 +169,7 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     path, leaf = next((p, x) for p, x in zip(leaf_paths(tree), leaves, strict=True) if not isinstance(x, torch.Tensor))
     hint = ""
     if isinstance(leaf, torch.nn.Module):
-        hint = " Pass dict(module.named_parameters()) and call it with torch.func.functional_call."
+        hint = " Pass dict(module.named_parameters()) and call it with ltx.functional_call."
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
     raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")

@@ -6,6 +6,7 @@ from ltx.transforms.data_parallel import DataParallel as DataParallel
 from ltx.transforms.data_parallel import data_parallel as data_parallel
 from ltx.transforms.divergence import check_replicas as check_replicas
 from ltx.transforms.divergence import sync_params as sync_params
+from ltx.transforms.functional_call import functional_call as functional_call
 from ltx.transforms.grad import grad as grad
 from ltx.transforms.grad import grad_and_value as grad_and_value
 from ltx.transforms.sync_gradients import sync_gradients as sync_gradients

@@ -24,6 +24,7 @@ from ltx.transforms.captured import TracedValueError, refuse_captured, watch_for
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.in_flight import leaf_like
 from ltx.transforms.outputs import loss_in
+from ltx.transforms.recompute import checkpoints_allowed
 from ltx.transforms.synchronise import tracked
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Step, Tree
@@ -212,7 +213,7 @@ class _Sums:
             return list(found), parts[-1]._replace(total=value, carry=_detached(parts[-1].carry))
         leaves = [leaf_like(x) for x in at]
         try:
-            with torch.enable_grad(), watch_for_traced_values(self.call.step.fn):
+            with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.call.step.fn):
                 value = total(*leaves)
         except TracedValueError:
             raise UnsupportedError(
@@ -221,7 +222,8 @@ class _Sums:
                 "micro-batch)."
             ) from None
         refuse_captured(self.call.step.fn, value, [*leaves, *tensors])
-        grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
+        with checkpoints_allowed():
+            grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
         filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
         return filled, _detached(parts[-1])
 

@@ -21,6 +21,7 @@ from ltx import tree, wire
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.transforms.captured import watch_for_traced_values
+from ltx.transforms.recompute import checkpoints_allowed
 from ltx.transforms.synchronise import tracked
 
 
@@ -44,7 +45,7 @@ class Call:
         for i, tensor in zip(self.wrapped, self.inputs, strict=True):
             filled[i] = tensor
         args, kwargs = tree.unflatten(self.spec, filled)
-        with wire.span("forward"), torch.enable_grad(), watch_for_traced_values(self.step.fn):
+        with wire.span("forward"), torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
             outputs, spec = tree.flatten(self.step.run(args, kwargs).value())
         self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         self.outputs = [outputs[i] for i in self._differentiable]
@@ -68,7 +69,7 @@ class Call:
                 found = torch.autograd.grad(self.outputs, wanted, one, retain_graph=True, allow_unused=True)
             return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True))
 
-        with wire.span("backward"):
+        with wire.span("backward"), checkpoints_allowed():
             grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
         return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
 

@@ -6,25 +6,36 @@ have no derivative where a step runs below that transform.
 
 from __future__ import annotations
 
+import gc
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch._C import _functorch
+from torch._C import _autograd, _functorch
 from torch.overrides import TorchFunctionMode
 
 from ltx import tree
 from ltx.errors import StepError
 from ltx.typing import Tree
 
-# Steps whose graph was looked at once. The graph of a step has thousands of nodes; its captures don't change.
-_looked_at: WeakSet[Any] = WeakSet()
+# The graphs of steps that were looked at, by the number of nodes that a call made. They have thousands.
+_looked_at: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+
+
+def nodes_made() -> int:
+    """The number of nodes of graphs that this thread has made so far."""
+    return int(_autograd._get_sequence_nr())
 
 
 def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
-    """A leaf that requires gradients, that `outputs` depend on, and that isn't among `given`; None if there is none."""
+    """A leaf that requires gradients, that `outputs` depend on, and that isn't among `given`; None if there is none.
+
+    Leaves that were made on the way, such as inputs that a step differentiates with respect to, don't count.
+    """
+    outputs = list(outputs)
     given = [x for x in given if isinstance(x, torch.Tensor)]
     known = {id(x) for x in given}
     seen: set[Any] = {x.grad_fn for x in given}  # what they were made of is the caller's business
@@ -35,33 +46,39 @@ def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | Non
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+        if isinstance(variable, torch.Tensor) and id(variable) not in known and _is_kept(variable, outputs):
             return variable
         queue.extend([parent for parent, _ in node.next_functions if parent is not None])
     return None
 
 
-def refuse_captured(fn: Any, outputs: Tree, given: Tree) -> None:
+def _is_kept(leaf: torch.Tensor, outputs: list[Any]) -> bool:
+    """Whether a leaf is a parameter, or something outside of the graph refers to it: it was there before the call."""
+    if isinstance(leaf, torch.nn.Parameter):
+        return True
+    return any(holder is not outputs and not inspect.isframe(holder) for holder in gc.get_referrers(leaf))
+
+
+def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> None:
     """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, what it was called with.
 
-    Looks once at each function, and only under plain autograd: under torch.func nothing but arguments is
-    differentiated.
+    Looks at each function once, and again when a call makes another number of nodes, `made`. Only under plain autograd:
+    under torch.func nothing but arguments is differentiated.
     """
     try:
-        if fn in _looked_at:
+        if made in _looked_at.setdefault(fn, set()):
             return
-    except TypeError:  # can't be hashed
+    except TypeError:  # can't be hashed, or weakly referenced
         return
     variable = captured(tree.flatten(outputs)[0], tree.flatten(given)[0])
     if variable is not None:
         raise StepError(
             f"the step uses a parameter of shape {list(variable.shape)} that isn't one of its arguments, so its "
             "gradient would stay local to this rank without a word. Pass it in: params = "
-            "dict(module.named_parameters()) and torch.func.functional_call(module, params, inputs) inside the step. "
+            "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
             "If it is meant to be frozen, call requires_grad_(False) on it."
         )
-    with suppress(TypeError):  # can't be weakly referenced
-        _looked_at.add(fn)
+    _looked_at[fn].add(made)
 
 
 class TracedValueError(Exception):

@@ -20,11 +20,13 @@ from ltx.errors import StepError, StrategyError, SyncStateError
 from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import below, synchronise
-from ltx.transforms.captured import TracedValueError, refuse_captured
+from ltx.transforms.captured import TracedValueError, nodes_made, refuse_captured
 from ltx.transforms.divergence import check_params_once
+from ltx.transforms.first_call import look_at_modules
 from ltx.transforms.marking import mark, mark_in_graph
+from ltx.transforms.recompute import in_step
 from ltx.transforms.replicas import check_replicas
-from ltx.transforms.run import Run, refuse_gradients
+from ltx.transforms.run import Marked, Run, refuse_gradients
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -170,14 +172,29 @@ class DataParallel:
             marked = mark(self, params, leaves, spec, sync_state, late_hook or hook, step, training, deferred, ahead)
             local, within = hook is None, None if hook is None else hook.within(wire.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
-        with nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn):
+        if torch.compiler.is_compiling():
             output = self.fn(*self._replaced(args, given), **kwargs)
-        if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
-            refuse_captured(self.fn, output, (marked.leaves, args, kwargs))
+        else:
+            output = self._call(self._replaced(args, given), kwargs, marked, flight)
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
         mean, blocked = self.outputs == "mean", self.blocked
         return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, source=marked.source)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, flight: InFlight | None) -> Any:
+        """Call the user's step, and see to what it does besides returning something."""
+        token, before = in_step.set(True), nodes_made()
+        try:
+            with (
+                look_at_modules(self.fn),
+                nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn),
+            ):
+                output = self.fn(*args, **kwargs)
+        finally:
+            in_step.reset(token)
+        if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
+            refuse_captured(self.fn, output, (marked.leaves, args, kwargs), nodes_made() - before)
+        return output
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""

@@ -107,7 +107,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ltx.data_parallel(linear)(MODULE, X),
         TreeError,
         NO_TREE.format("'<the tree itself>'", "Linear")
-        + " Pass dict(module.named_parameters()) and call it with torch.func.functional_call.",
+        + " Pass dict(module.named_parameters()) and call it with ltx.functional_call.",
     ),
     "a generator": (
         lambda: ltx.data_parallel(linear)(MODULE.parameters(), X),
@@ -121,7 +121,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ltx.data_parallel(linear).init(MODULE),
         TreeError,
         "params must be a tree of tensors, but leaf '<the tree itself>' is of type Linear. Pass "
-        "dict(module.named_parameters()) and call it with torch.func.functional_call.",
+        "dict(module.named_parameters()) and call it with ltx.functional_call.",
     ),
     # --- outputs
     "gradients": (lambda: ltx.data_parallel(torch.func.grad(linear))(P, X), StepError, RETURNS),
@@ -301,7 +301,7 @@ def test_captured_parameters(how: str, ranks: Ranks) -> None:
     assert set(ranks(2).run(captured, how).replicated()) == {
         "the step uses a parameter of shape [1] that isn't one of its arguments, so its gradient would stay local to "
         "this rank without a word. Pass it in: params = dict(module.named_parameters()) and "
-        "torch.func.functional_call(module, params, inputs) inside the step. If it is meant to be frozen, call "
+        "ltx.functional_call(module, params, inputs) inside the step. If it is meant to be frozen, call "
         "requires_grad_(False) on it."
     }
 
