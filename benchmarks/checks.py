@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import ltx
@@ -111,7 +110,7 @@ def worker(iterations: int) -> None:
         inputs, targets = (torch.randint(VOCABULARY, (BATCH, CONTEXT)) for _ in range(2))
 
         def loss(params: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            logits = functional_call(model, params, (inputs,))
+            logits = ltx.functional_call(model, params, (inputs,))
             return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
         adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-4)

@@ -26,7 +26,6 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
 
 import ltx
 from benchmarks import links
@@ -155,7 +154,7 @@ class Setting:
 
     def loss(self, params: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The user's step."""
-        return cross_entropy(functional_call(self.model, params, (inputs,)), targets)
+        return cross_entropy(ltx.functional_call(self.model, params, (inputs,)), targets)
 
     @torch.no_grad()
     def validate(self, params: dict[str, torch.Tensor]) -> float:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import attention
 from torch.nn.functional import cross_entropy
 
@@ -81,7 +80,7 @@ class Task:
         """Mean cross-entropy in nats."""
         # The batched forms of torch's other attention kernels are loops, with a warning.
         with attention.sdpa_kernel(attention.SDPBackend.MATH):
-            logits = functional_call(self.skeleton, params, (x,))
+            logits = ltx.functional_call(self.skeleton, params, (x,))
         return cross_entropy(logits.flatten(0, -2), y.flatten())
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """The model: a small GPT over characters, an ordinary :class:`torch.nn.Module`.
 
-Nothing in it knows of ranks. It is called with :func:`torch.func.functional_call`, so that its parameters are an
+Nothing in it knows of ranks. It is called with :func:`ltx.functional_call`, so that its parameters are an
 argument of the training step.
 """
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import ltx
@@ -89,7 +88,7 @@ class Lesson:
 
     def loss(self, params: Params, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a character: pure, and without a word about ranks."""
-        logits = functional_call(self.model, params, (inputs,))
+        logits = ltx.functional_call(self.model, params, (inputs,))
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
@@ -161,7 +160,7 @@ class Lesson:
         generator = torch.Generator().manual_seed(self.options.seed)
         tokens = self.corpus.vocabulary.encode("The ")
         for _ in range(length):
-            logits = functional_call(self.model, params, (tokens[None, -CONTEXT:],))[0, -1]
+            logits = ltx.functional_call(self.model, params, (tokens[None, -CONTEXT:],))[0, -1]
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, drawn])
         return self.corpus.vocabulary.decode(tokens)

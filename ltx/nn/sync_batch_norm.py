@@ -235,7 +235,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` or ``3d`` by :func:`sync_batch_norm`; made by :func:`convert_sync_batch_norm`.
 
     Parameters, buffers and what they do are those of torch's modules: in training the buffers are updated in place. So
-    with ``torch.func.functional_call`` give it copies of the buffers and take the next ones from there.
+    call it with ``ltx.functional_call(module, (params, buffers), x, return_buffers=True)``, which gives the next ones.
 
     Attributes:
         axis: as in :func:`ltx.psum`, looked up at each call.
