@@ -314,7 +314,10 @@ def data_parallel(
         whatever the hook does to first ones.
 
     Raises:
-        StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads".
+        StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads"; or the step
+            uses a parameter that isn't an argument, lets a module write to buffers of its own, or recomputes
+            (``torch.utils.checkpoint``) inside ``torch.func.functional_call``, for which :func:`ltx.functional_call`
+            is right.
         TreeError: the parameters aren't a tree of tensors.
         RankMismatchError: ranks' parameters differ in structure, shapes or dtypes; on all ranks, at the first call.
         ReplicaDivergedError: ranks' parameters differ in their values; on all ranks, at the first differentiated call

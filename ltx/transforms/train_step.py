@@ -68,7 +68,8 @@ class TrainStep:
         Args:
             params: tree of floating or complex tensors; all of them are trained.
             buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
-                buffers)``, or ``(loss, buffers, aux)`` with `has_aux`.
+                buffers)``, or ``(loss, buffers, aux)`` with `has_aux`; :func:`ltx.functional_call` with
+                ``return_buffers=True`` gives the next ones.
         """
         check_trained(params)
         if buffers is not None:
