@@ -230,6 +230,8 @@ def test_torchs_own_with_a_checkpoint_is_refused(how: str, ranks: Ranks, seed: i
 
 def test_nor_is_the_reentrant_kind_silent(seed: int) -> None:
     net, twin, batches = made(seed, reentrant=True)
+    for block in net.blocks:
+        block.reentrant = None
     params = {name: p.requires_grad_() for name, p in params_of(twin).items()}
     loss = ltx.data_parallel(lambda p, x: of_torch(net, p, (x,)))(params, batches[0].requires_grad_())
     with pytest.raises(StepError, match=r"Write ltx\.functional_call.module, params, inputs."):
