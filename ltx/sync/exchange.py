@@ -69,6 +69,7 @@ class Exchange:
         plan, hook = self._plan, self._plan.hook
         line.land_earlier()
         line.passes.rejoin()
+        line.under_way = "an exchange of the strategy"
         channel = line.background if background else line.bucket_channel(0)
         assert plan.agreement is not None
         channel.advance(plan.agreement)

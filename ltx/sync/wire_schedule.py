@@ -42,6 +42,7 @@ class WireSchedule(Schedule):
         self.header: wire.HeaderTicket | None = None
         #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
         self.states: Sequence[LeafState] | None = None
+        self.part_of = "a backward pass"  # in the words of an error
         self.summed = False  # whether the sums of buckets are asked for
         #: Gives what travels in the place of a bucket's gradients, and the states it is reduced with.
         self.instead: Callable[[Bucket, Sequence[torch.Tensor]], Instead] | None = None
@@ -64,6 +65,7 @@ class WireSchedule(Schedule):
         self.line.land_earlier()
         self.among.passes.rejoin()
         channel = self.among.bucket_channel(0)
+        self.line.under_way = self.among.under_way = self.part_of
         if self.plan.agreement is not None:
             channel.advance(self.plan.agreement)
         digest = self.line.user.digest ^ (channel.digest << 1)

@@ -171,7 +171,7 @@ class TrainStep:
         if start.flight is not None:
             start.flight.land_all()
         if schedule is not None:
-            schedule.summed = looks(self)
+            schedule.summed, schedule.part_of = looks(self), f"step {state.step}"
             if start.flight is not None:
                 schedule.states = start.flight.states_for(schedule.plan, trained)
             schedule.send_header(total.detach(), torch.ones_like(total) if weight is None else weight)

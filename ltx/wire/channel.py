@@ -7,6 +7,7 @@ single group would pair with each other.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from ltx.errors import (
     TransportError,
 )
 from ltx.wire import ledger
+from ltx.wire.deadlock import PATIENCE_S
 from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
@@ -44,7 +46,18 @@ _DIGEST_PRIME = (1 << 61) - 1
 class Ticket:
     """An issue under way. :meth:`wait` gives its result; until then nobody may read the buffer."""
 
-    __slots__ = ("__weakref__", "_channel", "_event", "_finish", "_given_up", "_label", "_value", "_work", "total")
+    __slots__ = (
+        "__weakref__",
+        "_channel",
+        "_event",
+        "_finish",
+        "_given_up",
+        "_label",
+        "_number",
+        "_value",
+        "_work",
+        "total",
+    )
 
     def __init__(
         self,
@@ -57,6 +70,7 @@ class Ticket:
     ):
         self._finish = finish
         self._channel = channel
+        self._number = channel.begun
         self._work: dist.Work | Passage | None = work
         self._value = value
         self._label = label
@@ -106,6 +120,8 @@ class Ticket:
         except LtxError as error:
             self._channel.torn = error
             raise
+        finally:
+            self._channel.meetings.deadlocks.done()
         if isinstance(work, Passage):
             self.total = work.total
         self._work = None  # not before: one that failed, or whose wait was interrupted, hasn't landed
@@ -176,8 +192,11 @@ class Ticket:
         except (DeadlockDetectedError, PeerLostError) as error:
             error.args = (f"{error} It waited for {self._label} (issue {channel.issued}).",)
             raise
-        if time.perf_counter() - began > channel.timeout_s:
+        waited_s = time.perf_counter() - began
+        if waited_s > channel.timeout_s:
             raise self._timed_out()
+        if waited_s > PATIENCE_S:
+            channel.meetings.look_for_deadlock(channel, self._number, self._label)
 
     def _timed_out(self) -> CollectiveTimeoutError:
         channel = self._channel
@@ -213,10 +232,12 @@ class Channel:
         self.torn: LtxError | None = None  # what left an issue behind that never completed
         self.issued = 0
         self.compared = 0
+        # How many buffers have been issued, and by which threads: what peers that wait here wait for (see deadlock).
+        self.begun = 0
+        self.threads: set[int] = set()
         self.digest = 0
         # What was issued lately, and on what device, for those that may go on without having waited (see farewell).
         self.history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
-        self.begun = 0
         self.tickets: WeakSet[Ticket] = WeakSet()
         self.device = torch.device("cpu")
         # What was issued lately, for a peer that stands at another signature (see Line).
@@ -258,9 +279,11 @@ class Channel:
                 f"earlier failure; ltx.shutdown() and start again. The failure was: {self.torn}"
             )
         entry = OPERATIONS[operation]
+        self.begun += 1
+        self.threads.add(threading.get_ident())
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
-            self.begun, self.device = self.begun + 1, buffer.device
+            self.device = buffer.device
         event = ledger.note(self.name, operation, label, bytes_sent(operation, buffer, self.size))
         if self.lane is not None and self.takes_lane(buffer):
             return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest, summed), label, event)

@@ -38,6 +38,8 @@ _FOREIGN = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,
 )
+# What is on the way from a collective that is called to what it issues.
+_INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wrapped")
 
 
 class Checks:
@@ -83,7 +85,7 @@ class Checks:
         line.meetings.next_check = (session, call + 1)
         place, before = (f"{CHECKS}/{session}/{n}" for n in (call, call - 1))
         issued = {channel.address: channel.issued for channel in line.channels}
-        post = Post(signature, value, _caller(), issued, line.meetings.next_check)
+        post = Post(signature, value, caller(), issued, line.meetings.next_check)
         try:
             posts = self._exchange(line, place, before, post)
         except BaseException as error:
@@ -140,7 +142,7 @@ class Checks:
             session, call = line.meetings.next_check
             line.meetings.next_check = (session, call + 1)
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
-                line.board.post(f"{CHECKS}/{session}/{call}", Post(signature, None, _caller()))
+                line.board.post(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
     def _open(self) -> list[Line]:
         return [line for line in self._lines if not line.closed]
@@ -210,7 +212,7 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
         under_way.remove(checks)
 
 
-def _caller() -> str:
+def caller() -> str:
     """File and line of the innermost call from outside ltx and torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -218,6 +220,18 @@ def _caller() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "no line of the program (a thread of the autograd engine)"
+
+
+def called(issued: str) -> str:
+    """What the program calls that has `issued` this, such as pmean, which issues a psum."""
+    frame: FrameType | None = sys._getframe(1)
+    name = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        code = frame.f_code
+        if frame.f_globals["__name__"].startswith("ltx.collectives.") and code.co_name not in _INSIDE:
+            name = code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else name
+        frame = frame.f_back
+    return issued if not name or issued.startswith(f"{name} ") else name
 
 
 def _briefly(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError
+from ltx.wire.deadlock import PATIENCE_S
 from ltx.wire.line import Line
 from ltx.wire.shared import any_busy, stride_everywhere
 
@@ -54,6 +55,8 @@ def wait_for_foreign(line: Line, future: torch.futures.Future[Any], label: str) 
                 continue
             looked = now
             channel.meetings.answer()
+            if now - began > PATIENCE_S:  # peers that haven't even begun this step have issued nothing in it
+                channel.meetings.look_for_deadlock(channel, channel.begun, label)
             if now - began > line.timeout_s:
                 raise CollectiveTimeoutError(
                     f"rank {line.rank}: {label} on axis {line.name!r} didn't complete within {line.timeout_s:g} s."
@@ -61,4 +64,6 @@ def wait_for_foreign(line: Line, future: torch.futures.Future[Any], label: str) 
     except BaseException as error:
         line.passes.foreign_error = f"rank {line.rank} waited in {label}: {error}"
         raise
+    finally:
+        channel.meetings.deadlocks.done()
     return future.wait()

@@ -76,6 +76,7 @@ class Line:
         self._parts: dict[Part, Axis] = {}
         #: Backward passes that land later (see ltx.transforms.in_flight), oldest first.
         self.in_flight: list[Later] = []
+        self.under_way = ""  # what is issued on the bucket channels, in the words of an error
         self._left: list[Channel] = []  # bucket channels of passes that were left halfway
         self.passes = Passes(
             self._store, self.board.holds, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
@@ -86,6 +87,7 @@ class Line:
         self.open_phases(1)
         self.pulse.reports[self.label] = lambda: {channel.address: channel.issued for channel in self.channels}
         self.notes = Notes(self._store, self.board.holds, self.gone, self.rank, self.size, self.timeout_s)
+        self.pulse.deadlocks.counts[self.label] = self.meetings.counts
 
     def _open_channel(self, name: str, lanes: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
         address = f"{name}.{generation}" if generation else name
@@ -132,6 +134,10 @@ class Line:
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
+
+    def is_later_phase(self, channel: Channel) -> bool:
+        """Whether `channel` is that of a second or later collective of each bucket."""
+        return channel in self._phases[1:]
 
     def _tear(self, error: LtxError) -> None:
         for channel in (*self._phases, self.background):
@@ -187,6 +193,7 @@ class Line:
         for ticket in list(self.background.tickets):
             ticket.give_up()
         self.pulse.reports.pop(self.label, None)
+        self.pulse.deadlocks.counts.pop(self.label, None)
         release_pulse(self.pulse)
         for line in self._part_lines:
             line.close()

@@ -6,13 +6,16 @@ wait for ever: whether a peer has died, or waits itself for something else.
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ltx.errors import CollectiveTimeoutError, PeerLostError, StoreGoneError
-from ltx.wire.debug import CHECKS, under_way
+from ltx.errors import CollectiveTimeoutError, PeerLostError, RankMismatchError, StoreGoneError
+from ltx.wire.deadlock import FREE_THREAD, PATIENCE_S
+from ltx.wire.debug import CHECKS, called, caller, under_way
 from ltx.wire.notes import NOTES
 from ltx.wire.shared import stride_everywhere
 from ltx.wire.signature import Post, Signature, explain_posts
@@ -20,6 +23,9 @@ from ltx.wire.signature import Post, Signature, explain_posts
 if TYPE_CHECKING:
     from ltx.wire.channel import Channel
     from ltx.wire.line import Line
+
+# More calls than one session of debug_checks has: its calls are counted through all sessions.
+_CALLS = 1 << 32
 
 
 class Meetings:
@@ -32,6 +38,7 @@ class Meetings:
     def __init__(self, line: Line):
         self._line, self._name, self._rank, self._size = line, line.name, line.rank, line.size
         self._board, self._passes, self._pulse = line.board, line.passes, line.pulse
+        self.deadlocks = line.pulse.deadlocks
         self._answered: set[str] = set()
         self._gone = ""  # whom :meth:`missing` has found
         self.next_check = (0, 0)
@@ -46,9 +53,19 @@ class Meetings:
         """
         self._board.post(place, post)
         self._board.stand_at(place)
-        deadline = time.monotonic() + self._line.timeout_s
-        pause = 0.0005
         everyone = [f"{place}/{rank}" for rank in range(self._size)]
+        try:
+            self._wait_at(place, post, everyone)
+        finally:
+            self.deadlocks.done()
+        self._board.stand_at("")
+        posts = self._board.posts(everyone)
+        self._refuse(dict(enumerate(posts)))
+        return posts
+
+    def _wait_at(self, place: str, post: Post, everyone: list[str]) -> None:
+        """Until what `everyone` posts at `place` is there."""
+        began, pause = time.monotonic(), 0.0005
         while not self._board.holds(everyone):
             if not stride_everywhere():  # peers may wait for this rank's strides in a lane
                 time.sleep(pause)
@@ -60,17 +77,69 @@ class Meetings:
                 self._refuse_lost(everyone, post)
                 if self._passes.inside:
                     self._passes.look()
-            if time.monotonic() > deadline:
+                if time.monotonic() - began > PATIENCE_S:
+                    self._refuse_deadlock(place, post)
+            if time.monotonic() - began > self._line.timeout_s:
                 absent = self._board.absent(place)
                 raise CollectiveTimeoutError(
                     f"rank {self._rank}: {post.signature.operation} on axis {self._name!r}: ranks {absent} "
                     f"didn't come to compare it within {self._line.timeout_s:g} s. Every rank must call the same "
                     "collectives."
                 )
-        self._board.stand_at("")
-        posts = self._board.posts(everyone)
-        self._refuse(dict(enumerate(posts)))
-        return posts
+
+    def key(self, channel: Channel, compared: bool = False) -> str:
+        """What :mod:`ltx.wire.deadlock` calls the issues on `channel`, or what is compared for it."""
+        return f"{self._line.label}/{channel.address}{'/compared' if compared else ''}"
+
+    def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
+        """What has been issued and compared on the line, and by which threads (see :mod:`ltx.wire.deadlock`)."""
+        session, call = self.next_check
+        counts: dict[str, tuple[int, Iterable[int]]] = {
+            f"{self._line.label}/{CHECKS}": (session * _CALLS + call, ()),
+            f"{self._line.label}/{NOTES}": (self._line.notes.begun, ()),
+        }
+        for channel in self._line.channels:
+            threads = set(channel.threads)
+            if self._line.in_flight and self._line.is_later_phase(channel):
+                threads.add(FREE_THREAD)  # a thread of their own may look after them
+            counts[self.key(channel)] = (channel.begun, threads)
+            counts[self.key(channel, compared=True)] = (channel.compared, threads)
+        return counts
+
+    def look_for_deadlock(self, channel: Channel, number: int, what: str) -> None:
+        """Called now and then by who has waited long for the `number`-th issue of `channel`.
+
+        Raises:
+            RankMismatchError: a peer that hasn't made it waits itself for something that won't come.
+        """
+        of = "" if channel is self._line.user else self._line.under_way
+        self._look_for_deadlock(self.key(channel), number, what, of)
+
+    def _look_for_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
+        def describe() -> str:
+            where = os.path.basename(caller())
+            if of:
+                return f"{of} on axis {self._name!r} ({what}, {where})"
+            return f"{called(what)} on axis {self._name!r} ({where})"
+
+        with suppress(StoreGoneError):  # as in answer()
+            self.deadlocks.look(key, number, self._line.global_ranks, describe)
+
+    def _refuse_deadlock(self, place: str, post: Post) -> None:
+        """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
+        address, number, detail, *_ = place.split("/")
+        if address == CHECKS:
+            awaited = CHECKS, int(number) * _CALLS + int(detail) + 1
+        elif address == NOTES:
+            awaited = NOTES, int(detail)
+        else:
+            awaited = f"{address}/compared", int(number) + 1
+        try:
+            self._look_for_deadlock(f"{self._line.label}/{awaited[0]}", awaited[1], post.signature.operation)
+        except RankMismatchError:
+            # Who comes here after all isn't to go on alone.
+            self._board.withdraw(place, replace(post, signature=Signature("nothing any more: it has given up", ())))
+            raise
 
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""

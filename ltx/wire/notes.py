@@ -42,13 +42,13 @@ class Notes:
     ):
         self._store, self._posted, self._lost = store, posted, lost
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._begun = 0
+        self.begun = 0  # how many pieces of work
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> str:
         """The place of the next piece of work; the same on every rank that counts along."""
-        self._begun += 1
-        return f"{NOTES}/item/{self._begun}"
+        self.begun += 1
+        return f"{NOTES}/item/{self.begun}"
 
     def through(self, file: Path, lost: Callable[[], list[int]]) -> Notes:
         """Notes for the same ranks in a file that all of them see; the last to let go of it removes it."""

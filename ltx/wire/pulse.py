@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ltx.errors import PeerLostError, StoreGoneError
+from ltx.wire.deadlock import Deadlocks
 
 T = TypeVar("T")
 
@@ -65,6 +66,8 @@ class Pulse:
         self.on_beat: Callable[[Store], None] = lambda store: None
         #: By axis, what its line tells about how far it is.
         self.reports: dict[str, Callable[[], dict[str, int]]] = {}
+        #: What else goes with the beats: who waits for what.
+        self.deadlocks = Deadlocks(self, rank)
         #: Tells this world from all others; the same on all ranks.
         self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
         self._beats.set(str(rank), self._sign())
@@ -134,13 +137,13 @@ class Pulse:
         if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
             return []
         self._polled_s = now
-        for rank, value in zip(ranks, self._last(ranks), strict=False):
+        for rank, value in zip(ranks, self.last(ranks), strict=False):
             if self._seen.get(rank, (b"", 0.0))[0] != value:
                 self._seen[rank] = (value, now)
         # One pause is what a beat may be late, another what this look may be.
         return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
 
-    def _last(self, ranks: Sequence[int]) -> list[bytes]:
+    def last(self, ranks: Sequence[int]) -> list[bytes]:
         """The last beats of `ranks`; none at all if one hasn't had any."""
         keys = [str(rank) for rank in ranks]
         return self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
@@ -151,10 +154,10 @@ class Pulse:
         Raises:
             PeerLostError: the store is gone, or doesn't answer.
         """
-        before, deadline, quiet = self._last(ranks), time.monotonic() + 1.3 * self._pause_s, list(ranks)
+        before, deadline, quiet = self.last(ranks), time.monotonic() + 1.3 * self._pause_s, list(ranks)
         while quiet and time.monotonic() < deadline:
             time.sleep(self._pause_s / 20)
-            beaten = {rank for rank, old, new in zip(ranks, before, self._last(ranks), strict=False) if old != new}
+            beaten = {rank for rank, old, new in zip(ranks, before, self.last(ranks), strict=False) if old != new}
             quiet = [rank for rank in quiet if rank not in beaten]
         return quiet
 
@@ -165,12 +168,17 @@ class Pulse:
     def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
         """What the lines of `label` last told on `ranks`; empty for one that has none, or doesn't answer."""
         with suppress(PeerLostError):
-            return [json.loads(value)[1].get(label, {}) for value in self._last(ranks)] or [{} for _ in ranks]
+            return [json.loads(value)[1].get(label, {}) for value in self.last(ranks)] or [{} for _ in ranks]
         return [{} for _ in ranks]
 
     def _sign(self) -> str:
         reports = {label: report() for label, report in list(self.reports.items())}
-        return json.dumps([time.monotonic(), reports])
+        return json.dumps([time.monotonic(), reports, self.deadlocks.told()])
+
+    def beat(self) -> None:
+        """A beat at once, for who has something to tell."""
+        value = self._sign()
+        self.tell(lambda: self._asked.set(str(self._rank), value))
 
     def hold(self) -> None:
         """One more needs it."""
