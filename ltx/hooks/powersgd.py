@@ -39,7 +39,8 @@ class PowerHook(LossyHook):
 
     Args:
         rank: columns of the thin matrices.
-        start_step: the exact mean is taken at the synchronised steps before this one.
+        start_step: before this synchronised step the hook is the plain all-reduce of the exact mean, and nothing is
+            compressed: for the first 1,000 steps unless told otherwise, as in torch. 0 compresses from the start.
         warm_start: begin each power iteration where the last one ended; else with new random matrices.
         seed: of the random matrices, the same on all ranks.
         error_feedback: keep what the low rank leaves out for the next step.
@@ -82,7 +83,7 @@ class PowerHook(LossyHook):
 
 @dataclass(frozen=True)
 class PowerSGD(PowerHook):
-    """Low-rank gradients: each parameter of two and more dimensions as ``(shape[0], the rest)``.
+    """Low-rank gradients: each parameter of two and more dimensions as ``(shape[0], the rest)``, from `start_step` on.
 
     Vectors, scalars and matrices that low rank wouldn't make smaller travel whole, with the first of the two sums.
     Buckets after the first hold four times the bytes that the strategy says, as far less than that is sent of them.

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -92,6 +93,10 @@ class FunctionPair(Optimizer):
     init_fn: Callable[[Tree], Tree]
     update_fn: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     is_elementwise: bool = False
+    _keywords: ClassVar[frozenset[str]]  # not a field: which of TorchOpt's the update takes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_keywords", _keywords_of(self.update_fn))
 
     @property
     def elementwise(self) -> bool:
@@ -101,7 +106,11 @@ class FunctionPair(Optimizer):
         return self.init_fn(params)
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        result = self.update_fn(grads, state, params)
+        if "params" in self._keywords:
+            never = {"inplace": False} if "inplace" in self._keywords else {}
+            result = self.update_fn(grads, state, params=params, **never)  # type: ignore[call-arg]
+        else:
+            result = self.update_fn(grads, state, params)
         if not isinstance(result, tuple) or len(result) != 2:
             raise OptimError(f"{self!r}: update must return (updates, state), got {brief(result)}.")
         return result
@@ -109,6 +118,14 @@ class FunctionPair(Optimizer):
     def __repr__(self) -> str:
         names = (getattr(fn, "__qualname__", repr(fn)) for fn in (self.init_fn, self.update_fn))
         return f"from_functions({', '.join(names)}{', elementwise=True' if self.is_elementwise else ''})"
+
+
+def _keywords_of(update: Callable[..., Any]) -> frozenset[str]:
+    try:
+        parameters = inspect.signature(update).parameters.values()
+    except (TypeError, ValueError):  # a built-in without a signature
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in ("params", "inplace"))
 
 
 @checked("init", "update", "elementwise")
@@ -128,8 +145,9 @@ def from_functions(
 
     Args:
         init: ``params -> state``.
-        update: ``(grads, state, params) -> (updates, state)``, pure. Lambdas work, but compare by identity and don't
-            pickle; functions of a module do both.
+        update: ``(grads, state, params) -> (updates, state)``, pure, or TorchOpt's ``(grads, state, *, params,
+            inplace)``, which is called with ``inplace=False``; so ``from_functions(*torchopt.adam(1e-3))`` will do.
+            Lambdas work, but compare by identity and don't pickle; functions of a module do both.
         elementwise: whether each element of an update depends on that element's gradient and state alone.
     """
     return FunctionPair(init, update, elementwise)

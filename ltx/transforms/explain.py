@@ -200,7 +200,9 @@ def explain(
     a world of one, for any number of ranks, and for parameters on the meta device that no memory would hold.
 
     Args:
-        step: what :func:`ltx.data_parallel` or :func:`ltx.train_step` returned, accumulated or not.
+        step: what :func:`ltx.data_parallel` or :func:`ltx.train_step` returned, accumulated or not. Of the first, what
+            its gradients send outside of a train step is shown; a strategy such as ZeRO sends something else in
+            training, and a note says so.
         params, batch: the arguments that the step will be called with, of which only the parameters (the step's
             `argnums`) are looked at; so the batch may be left out behind them. Parameters may come as
             :class:`ltx.Synced`, and for a train step as its :class:`ltx.TrainState`.
@@ -280,7 +282,7 @@ def explain(
     elif size > 1 and hook is not None:
         issues = gradients.only(hook, number)
     exchanges = issues.exchanges if trains else None
-    notes = (*chosen, *_notes(inner, hook, size))
+    notes = (*chosen, *_notes(inner, hook, size), *_at_other_times(inner, hook, number, trains))
     if late_hook is not None:
         notes = (*notes, 'with overlap="update" a bucket is sent once the optimizer has run on it')
     rows = issues.buckets, exchanges, issues.headers
@@ -299,6 +301,28 @@ def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[
         notes.append(f"{hook!r} isn't a mean, and has no derivative: second derivatives raise")
     elif not hook.exact:
         notes.append(f"under second derivatives {hook!r} counts as the exact mean, and sends that")
+    return tuple(notes)
+
+
+def _at_other_times(step: DataParallel, hook: hooks.CommHook | None, number: int, trains: bool) -> tuple[str, ...]:
+    """What another step sends, where a reader may take this one for it."""
+    strategy, notes = step.strategy, []
+    if step.blocked:
+        return ()
+    first = strategy.cycle[0]
+    later = step.hook(first, trains) if number < first else hook
+    if hook is not None and later != hook:
+        then = "local gradients" if later is None else repr(later)
+        notes.append(
+            f"{hook!r} is in force before synchronised step {first} alone, and {then} from then on: "
+            f"ltx.explain(..., sync_step={first}) shows that"
+        )
+    if not trains and (strategy.talks_besides or step.hook(number, True) != hook):
+        notes.append(
+            "this is the step alone, differentiated outside of a train step. In training "
+            f"{type(strategy).__name__} sends something else or more: "
+            "ltx.explain(ltx.train_step(step, optimizer), params) shows that"
+        )
     return tuple(notes)
 
 

@@ -22,6 +22,7 @@ class Casted:
 
     fn: Step
     precision: Precision
+    argnums: int | tuple[int, ...] = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep, compute, output = self.precision.keep, self.precision.compute, self.precision.output
@@ -37,7 +38,17 @@ class Casted:
             tree.check_open(leaves, arg, "mixed_precision", "cast")
             return tree.unflatten(spec, [given(leaf) for leaf in leaves])
 
-        cast_args = [arg if place in keep else inside(arg) for place, arg in enumerate(args)]
+        def params(arg: Any) -> Any:
+            leaves, spec = tree.flatten(arg)
+            paths = tree.plain_paths(arg) if torch.compiler.is_compiling() else tree.leaf_paths(arg)
+            pairs = zip(paths, leaves, strict=True)
+            return tree.unflatten(spec, [leaf if self.precision.keeps(path) else given(leaf) for path, leaf in pairs])
+
+        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        some = {n % len(args) for n in numbers} if self.precision.keep_params and args else set()
+        cast_args = [
+            arg if place in keep else params(arg) if place in some else inside(arg) for place, arg in enumerate(args)
+        ]
         value = self.fn(*cast_args, **{name: inside(arg) for name, arg in kwargs.items()})
         return value if output is None else tree.map(answered, value)
 
@@ -48,7 +59,8 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     Inside the step floating parameters and floating tensors of the batch are in ``precision.compute``; what the
     optimizer updates are the master weights that came in, and gradients have their dtype too: each micro-batch's is
     cast before it is added up, and ranks sum them in that dtype unless ``precision.reduce`` says otherwise. Complex
-    and integer tensors pass as they are. ``torch.autocast`` inside the step works as anywhere.
+    and integer tensors pass as they are, and so do parameters whose paths ``precision.keep_params`` names.
+    ``torch.autocast`` inside the step works as anywhere.
 
     Args:
         step: what :func:`ltx.data_parallel` returned, of any strategy; accumulated before or afterwards, which is the
@@ -93,9 +105,9 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
         )
     # Inside an accumulation, so that gradients of micro-batches add up in the parameters' dtype.
     if isinstance(step.fn, Accumulated):
-        fn: Step = replace(step.fn, fn=Casted(step.fn.fn, precision))
+        fn: Step = replace(step.fn, fn=Casted(step.fn.fn, precision, step.argnums))
     else:
-        fn = Casted(step.fn, precision)
+        fn = Casted(step.fn, precision, step.argnums)
     casted = replace(step, fn=fn, precision=precision)
     for training in (False, True):
         casted.hook(0, training)  # raises for one that can't be cast

@@ -11,6 +11,8 @@ dynamic scale is that of torch.amp.GradScaler.
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -102,6 +104,9 @@ class Precision:
         loss_scale: in :func:`ltx.train_step` the loss is multiplied by it before the backward pass, and gradients are
             divided by it before the optimizer. None: 1; a number: that; a :class:`ltx.DynamicLossScale` skips the
             update, on all ranks alike, where any gradient of any rank isn't finite. A fixed scale skips nothing.
+        keep_params: paths of parameters that aren't cast, as patterns of :mod:`fnmatch` (``("*norm*", "*.bn?.*")``) or
+            a function from a path to a bool. Norms' weights and biases want float32 where the rest is in half
+            precision: torch's batch norm takes half precision inputs with float32 parameters and statistics.
         keep: positions of arguments whose tensors aren't cast. ``keep=(1,)`` for the buffers of a train step, such as
             running means, which would lose what half precision can't hold.
 
@@ -120,6 +125,7 @@ growth_interval=2000))
     output: torch.dtype | None = torch.float32
     loss_scale: float | DynamicLossScale | None = None
     keep: tuple[int, ...] = ()
+    keep_params: tuple[str, ...] | Callable[[str], bool] = ()
 
     def __post_init__(self) -> None:
         if self.compute not in _COMPUTE:
@@ -146,6 +152,20 @@ growth_interval=2000))
                 f"Precision.keep must be a tuple of positions of arguments, such as (1,), got {brief(self.keep)}."
             )
 
+        patterns = self.keep_params
+        if not callable(patterns) and not (
+            isinstance(patterns, tuple) and all(isinstance(pattern, str) for pattern in patterns)
+        ):
+            raise StrategyError(
+                "Precision.keep_params must be a tuple of patterns of parameters' paths, such as ('*norm*',), or a "
+                f"function from a path to a bool, got {brief(patterns)}."
+            )
+
+    def keeps(self, path: str) -> bool:
+        """Whether the parameter at `path` isn't cast."""
+        patterns = self.keep_params
+        return bool(patterns(path)) if callable(patterns) else matches(patterns, path)
+
     def __repr__(self) -> str:
         said = ((f.name, getattr(self, f.name)) for f in fields(self))
         changed = (f"{name}={value!r}" for name, value in said if name == "compute" or value != _DEFAULTS[name])
@@ -161,6 +181,13 @@ growth_interval=2000))
         """A scale that doesn't."""
         return None if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale
 
+
+def matches(patterns: tuple[str, ...], path: str) -> bool:
+    """Whether a path fits one of `patterns`; run by Dynamo at trace time."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+matches._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _DEFAULTS = {field.name: field.default for field in fields(Precision)}
 

@@ -553,3 +553,41 @@ def test_a_compiled_module(dynamic: bool, ranks: Ranks, seed: int) -> None:
     for _, grads, buffers in found:
         torch.testing.assert_close(grads, [p.grad for p in net.parameters()])
         torch.testing.assert_close(buffers, dict(net.named_buffers()))
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm.layers.BatchNormAct2d."""
+
+    def __init__(self, num_features: int, act_layer: Any = nn.ReLU, drop_layer: Any = None, inplace: bool = True):
+        super().__init__(num_features)
+        self.drop = nn.Identity() if drop_layer is None else drop_layer()
+        self.act = act_layer(inplace=inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        x = nn.functional.batch_norm(x, mean, var, self.weight, self.bias, self.training, 0.1, self.eps)
+        return self.act(self.drop(x))
+
+
+class Squared(BatchNormAct2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square()
+
+
+def test_timms_batch_norm_with_its_activation(ranks: Ranks, seed: int) -> None:
+    x = torch.randn(4, C, 2, 2, dtype=torch.float64)
+    net = nn.Sequential(nn.Conv2d(C, C, 1), BatchNormAct2d(C, drop_layer=nn.Identity)).double()
+    want = copy.deepcopy(net)(x)
+
+    def run() -> Tensor:
+        made = convert_sync_batch_norm(convert_sync_batch_norm(net))
+        assert isinstance(made[1], SyncBatchNorm)
+        assert list(made.state_dict()) == list(net.state_dict())
+        y: Tensor = made(ltx.shard(x))
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        return y.detach()
+
+    torch.testing.assert_close(run(), want.detach())
+    torch.testing.assert_close(torch.cat(list(ranks(2).run(run))), want.detach())
+    with pytest.raises(UnsupportedError, match=r"'0' is a Squared, which isn't"):
+        convert_sync_batch_norm(nn.Sequential(Squared(2)))

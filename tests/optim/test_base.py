@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ltx
 from ltx.errors import OptimError
 from ltx.optim import Optimizer, apply_updates, from_functions
 
@@ -79,3 +81,35 @@ def test_protocol_is_abstract() -> None:
 
     with pytest.raises(TypeError, match="update"):
         Half()  # type: ignore[abstract]
+
+
+class Transformation(NamedTuple):
+    """As torchopt.base.GradientTransformation."""
+
+    init: Any
+    update: Any
+
+
+def _torchopts_sgd(lr: float) -> Transformation:
+    def update(updates: Any, state: Any, *, params: Any = None, inplace: bool = True) -> Any:
+        assert params is not None
+        if inplace:
+            return {name: g.mul_(-lr) for name, g in updates.items()}, state
+        return {name: g.mul(-lr) for name, g in updates.items()}, state
+
+    return Transformation(lambda params: (), update)
+
+
+def test_torchopts_signature(ranks: Callable[[int], ltx.Pool]) -> None:
+    optimizer = from_functions(*_torchopts_sgd(0.5))
+    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    updated, _ = optimizer.apply(grads, optimizer.init(params), params)
+    assert updated["w"].tolist() == [0.5, 0.5]
+    assert grads["w"].tolist() == [1.0, 1.0]
+
+    def run() -> Any:
+        train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), from_functions(*_torchopts_sgd(0.5)))
+        state, _ = train(train.init(params), torch.ones(2) * (1 + ltx.axis_index()))
+        return state.params["w"]
+
+    assert ranks(2).run(run).replicated().tolist() == [0.25, 0.25]

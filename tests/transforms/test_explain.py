@@ -559,3 +559,19 @@ def test_errors() -> None:
             ltx.explain(step, params, world=2, sync_step=bad)
     with pytest.raises(TreeError, match=re.escape("the parameters must be a tree of tensors, but leaf 'w'")):
         ltx.explain(step, {"w": 1.0}, world=2)
+
+
+def test_notes_on_what_other_steps_send() -> None:
+    params = {"w": torch.zeros(30, 40)}
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), ltx.DDPStrategy(comm_hook=hooks.PowerSGD()))
+    text = str(ltx.explain(step, params, world=2))
+    assert "AllReduce() is in force before synchronised step 1000 alone, and PowerSGD() from then on" in text
+    assert "sync_step=1000" in text
+    assert "in force before" not in str(ltx.explain(step, params, world=2, sync_step=1000))
+    zero = ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), ltx.ZeroStrategy())
+    text = str(ltx.explain(zero, params, world=2))
+    assert "In training ZeroStrategy sends something else or more: ltx.explain(ltx.train_step(" in text
+    trains = ltx.train_step(zero, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    assert "In training" not in str(ltx.explain(trains, params, world=2))
+    plain = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
+    assert "note: " not in str(ltx.explain(plain, params, world=2))

@@ -553,3 +553,24 @@ def test_values() -> None:
     other = replace(step, strategy=ltx.DDPStrategy(comm_hook="fp16"))
     assert (other.precision, other.hook(0)) == (FP16, ltx.hooks.FP16())
     assert Gossip().shares_gradients(0) is False
+
+
+@pytest.mark.parametrize("keep", [("b*",), lambda path: path == "b"], ids=["patterns", "function"])
+@pytest.mark.parametrize("wrap", ["plain", "accumulated", "compiled"])
+def test_parameters_kept_by_path(keep: Any, wrap: str) -> None:
+    seen: list[tuple[torch.dtype, ...]] = []
+
+    def fn(p: Params, x: Tensor) -> Tensor:
+        seen.append((p["w"].dtype, p["b"].dtype, x.dtype))
+        return (x @ p["w"]).float().square().mean() + p["b"].sum()
+
+    step = ltx.mixed_precision(ltx.data_parallel(fn), ltx.Precision(keep_params=keep))
+    step = ltx.accumulate(step, 2) if wrap == "accumulated" else step
+    take = ltx.grad(step)
+    if wrap == "compiled":
+        take = torch.compile(take, fullgraph=True, backend="eager")
+    grads = take(params(), torch.ones(2, 4))
+    assert set(seen) == {(torch.bfloat16, torch.float32, torch.bfloat16)}
+    assert {g.dtype for g in grads.values()} == {torch.float32}
+    with pytest.raises(StrategyError, match="keep_params must be a tuple of patterns"):
+        ltx.Precision(keep_params="b*")  # type: ignore[arg-type]
