@@ -113,8 +113,8 @@ def init(
         The world, which is a context manager too.
 
     Raises:
-        WorldError: the environment is malformed, the ranks can't meet, the mesh doesn't fit, or a world with other
-            arguments is up already.
+        WorldError: the environment is malformed, the ranks can't meet, the mesh doesn't fit, a world with other
+            arguments is up already, or this process is a fork of a rank's.
 
     Example:
         >>> import torch, ltx
@@ -129,6 +129,15 @@ def init(
     if told is not None:
         asked["placement"] = told
     session = _process.session
+    if session is not None and session.pid != os.getpid():
+        if dist.is_initialized():
+            raise WorldError(
+                f"rank {session.world.rank}: this process ({os.getpid()}) is a fork of the rank's own "
+                f"({session.pid}), whose world isn't its own. Start processes that are to be ranks with ltx.launch, or "
+                "before ltx.init."
+            )
+        session = None
+        forget()
     if session is None:
         session = _process.session = _start(asked)
         _process.fallen = None

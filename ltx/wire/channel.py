@@ -27,6 +27,7 @@ from ltx.errors import (
     PeerLostError,
     RankMismatchError,
     TransportError,
+    WorldError,
 )
 from ltx.wire import ledger
 from ltx.wire.deadlock import PATIENCE_S
@@ -273,6 +274,8 @@ class Channel:
         """
         if self.torn is None and self.lane is not None and self.lane.error is not None:
             self.torn = self.lane_failed("an earlier collective")
+        if isinstance(self.torn, WorldError):  # nothing has failed: this process isn't the rank's
+            raise self.torn
         if self.torn is not None:
             raise type(self.torn)(
                 f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "

@@ -7,6 +7,7 @@ the group, in the same order, and closed by ``ltx.shutdown``.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -21,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis, GroupBacking, Part
-from ltx.errors import LtxError
+from ltx.errors import LtxError, WorldError
 from ltx.wire.board import Board
 from ltx.wire.channel import Channel
 from ltx.wire.debug import under_way
@@ -70,6 +71,8 @@ class Line:
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
         self.closed = False
+        self._pid = os.getpid()
+        self._foreign: WorldError | None = None  # in a fork of the rank's process: why it can't be used
         self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.room = Room()  # of the gradients' buckets
@@ -222,6 +225,8 @@ class Line:
         Raises:
             RankMismatchError: on every rank alike, before any data has moved.
         """
+        if self._foreign is not None:
+            raise self._foreign
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].meet(self, key, describe, offer, known)
@@ -256,6 +261,19 @@ class Line:
         """:meth:`meet`, and count the issue that follows into the channel's digest."""
         channel.advance(self.meet(channel, key, describe))
 
+    def refuse_fork(self) -> None:
+        """In a fork of the rank's process: whatever is issued here from now on is refused.
+
+        The fork has copies of the rank's connections and shares its memory, so its peers would take it for the rank.
+        """
+        self._foreign = WorldError(
+            f"rank {self.rank}: this process ({os.getpid()}) is a fork of the rank's own ({self._pid}), and can't take "
+            f"part in collectives on axis {self.name!r}: its peers would take it for the rank. Call them in the rank's "
+            "own process. Forks that only compute, such as workers of a DataLoader, are fine."
+        )
+        for channel in self.channels:
+            channel.torn = self._foreign
+
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
@@ -274,6 +292,8 @@ class Line:
         Raises:
             RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Meetings.exchange`.
         """
+        if self._foreign is not None:
+            raise self._foreign
         issued = {channel.address: channel.issued for channel in self.channels}
         return [post.value for post in self.meetings.exchange(place, Post(signature, value, issued=issued))]
 

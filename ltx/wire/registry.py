@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +76,15 @@ def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
     lines = [axis.backing.line for axis in _lines.values() if isinstance(axis.backing, GroupBacking)]
     return (*_lines.values(), *(part for line in lines for part in line.parts))
+
+
+def _refuse_forks() -> None:
+    for axis in open_axes():
+        if isinstance(axis.backing, GroupBacking):
+            axis.backing.line.refuse_fork()
+
+
+os.register_at_fork(after_in_child=_refuse_forks)
 
 
 def size_and_rank(axis: Any) -> tuple[int, int]:
