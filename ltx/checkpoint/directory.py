@@ -87,9 +87,13 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     sweep(final.parent)
 
 
-def prune(path: Path, keep: int, committed: int) -> None:
-    """Remove all but `keep` checkpoints: that of step `committed`, which is whole, and the latest before it."""
-    for step in [step for step in steps(path) if step < committed][keep - 1 :]:
+def prune(path: Path, keep: int, committed: int, run: str) -> None:
+    """Remove all but `keep` checkpoints of `run`: that of step `committed`, which is whole, and the latest before it.
+
+    Those of other runs stay, and those that are ahead.
+    """
+    before = [step for step in steps(path) if step < committed and run_of(step_path(path, step)) == run]
+    for step in before[keep - 1 :]:
         going = hidden(path, "old")
         with suppress(OSError):  # another thread's
             os.rename(step_path(path, step), going)  # at once: a half removed checkpoint would look like a torn one
@@ -122,6 +126,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{directory / MANIFEST}: expected format {FORMAT!r}, found {manifest['format']!r}")
     return dict(manifest)
+
+
+def run_of(directory: Path) -> str | None:
+    """The run that saved a checkpoint; None if there is no manifest that is whole."""
+    try:
+        return str(read_manifest(directory).get("run", ""))
+    except CheckpointError:
+        return None
+
+
+def check_replaceable(directory: Path, run: str | None) -> None:
+    """Raise if a checkpoint of the name `directory` is there, and another run's than `run`."""
+    saved_by = run_of(directory)
+    if saved_by is not None and saved_by != run:
+        raise CheckpointError(
+            f"{directory} is there, saved by another run. Give another directory, go on from what is there "
+            "(ltx.checkpoint.load), or remove it"
+        )
 
 
 def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:

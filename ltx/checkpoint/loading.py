@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from ltx import tree
 from ltx.arguments import brief, checked
-from ltx.checkpoint import directory, extras, storage
+from ltx.checkpoint import directory, extras, runs, storage
 from ltx.checkpoint.contents import Leaf, leaves_of, name_on
 from ltx.checkpoint.storage import Piece
-from ltx.checkpoint.together import Together
+from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.errors import CheckpointError, InputError, StepError
 from ltx.transforms.train_state import TrainState, counted
 
@@ -136,12 +136,8 @@ def load(
         CheckpointError: there is no checkpoint, or none that is whole; on every rank.
         InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; names leaf and way out.
     """
-    if data not in ("own", "all"):
-        raise InputError(f'checkpoint.load: data must be "own" or "all", got {brief(data)}.')
-    if per_rank not in ("refuse", "mean"):
-        raise InputError(f'checkpoint.load: per_rank must be "refuse" or "mean", got {brief(per_rank)}.')
     together, base = Together("checkpoint.load", axis), Path(os.path.abspath(path))
-    found: list[int] = _all(together, "the steps", lambda: _wanted(base, state, step))[0]
+    found: list[int] = _all(together, "the steps", lambda: _wanted(base, state, step, data, per_rank))[0]
     passed_over: list[str] = []
     for at in found:
         directory_of_step, problems = directory.step_path(base, at), list[str]()
@@ -154,6 +150,7 @@ def load(
             if not problems:
                 assert found_in is not None
                 restored, drawn = found_in
+                runs.continue_run(base, str(opened.manifest.get("run", "")))
                 if drawn is not None:
                     extras.set_random_states(drawn)
                 elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
@@ -186,7 +183,11 @@ class _Plan:
     rng: bool
 
 
-def _wanted(base: Path, state: TrainState, step: int | None) -> list[int]:
+def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank: str) -> list[int]:
+    if data not in ("own", "all"):
+        raise InputError(f'checkpoint.load: data must be "own" or "all", got {brief(data)}.')
+    if per_rank not in ("refuse", "mean"):
+        raise InputError(f'checkpoint.load: per_rank must be "refuse" or "mean", got {brief(per_rank)}.')
     if not isinstance(state, TrainState):
         raise StepError(
             f"checkpoint.load: the state is the ltx.TrainState of a train step, such as train.init(params), got "
@@ -197,17 +198,14 @@ def _wanted(base: Path, state: TrainState, step: int | None) -> list[int]:
 
 
 def _all(together: Together, what: str, make: Callable[[], T]) -> list[T]:
-    """What `make` gives on every rank, JSON; the first error on all of them."""
+    """What `make` gives on every rank, JSON; one error on all of them if it fails on any."""
     mine, failure = None, None
     try:
         mine = make()
     except Exception as error:
         failure = error
-    posts = together.meet(what, [mine, f"{type(failure).__name__}: {failure}" if failure else ""])
-    if failure is not None:
-        raise failure
-    if errors := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(posts) if text]:
-        raise InputError(f"checkpoint.load: {'; '.join(errors)}")
+    posts = together.meet(what, [mine, said_of(failure) if failure else None])
+    refuse([trouble for _, trouble in posts], failure, "checkpoint.load")
     return [value for value, _ in posts]
 
 

@@ -16,10 +16,10 @@ import torch
 
 from ltx import wire
 from ltx.arguments import brief, checked
-from ltx.checkpoint import directory, extras, storage
+from ltx.checkpoint import directory, extras, runs, storage
 from ltx.checkpoint.contents import leaves_of, name_on, shared_out
 from ltx.checkpoint.storage import Piece
-from ltx.checkpoint.together import Together
+from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.errors import CheckpointError, InputError, StepError
 from ltx.transforms.train_state import TrainState, updates_of
 
@@ -40,15 +40,6 @@ class _Contents:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _told(error: BaseException) -> str:
-    """An error in the words of its cause: torch's writer hides why a file can't be written."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    told = cause or error
-    return f"{type(told).__name__}: {told}"
-
-
 @dataclass(frozen=True)
 class _Job:
     """A save that all ranks have agreed on, ready to be written."""
@@ -59,15 +50,18 @@ class _Job:
     pieces: list[Piece]
     manifest: dict[str, Any]
     keep: int | None
+    failure: Exception | None = None  # why this rank can't write its part
 
     def run(self) -> Path:
         """Write, on all ranks; raises CheckpointError on all of them if one fails."""
         try:
+            if self.failure is not None:
+                raise self.failure
             written = storage.write(self.temporary, self.together.rank, self.pieces)
             files = directory.describe(self.temporary, {entry[5] for entry in written})
             said = {"written": written, "files": files}
         except Exception as error:
-            said = {"error": _told(error)}
+            said = {"error": said_of(error)[1]}
         except BaseException as error:
             self.give_up(error)
             raise
@@ -80,7 +74,7 @@ class _Job:
 
     def give_up(self, error: BaseException) -> None:
         """Tell the peers that this rank writes nothing."""
-        self._conclude({"error": _told(error)})
+        self._conclude({"error": said_of(error)[1]})
 
     def _conclude(self, said: dict[str, Any]) -> str:
         """What went wrong on some rank; "" if nothing did, and the checkpoint is there."""
@@ -95,7 +89,7 @@ class _Job:
         try:
             problem = self._commit([json.loads(text) for text in texts])
         except Exception as error:
-            problem = f"rank 0: {_told(error)}"
+            problem = f"rank 0: {said_of(error)[1]}"
         if problem:
             directory.discard(self.temporary)
         return self.together.tell(problem)
@@ -122,7 +116,7 @@ class _Job:
         files |= directory.describe(self.temporary, [storage.METADATA])
         directory.commit(self.temporary, self.final, {**self.manifest, "files": files})
         if self.keep is not None:
-            directory.prune(self.final.parent, self.keep, self.manifest["step"])
+            directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
         return ""
 
 
@@ -163,25 +157,28 @@ def _pieces(name: str, encoded: extras.Encoded) -> list[Piece]:
 
 def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any) -> _Job:
     """What the ranks agree on before anything is written."""
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise InputError(
-            f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {brief(keep)}."
-        )
-    directory.check_name(path)
     base, temporary = Path(os.path.abspath(path)), None
     together = Together(operation, axis, base)
     contents: _Contents | None = None
     failure: Exception | None = None
     try:
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise InputError(
+                f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {brief(keep)}."
+            )
+        directory.check_name(path)
         contents = _contents(state, together, data, rng)
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
-            temporary = directory.hidden(base, directory.step_path(base, state.step).name)
+            final = directory.step_path(base, state.step)
+            directory.check_replaceable(final, runs.run_in(base))
+            temporary = directory.hidden(base, final.name)
             temporary.mkdir()
     except Exception as error:
         failure = error
     mine = {
-        "error": _told(failure) if failure else "",
+        "error": said_of(failure) if failure else None,
+        "run": runs.run_in(base),
         "to": [str(base), contents.manifest["step"] if contents else -1],
         "common": contents.digest if contents else "",
         "data": extras.digest(contents.data) if contents else "",
@@ -189,8 +186,8 @@ def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, k
     }
     try:
         by_rank = together.meet("", mine)
-        if failure is not None:
-            raise failure
+        troubles = [said["error"] for said in by_rank]
+        refuse(troubles, failure, "the checkpoint wasn't saved", " Earlier ones are as they were.")
         assert contents is not None
         _check_same(by_rank)
     except BaseException:
@@ -198,7 +195,10 @@ def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, k
         if temporary is not None:
             directory.discard(temporary)
         raise
-    own, common, manifest = list(contents.own), list(contents.common), dict(contents.manifest)
+    # Of the first that knows it: a newcomer to a run doesn't.
+    run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
+    runs.continue_run(base, run)
+    own, common, manifest = list(contents.own), list(contents.common), {**contents.manifest, "run": run}
     manifest["data"] = "common" if len({said["data"] for said in by_rank}) == 1 else "per_rank"
     if manifest["data"] == "common":
         common += _pieces("data", contents.data)
@@ -217,9 +217,6 @@ def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, k
 
 
 def _check_same(by_rank: Sequence[dict[str, Any]]) -> None:
-    errors = [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if said["error"]]
-    if errors:
-        raise CheckpointError(f"the checkpoint wasn't saved: {'; '.join(errors)}. Earlier ones are as they were.")
     for what, key, fix in (
         ("where and at which step to save", "to", "save the same step to the same path on every rank"),
         ("what is replicated in the state", "common", "give every rank the state of the same train step"),
@@ -254,15 +251,17 @@ def save(
             once if it is the same on every rank.
         rng: save the default random number generators too: torch's (CPU, and the current CUDA device), Python's, and
             NumPy's if it is loaded; each rank's.
-        keep: remove all but so many of the latest checkpoints afterwards. None: keep all. The one just saved stays.
+        keep: remove all but so many of this run's latest checkpoints afterwards. None: keep all. The one just saved
+            stays, and so do those of a run that this one hasn't gone on from (:func:`load`).
         axis: the ranks that save together, as in :func:`ltx.psum`; those of the train step.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: a rank couldn't write its part; on every rank, naming it. Earlier checkpoints are as they were.
-        DonatedStateError, InputError, StepError: the state or `data` can't be saved; peers get a CheckpointError.
+        CheckpointError: a rank couldn't write its part, or there is a checkpoint of this step that another run has
+            saved; on every rank, naming it. Earlier checkpoints are as they were.
+        DonatedStateError, InputError, StepError: the state or `data` of a rank can't be saved; on every rank, too.
         RankMismatchError: ranks came with different paths, steps or states.
 
     Example:
@@ -344,6 +343,8 @@ def save_async(
     job = _begin("checkpoint.save_async", path, state, data, rng, keep, axis)
     try:
         pieces = [replace(piece, tensor=_copied(piece.tensor)) for piece in job.pieces]
+    except Exception as error:  # which :meth:`Saving.result` raises, on all ranks alike
+        return Saving(replace(job, failure=error))
     except BaseException as error:
         job.give_up(error)
         raise

@@ -6,16 +6,57 @@ Who saves because the store is gone meets in the folder of the checkpoints inste
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ltx import wire
+from ltx import errors, wire
 from ltx.axis import Axis, GroupBacking
-from ltx.errors import LtxError, StoreGoneError, UnsupportedError
+from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError, message_of
 
 # How long rank 0 waits for the others to have heard what it tells them.
 _HEARD_S = 10.0
+
+
+#: What went wrong on a rank, to be told to the others: the name of the error's class, and text. None if nothing did.
+Trouble = tuple[str, str] | None
+
+
+def said_of(error: BaseException) -> tuple[str, str]:
+    """`error` in the words of its cause: torch's writer hides why a file can't be written."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    told, ours = cause or error, isinstance(error, LtxError) and cause is None
+    kind = type(error).__name__ if ours else CheckpointError.__name__
+    return kind, message_of(error) if ours else f"{type(told).__name__}: {message_of(told)}"
+
+
+def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: str = "") -> None:
+    """Raise one error for what went wrong, the same on all ranks, if anything did; `own` is this rank's.
+
+    It is of the class that all who failed raised, if that is one of ltx's, else a CheckpointError.
+    """
+    error = _refusal(by_rank, what, after)
+    if error is not None and own is not None and (type(own), message_of(own)) == (type(error), str(error)):
+        raise own
+    if error is not None:
+        raise error from own
+
+
+def _refusal(by_rank: Sequence[Trouble], what: str, after: str) -> LtxError | None:
+    failed = {rank: trouble for rank, trouble in enumerate(by_rank) if trouble is not None}
+    if not failed:
+        return None
+    (kind, text), *others = failed.values()
+    kind = kind if all(other[0] == kind for other in others) else CheckpointError.__name__
+    made: type[LtxError] = getattr(errors, kind, CheckpointError)
+    same = len(failed) == len(by_rank) and all(other[1] == text for other in others)
+    if same and made is not CheckpointError:  # what each caller did, in words that say what
+        return made(text)
+    told = text if same else "; ".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
+    return made(f"{what}: {told.rstrip('.')}.{after}")
 
 
 class Together:
@@ -61,7 +102,13 @@ class Together:
         except StoreGoneError:
             if self._folder is None:
                 raise
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.operation}: the ranks' store is gone, and they can't meet in {self._folder} instead: "
+                f"{said_of(error)[1]}"
+            ) from error
         self._notes = self.line.notes_without_store(self._folder)
         self._notes.put(f"{place}/{self.rank}", json.dumps([what, value]))
         texts = self._notes.take([f"{place}/{rank}" for rank in range(self.size)], self.operation)

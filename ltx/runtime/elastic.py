@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ltx import collectives, wire
 from ltx.axis import GroupBacking
 from ltx.errors import (
+    CheckpointError,
     CollectiveTimeoutError,
     DeadlockDetectedError,
     LtxError,
@@ -40,8 +42,9 @@ _PATIENCE = 3
 
 
 # What ranks tell in a new world: steps done, of which saved, fingerprint of the state, position, whether it has looked
-# for a snapshot. A newcomer has done -1 steps.
-_Told = tuple[int, int, str, DataPosition, bool]
+# for a snapshot; and the token of the hold on the snapshots' directory, with the run of which those are. A newcomer has
+# done -1 steps.
+_Told = tuple[int, int, str, DataPosition, bool, tuple[str, str | None]]
 
 
 def elastic(
@@ -98,7 +101,8 @@ def elastic(
         meeting_timeout: how long those that have met wait for a rank that lives and doesn't come: for longer than a
             step takes. Those that are known to be gone aren't waited for. A newcomer waits so long for an answer.
         snapshots: a directory that all ranks see, for checkpoints (:mod:`ltx.checkpoint`), written every `every` steps
-            and at the end, of which the latest `keep` stay. Random number generators go on only on as many ranks.
+            and at the end, of which the latest `keep` stay. Random number generators go on only on as many ranks. No
+            other run can use the directory meanwhile: it is locked.
         every, keep: see `snapshots`.
 
     Returns:
@@ -106,6 +110,7 @@ def elastic(
 
     Raises:
         PeerLostError: too few ranks are left, the store's holder is gone, or the others have gone on without this rank.
+        CheckpointError: another run uses the directory `snapshots`, or a snapshot can't be written or read.
         ReplicaDivergedError: ranks have different values, none of them most ranks', and there are no snapshots.
         StrategyError: the strategy keeps parameters, optimizer state or communication state for each rank alone or in
             shards, which a lost rank takes with it, and there are no `snapshots`. With these, a loss is raised, and a
@@ -157,6 +162,7 @@ class _Way:
     settings: dict[str, Any]
     place: Placement
     roster: Roster | None = None
+    hold: Any = None  # on the directory of the snapshots
     has_state: bool = True  # false for a newcomer until its peers have given it theirs
     begun: bool = False  # has looked for a snapshot to start from
     saved: int = -1  # the step of the last snapshot
@@ -173,6 +179,8 @@ class _Run(Arguments):
         way = _Way(_At(state, position), settings, place, has_state=place.joins is None)
         over = False
         try:
+            if not way.place.joins:
+                self._hold(way)
             self._join(way) if way.place.joins else self._open(way)
             while True:
                 try:
@@ -190,6 +198,32 @@ class _Run(Arguments):
         finally:
             if way.roster is not None:
                 way.roster.close(over)
+            if way.hold is not None:
+                way.hold.release()
+
+    def _hold(self, way: _Way) -> None:
+        """Keep other runs out of the directory of the snapshots, on all ranks or on none."""
+        if self.snapshots is None:
+            return
+        from ltx.checkpoint import runs
+
+        _, rank = wire.size_and_rank(self.axis)
+        token, failure = os.urandom(8).hex(), None
+        try:
+            if rank == 0:
+                way.hold = runs.Hold(self._base, token, first=True)
+        except CheckpointError as error:
+            failure = error
+        token, said = collectives.broadcast_object((token, failure and str(failure)), 0, self.axis)
+        if said:
+            raise failure or CheckpointError(said)
+        if rank > 0:
+            way.hold = runs.Hold(self._base, token, first=False)
+
+    @property
+    def _base(self) -> Path:
+        assert self.snapshots is not None
+        return Path(os.path.abspath(self.snapshots))
 
     def _open(self, way: _Way) -> None:
         """Begin a run with all ranks, where they can meet again."""
@@ -301,11 +335,23 @@ class _Run(Arguments):
         world = init.reform(way.settings, way.roster.meetings, place)
         for callback in self.on_reset:
             callback(world)
+        hold: tuple[str, str | None] = ("", None)
+        if way.hold is not None:
+            from ltx.checkpoint import runs  # takes a while
+
+            hold = (way.hold.token, runs.run_in(self._base))
         if not way.has_state:
-            mine = (-1, -1, "", way.at.position, True)
+            mine: _Told = (-1, -1, "", way.at.position, True, hold)
         else:
-            mine = (way.at.state.step, way.saved, fingerprint(way.at.state), way.at.position, way.begun)
-        return list(collectives.all_gather_object(mine, self.axis))
+            mine = (way.at.state.step, way.saved, fingerprint(way.at.state), way.at.position, way.begun, hold)
+        told = list(collectives.all_gather_object(mine, self.axis))
+        if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
+            from ltx.checkpoint import runs
+
+            (token, run), *_ = theirs
+            way.hold = runs.Hold(self._base, token, first=False)
+            runs.continue_run(self._base, run)
+        return told
 
     def _taken_over(self, way: _Way, told: list[_Told]) -> bool:
         """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
@@ -314,7 +360,7 @@ class _Run(Arguments):
             raise PeerLostError("elastic: the ranks that had the training's state are gone; these are newcomers.")
         there = [rank for rank, (step, *_) in enumerate(told) if step == last]
         most, count = Counter(told[rank][2] for rank in there).most_common(1)[0]
-        way.begun = all(begun for *_, begun in told)
+        way.begun = all(begun for *_, begun, _ in told)
         if 2 * count <= len(there):  # nobody knows which is right
             way.has_state = self._restore(way)
             return way.has_state

@@ -1,0 +1,100 @@
+"""Whose checkpoints those in a directory are: nobody replaces or removes another run's, or uses a directory twice.
+
+A run is what goes on from its own checkpoints, through as many processes as it takes: who loads one continues its run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+
+from ltx.errors import CheckpointError
+
+_LOCK = ".in-use"
+
+# The run that this process' checkpoints in a directory belong to: of a whole process, as the files are. Checkpoints
+# from before runs had names belong to the run "".
+_runs: dict[Path, str] = {}
+
+
+def run_in(base: Path) -> str | None:
+    """The run that this process continues in the directory `base`; None if it has neither saved nor loaded there."""
+    return _runs.get(base)
+
+
+def continue_run(base: Path, run: str | None) -> None:
+    """From now on this process' checkpoints in `base` belong to `run`."""
+    if run is not None:
+        _runs[base] = run
+
+
+class Hold:
+    """A directory that this process' run uses: for as long as any of its processes holds it, no other run can.
+
+    The lock is the operating system's, on a file in the directory, so it ends with the process, however that ends.
+    Forks don't have it.
+
+    Args:
+        base: the directory.
+        token: what tells the run from all others, which its processes tell one another.
+        first: this process begins the run; those that come after it share its hold.
+
+    Raises:
+        CheckpointError: another run uses the directory, or it can't be written to.
+    """
+
+    def __init__(self, base: Path, token: str, first: bool):
+        self.token = token
+        self._file: int | None = None
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(base / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if first:
+                raise CheckpointError(f"{base} can't be written to: {type(error).__name__}: {error}") from error
+            return  # this rank's part of a checkpoint tells, if it can't be written either
+        try:
+            self._lock(first)
+        except OSError as error:
+            begun = _begun(os.pread(self._file, 1000, 0))
+            self.release()
+            if first and error.errno in (errno.EACCES, errno.EAGAIN):
+                raise CheckpointError(
+                    f"{base} is in use by another run, begun by {begun}. Wait for its end, or give another directory. "
+                    "If that process is gone, another rank of its run is left."
+                ) from error
+            if first:
+                warnings.warn(
+                    f"{base} can't be locked against a second run ({error}). Give no two runs the same directory.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _lock(self, first: bool) -> None:
+        assert self._file is not None
+        if first:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(who).encode(), 0)
+        fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """This process uses the directory no longer."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _begun(written: bytes) -> str:
+    try:
+        who = json.loads(written)
+        return f"process {who['pid']} on {who['host']} at {who['since']}"
+    except (ValueError, LookupError, TypeError):  # it is just beginning
+        return "a process that hasn't told its name"

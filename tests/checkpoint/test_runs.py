@@ -1,0 +1,91 @@
+"""Checkpoints of another run: nobody removes or replaces them, and a directory in use is locked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.checkpoint import directory, runs
+from ltx.errors import CheckpointError
+from tests.forks import Ranks
+from tests.runtime.elastic_training import START, batch, make
+
+
+def state_of(step: int) -> Any:
+    train = ltx.train_step(
+        ltx.data_parallel(lambda w, x: (w * x).square()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+    )
+    state = train.init(torch.ones(()))
+    for _ in range(step):
+        state, _ = train(state, torch.ones(()))
+    return state
+
+
+@pytest.fixture
+def of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the checkpoints of steps 1, 2 and 5, of a process that has ended."""
+    for step in (1, 2, 5):
+        ltx.checkpoint.save(tmp_path, state_of(step))
+    monkeypatch.setattr(runs, "_runs", {})
+    return tmp_path
+
+
+def test_another_runs_checkpoints_stay(of_others: Path) -> None:
+    for step in (3, 4):
+        ltx.checkpoint.save(of_others, state_of(step), keep=1)
+    assert directory.steps(of_others) == [5, 4, 2, 1]
+    with pytest.raises(CheckpointError, match=r"step_00000005 is there, saved by another run\. Give another directory"):
+        ltx.checkpoint.save(of_others, state_of(5), keep=1)
+    assert directory.steps(of_others) == [5, 4, 2, 1]
+    assert list(of_others.glob(".*")) == []
+
+
+def test_who_goes_on_from_them_continues_the_run(of_others: Path) -> None:
+    assert ltx.checkpoint.load(of_others, state_of(0)).step == 5
+    ltx.checkpoint.save(of_others, state_of(6), keep=2)
+    assert directory.steps(of_others) == [6, 5]
+
+
+def test_a_directory_in_use_is_locked_against_a_second_run(started: Callable[..., Ranks], tmp_path: Path) -> None:
+    """Also after rank 0, which has locked it, is gone; when all are, it is free again."""
+    go = get_context("fork").Semaphore(0)
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        def on_step(state: Any, *_: Any) -> None:
+            if state.step in (4, 6):
+                tell(ltx.world().size)
+                assert go.acquire(timeout=20)
+                if state.step == 4 and ltx.world().rank == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        train, state = make()
+        arguments = {"epochs": 2, "snapshots": tmp_path, "every": 2, "keep": 2, "on_step": on_step}
+        return ltx.elastic(train, state, batch, START, **arguments)[0].step
+
+    def second(tell: Callable[[Any], None]) -> Any:
+        return ltx.elastic(*make(), batch, START, epochs=1, snapshots=tmp_path)[0].step
+
+    world = started(2, body)
+    for told, left in ([2, 2], 2), ([1], 1):
+        assert [world.told(rank) for rank in range(2 - left, 2)] == told
+        before = sorted(tmp_path.glob("step_*"))
+        other = started(2, second)
+        said = [other.told(rank) for rank in range(2)]
+        assert said[0] == said[1]
+        assert said[0].startswith(f"CheckpointError: {tmp_path} is in use by another run, begun by process ")
+        assert sorted(tmp_path.glob("step_*")) == before
+        for _ in range(left):
+            go.release()
+    assert world.told(1) == 10
+    assert directory.steps(tmp_path) == [10, 8]
+    assert ltx.elastic(*make(), batch, START, epochs=2, snapshots=tmp_path)[0].step == 10
+    shutil.rmtree(tmp_path)
