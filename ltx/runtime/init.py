@@ -34,7 +34,12 @@ from ltx.runtime.groups import (
     open_axes,
     settle,
 )
-from ltx.runtime.launchers import JOIN_VARIABLE, placement_from_arguments, placement_from_env
+from ltx.runtime.launchers import (
+    JOIN_VARIABLE,
+    placement_beside_group,
+    placement_from_arguments,
+    placement_from_env,
+)
 from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, world_of
 from ltx.typing import Tree
@@ -321,7 +326,11 @@ def _start(asked: Mapping[str, Any]) -> _Session:
     with ExitStack() as undo:
         timeout = asked.get("timeout", _DEFAULT_TIMEOUT)
         heartbeat = asked.get("heartbeat_timeout", _DEFAULT_HEARTBEAT)
-        placement = asked.get("placement") or placement_from_env(os.environ)
+        placement = asked.get("placement") or (
+            placement_beside_group(os.environ, dist.get_rank(), dist.get_world_size())
+            if dist.is_initialized()
+            else placement_from_env(os.environ)
+        )
         if dist.is_initialized():
             world = adopted_world(placement, asked.get("backend"), told="placement" in asked)
         else:

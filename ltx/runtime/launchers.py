@@ -47,6 +47,27 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
     return launcher.placement(Variables(environ, launcher.name, launcher.marks, launcher.start))
 
 
+def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> Placement:
+    """Where a process is whose process group exists: what `environ` adds to its `rank` and `size`.
+
+    Launchers of other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for
+    GROUP_RANK. What they leave out the group knows.
+    """
+    try:
+        return placement_from_env(environ)
+    except WorldError:
+        known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        if "NODE_RANK" in environ:
+            known |= {"GROUP_RANK": environ["NODE_RANK"]}
+    try:
+        return placement_from_env({**environ, **known})
+    except WorldError:
+        local_rank = environ.get("LOCAL_RANK", "")
+        if local_rank.isdecimal() and int(local_rank) <= rank:
+            return Placement("user", rank, size, local_rank=int(local_rank), local_size=size)
+        return Placement("user", rank, size, local_rank=rank, local_size=size)
+
+
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     """The first launcher of :data:`LAUNCHERS` that knows `environ`."""
     return next((launcher for launcher in LAUNCHERS if launcher.started_this(environ)), None)

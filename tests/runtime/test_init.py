@@ -19,7 +19,7 @@ import ltx
 from ltx.axis import axes_in_scope
 from ltx.errors import WorldError
 from ltx.runtime.init import init, shutdown, to_device, world
-from ltx.runtime.launchers import LAUNCHERS
+from ltx.runtime.launchers import LAUNCHERS, placement_beside_group
 from tests.forks import free_port
 
 
@@ -176,6 +176,24 @@ def test_a_group_of_the_user_is_adopted_and_left_alone() -> None:
     assert dist.group.WORLD is group
     with init():
         assert ltx.psum(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.usefixtures("user_group")
+def test_a_group_is_adopted_beside_fabrics_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets these, and no RANK."""
+    fabric = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "0"}
+    for name, value in fabric.items():
+        monkeypatch.setenv(name, value)
+    with init() as entered:
+        assert (entered.launcher, entered.rank, entered.size, entered.local_rank) == ("user", 0, 1, 0)
+
+
+def test_where_a_group_is_and_the_environment_says_half() -> None:
+    fabric = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
+    found = placement_beside_group({**fabric, "LOCAL_RANK": "1", "NODE_RANK": "1"}, 3, 4)
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
+    found = placement_beside_group({"WORLD_SIZE": "4", "LOCAL_RANK": "nonsense"}, 3, 4)
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 3)
 
 
 @pytest.mark.usefixtures("user_group")
