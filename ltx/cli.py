@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
+import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ltx.demo import options as demo_options
 
@@ -75,8 +78,9 @@ def _doctor(parsed: argparse.Namespace) -> int:
 def launch(arguments: Sequence[str]) -> int:
     """Start a script on every rank of this machine and wait for it: ``torchrun``, with these differences.
 
-    ``-n`` is short for ``--nproc-per-node``. A run on this machine alone meets on a free port (``--standalone``)
-    rather than on a fixed one, so that several can run at once. A failure is told without the launcher's own traceback.
+    ``-n`` is short for ``--nproc-per-node``. Ranks of a run on this machine alone meet on loopback, where nobody else
+    can connect, at a free port unless one is given (``--master-port``), so that several can run at once. With
+    ``LTX_KEY`` set, it prints where others may join. A failure is told in a line about the rank that failed first.
 
     Args:
         arguments: torchrun's options, then the script (or ``-m`` and a module), then the script's arguments.
@@ -89,19 +93,28 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    from ltx.runtime import agent, failure_file
+
     parser = torchrun.get_args_parser()
     parser.prog = "ltx run"
     parser.description = "Start a script on several ranks. Takes all options of torchrun, which it is built on."
     parser.add_argument("-n", dest="nproc_per_node", metavar="N", help="ranks on this machine: --nproc-per-node")
     parsed = parser.parse_args(list(arguments))
-    parsed.standalone = parsed.standalone or _is_local(parsed)
+    if parsed.standalone or _is_local(parsed):
+        agent.register(_tell_join if os.environ.get("LTX_KEY") else None)
+        parsed.standalone, parsed.rdzv_backend = False, agent.LOOPBACK_RENDEZVOUS
+        parsed.rdzv_endpoint, parsed.rdzv_id = f"127.0.0.1:{parsed.master_port or 0}", uuid.uuid4().hex
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
     if parsed.nnodes in {"1", "1:1"}:
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle
+    logs = None
+    if parsed.log_dir is None:
+        logs = tempfile.TemporaryDirectory(prefix="ltx_run_")
+        parsed.log_dir = logs.name
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
+        print(failure_file.told_failures(Path(parsed.log_dir), error.failures), file=sys.stderr)
         return 1
     except RendezvousError as error:  # the launchers of several machines: this one's ranks have been ended
         print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
@@ -109,16 +122,22 @@ def launch(arguments: Sequence[str]) -> int:
     except SignalException as error:
         print(f"ltx run: stopped by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval.value
+    finally:
+        if logs is not None:
+            logs.cleanup()
     return 0
 
 
+def _tell_join(port: int) -> None:
+    print(f"ltx run: processes with the same LTX_KEY may join: LTX_JOIN=127.0.0.1:{port}", file=sys.stderr, flush=True)
+
+
 def _is_local(parsed: argparse.Namespace) -> bool:
-    """Whether nothing asks for another machine or a fixed meeting point."""
+    """Whether nothing asks for another machine."""
     return (
         parsed.nnodes in {"1", "1:1"}
         and parsed.rdzv_backend == "static"
         and not parsed.rdzv_endpoint
-        and parsed.master_port is None
         and parsed.master_addr == "127.0.0.1"
         and parsed.node_rank == 0
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 import ltx.cli
 from ltx.demo.options import Options, options_of
 from ltx.demo.options import parse as parse_demo
+from ltx.runtime.failure_file import Ended, first_failure
 
 torchrun = pytest.importorskip("torch.distributed.run")
 
@@ -32,6 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     calls: list[argparse.Namespace] = []
     monkeypatch.setattr(torchrun, "run", calls.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LTX_KEY", "the test's own")  # or the command's would stay behind
     return calls
 
 
@@ -69,7 +72,7 @@ def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) ->
     assert parsed.max_restarts == 1
     assert parsed.training_script == "script.py"
     assert parsed.training_script_args == ["-n", "7", "--help"]
-    assert parsed.standalone
+    assert parsed.rdzv_backend == "ltx-loopback"
     assert not parsed.module
 
 
@@ -138,8 +141,74 @@ def test_run_fails_when_a_rank_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
     done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
     assert done.returncode == 1
-    assert "exitcode  : 3" in done.stderr
+    assert "ltx run: rank 1 exited with status 3\n" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+FAILING = """
+import os, sys, time, torch, ltx
+from contextlib import ExitStack
+with ExitStack() as late:
+    if os.environ["RANK"] == "1":
+        late.callback(time.sleep, 3.0)  # the launcher sees its peer end first
+    with ltx.init():
+        ltx.psum(torch.ones(()))
+        if os.environ["RANK"] == "1":
+            raise ValueError("the first to raise")
+        ltx.psum(torch.ones(()))
+"""
+
+
+def test_run_names_the_rank_whose_exception_came_first(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILING)
+    done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.index("ltx run: ") :]
+    assert said.startswith("ltx run: rank 1 raised ValueError: the first to raise (script.py:10 in <module>: raise Val")
+    assert "\nOther ranks: rank 0 raised DeadlockDetectedError: " in said
+    assert "FAILED" not in done.stderr  # the launcher's block
+    assert "Root Cause" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ended", "first"),
+    [
+        ({0: Ended("", "PeerLostError", 1.0), 1: Ended("was killed by SIGKILL")}, 1),
+        ({0: Ended("was killed by SIGTERM"), 1: Ended("was killed by SIGKILL")}, 1),
+        ({0: Ended("was killed by SIGABRT"), 1: Ended("", "KeyError", 5.0), 2: Ended("", "ValueError", 4.0)}, 2),
+        ({0: Ended("", "DeadlockDetectedError", 5.0), 1: Ended("", "DeadlockDetectedError", 4.0)}, 1),
+    ],
+)
+def test_the_first_failure(ended: dict[int, Ended], first: int) -> None:
+    assert first_failure(ended) == first
+
+
+LISTENING = """
+import os, sys, torch, ltx
+with ltx.init() as world:
+    ltx.psum(torch.ones(()))
+    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in (os.getpid(), os.getppid())
+              for fd in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{fd}")}
+    for name in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in inodes:
+                sys.stdout.write(f"listens {local.split(':')[0]}\n")
+    ltx.barrier()
+"""
+
+
+def test_on_one_machine_nothing_listens_beyond_loopback_and_others_are_told_where_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(LISTENING)
+    monkeypatch.setenv("LTX_KEY", "secret")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"listens", "0100007F"}  # 127.0.0.1
+    assert re.fullmatch(r"ltx run: processes with the same LTX_KEY may join: LTX_JOIN=127.0.0.1:\d+\n", done.stderr)
+    assert "secret" not in done.stderr
 
 
 #: Steps of each configuration. One rank is quick enough with one of them; tests/demo trains the others in process.

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from ltx.errors import CheckpointError
@@ -51,19 +52,25 @@ class Hold:
 
     def __init__(self, base: Path, token: str, first: bool):
         self.token = token
+        self._path = base / _LOCK
         self._file: int | None = None
         try:
             base.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(base / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._open()
         except OSError as error:
             if first:
                 raise CheckpointError(f"{base} can't be written to: {type(error).__name__}: {error}") from error
             return  # this rank's part of a checkpoint tells, if it can't be written either
         try:
             self._lock(first)
+            while not self._is_there():  # the last holder has removed it meanwhile
+                self._open()
+                self._lock(first)
         except OSError as error:
+            assert self._file is not None
             begun = _begun(os.pread(self._file, 1000, 0))
-            self.release()
+            os.close(self._file)
+            self._file = None
             if first and error.errno in (errno.EACCES, errno.EAGAIN):
                 raise CheckpointError(
                     f"{base} is in use by another run, begun by {begun}. Wait for its end, or give another directory. "
@@ -76,6 +83,17 @@ class Hold:
                     stacklevel=2,
                 )
 
+    def _open(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _is_there(self) -> bool:
+        assert self._file is not None
+        with suppress(FileNotFoundError):
+            return os.stat(self._path).st_ino == os.fstat(self._file).st_ino
+        return False
+
     def _lock(self, first: bool) -> None:
         assert self._file is not None
         if first:
@@ -86,8 +104,12 @@ class Hold:
         fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def release(self) -> None:
-        """This process uses the directory no longer."""
+        """This process uses the directory no longer. The last of its run removes the lock's file."""
         if self._file is not None:
+            with suppress(OSError):  # another process holds it too
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_there():
+                    os.unlink(self._path)
             os.close(self._file)
             self._file = None
 

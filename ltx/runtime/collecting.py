@@ -33,7 +33,10 @@ def collect(
     """
     answers: dict[int, Any] = {}
     for rank in ranks:
-        crew.send(rank, call)  # one that is gone is found out below
+        if (ended := crew.ended_idle(rank)) is not None:
+            answers[rank] = ended
+        else:
+            crew.send(rank, call)  # one that goes just now is found out below
     try:
         return _gather(crew, number, ranks, answers, limit_s)
     except KeyboardInterrupt:
@@ -47,8 +50,10 @@ def collect(
 def _gather(
     crew: Crew, number: int, ranks: Sequence[int], answers: dict[int, Any], limit_s: float | None
 ) -> dict[int, Any]:
-    waiting = set(ranks)
+    waiting = set(ranks) - answers.keys()
     end = float("inf") if limit_s is None else time.monotonic() + limit_s
+    if answers:
+        end = min(end, time.monotonic() + PATIENCE_S)
     while waiting and time.monotonic() < end:
         for rank, answer in _receive(crew, waiting, answers, end).items():
             if not isinstance(answer, Result):

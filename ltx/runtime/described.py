@@ -31,7 +31,7 @@ def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False
         pickled = cloudpickle.dumps(error)
     except Exception:
         pickled = None
-    where = place_of(traceback.extract_tb(error.__traceback__))
+    where = place_of_error(error)
     return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled)
 
 
@@ -47,6 +47,11 @@ def place_of(trace: traceback.StackSummary) -> str:
     frames = [frame for frame in trace if not _is_ours(frame.filename)]
     own = [frame for frame in frames if not is_installed(frame.filename)] or frames
     return _in_words(own[-1]) if own else ""
+
+
+def place_of_error(error: BaseException) -> str:
+    """The innermost frame of the user's in which `error` was raised, in words; "" if there is none."""
+    return place_of(traceback.extract_tb(error.__traceback__))
 
 
 def places_of(frame: FrameType) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ltx.errors import WorkerError
-from ltx.runtime.messages import At, Failure, Result
+from ltx.runtime.messages import At, Failure, Idle, Result
 
 _ENDED = "The workers were ended, with what they had kept; the next run starts new ones."
 _KEPT = "The workers keep their state, and the next run begins with a new world."
@@ -90,7 +90,8 @@ def failure_error(
     error = CallFailedError()
     error.rank = first
     if isinstance(answer, str):
-        error.args = (f"rank {first} of {size} {answer} while it ran {name}.{rest}",)
+        when = f"before it could run {name}" if isinstance(answer, Idle) else f"while it ran {name}"
+        error.args = (f"rank {first} of {size} {answer} {when}.{rest}",)
         return error
     error.type_name, error.traceback_text = answer.type_name, answer.traceback_text
     error.args = (
@@ -105,6 +106,8 @@ def told_where(answer: Any) -> str:
     """Where a rank was that was asked to give up, in words; `answer` is None or an At if it didn't."""
     if answer is None:
         return "didn't give up (it is in code that Python can't interrupt)"
+    if isinstance(answer, At) and answer.caught:
+        return f"didn't give up (it catches KeyboardInterrupt, as BaseException, and goes on, at {answer.where})"
     if isinstance(answer, At):
         return f"didn't give up (it is in code that Python can't interrupt, at {answer.where})"
     if isinstance(answer, Result):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import math
 import os
+import socket
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -21,13 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from ltx import wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import WorldError
 from ltx.runtime.launchers import UNSURE
-from ltx.runtime.placement import Placement
+from ltx.runtime.placement import Placement, is_loopback, loopback_listener
 from ltx.runtime.world import World, world_of
 from ltx.wire import close_axis, open_axis
 from ltx.wire.operations import connect_limit
@@ -105,9 +106,8 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
     try:
         store = _meetings.stores.get(placement)
         if store is None:
-            host = f"[{address}]" if ":" in address else address
-            url = f"tcp://{host}:{port}?rank={world.rank}&world_size={world.size}"
-            store, _, _ = next(iter(rendezvous(url, timeout=timeout)))
+            _check_known(address)
+            store = _open_store(address, port, world, timeout)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -115,6 +115,10 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
         undo.callback(id, store)  # keeps it: torch's C++ code alone doesn't keep what is Python's of one
         store.set_timeout(timeout)
         meeting = PrefixStore(f"ltx/{_meetings.count}", store)
+        if is_loopback(address) and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody from elsewhere is to come
+            undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+        _gather(meeting, world, timeout)
         limit = connect_limit(store, world.backend, timeout)
         dist.init_process_group(
             world.backend,
@@ -126,6 +130,8 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
         )
         if limit < timeout:
             c10d._set_pg_timeout(timeout, dist.group.WORLD)
+    except WorldError:
+        raise
     except Exception as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} couldn't set up torch.distributed ({world.backend}) at "
@@ -135,6 +141,52 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
         ) from error
     undo.callback(_destroy, dist.group.WORLD)
     return meeting
+
+
+def _check_known(address: str) -> None:
+    """Raise if nobody knows the host `address`: torch would try for as long as the ranks may take to meet."""
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise WorldError(
+            f"the ranks are to meet at {address!r}, a host that isn't known here: {error}. Check MASTER_ADDR, or the "
+            "master that ltx.init was given: the name or address of rank 0's machine."
+        ) from error
+
+
+def _open_store(address: str, port: int, world: World, timeout: timedelta) -> Store:
+    """The store at which the ranks meet; rank 0 holds it, unless their launcher does."""
+    holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listening: dict[str, Any] = {}
+    if holds and is_loopback(address):
+        with suppress(OSError):  # this process holds one there already; or another does, and torch says so
+            listening["master_listen_fd"] = loopback_listener(address, port).detach()
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=True, **listening
+    )
+    return store
+
+
+def _gather(meeting: Store, world: World, timeout: timedelta) -> None:
+    """Wait until all ranks are here. Raises WorldError if they don't agree on their number, or don't come."""
+    meeting.append("here", f"{world.rank} {world.size}\n")  # type: ignore[attr-defined]
+    deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.001
+    while True:
+        said = [line.split() for line in meeting.get("here").decode().splitlines()]
+        here = {int(rank): int(size) for rank, size in said}
+        if len(set(here.values())) > 1:
+            told = "; ".join(f"rank {rank} says {size}" for rank, size in sorted(here.items()))
+            raise WorldError(
+                f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with the "
+                "same WORLD_SIZE, or size= of ltx.init."
+            )
+        if len(here) >= world.size:
+            return
+        if time.monotonic() > deadline:
+            absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
+            raise TimeoutError(f"rank {absent} hasn't come")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 def settle(meeting: PrefixStore, world: World, placement: Placement) -> None:

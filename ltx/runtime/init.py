@@ -24,6 +24,7 @@ from ltx import wire
 from ltx.arguments import brief, checked
 from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
 from ltx.errors import PeerLostError, TreeError, WorldError, message_of
+from ltx.runtime.failure_file import note_failure, note_uncaught
 from ltx.runtime.groups import (
     adopted_world,
     check_mesh,
@@ -146,6 +147,7 @@ def init(
     if session is None:
         session = _process.session = _start(asked)
         _process.fallen = None
+        note_uncaught(abandon)
         atexit.unregister(shutdown)  # once, and before anything registered earlier
         atexit.register(shutdown)
     else:
@@ -268,6 +270,7 @@ def release(left: World, error: BaseException | None = None) -> None:
         session.holds -= 1
         if session.holds == 0:
             if error is not None:
+                note_failure(error)
                 abandon(error)
             elif getattr(session.settings.get("placement"), "joins", None) is not None:
                 warnings.warn(

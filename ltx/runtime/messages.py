@@ -51,9 +51,13 @@ class Cancel:
 
 @dataclass(frozen=True)
 class At:
-    """Where a call was when it was asked to give up, ahead of its answer: for one that doesn't."""
+    """Where a call was when it was asked to give up, ahead of its answer: for one that doesn't.
+
+    ``caught``: KeyboardInterrupt was raised in it, and it goes on all the same.
+    """
 
     where: str
+    caught: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ class Renew:
 @dataclass(frozen=True)
 class Stop:
     """End."""
+
+
+class Idle(str):
+    """How a process ended that had no call to do, in words."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -99,6 +101,21 @@ class Variables:
     def master_port(self, default: int) -> int:
         """The port where the ranks meet."""
         return self.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet", default)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` is this machine's to itself."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def loopback_listener(address: str, port: int) -> socket.socket:
+    """A socket that listens at `port` for this machine alone; at a free port if that is 0. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    host = LOOPBACK if address == "localhost" else address
+    return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def derived_port(seed: int) -> int:

@@ -21,6 +21,7 @@ from ltx.runtime import init, parcels, show
 from ltx.runtime.described import failure_of, places_of
 from ltx.runtime.messages import At, Call, Cancel, Failure, Meeting, Ready, Renew, Result, Setup, Stop
 from ltx.runtime.output import Writer
+from ltx.runtime.placement import LOOPBACK, loopback_listener
 
 
 def main(fd: int) -> None:
@@ -66,6 +67,10 @@ def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None 
             desk.answer(message, load)
 
 
+# A call in which KeyboardInterrupt was raised so long ago, and which goes on, has caught it.
+_CAUGHT_S = 1.0
+
+
 class _Desk:
     """Where a worker's messages come in and go out.
 
@@ -82,6 +87,7 @@ class _Desk:
         self._connection = connection
         self._delivering = False
         self._interrupted = False
+        self._raised: int | None = None  # the number of the last call in which KeyboardInterrupt was raised
         self._sending = threading.Lock()  # threads of the user's may show things too
 
     def read(self) -> None:
@@ -101,10 +107,17 @@ class _Desk:
                 finally:
                     # A signal, since nothing else wakes a thread that sleeps in a system call.
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    later = threading.Timer(_CAUGHT_S, self._tell_caught, (message.number,))
+                    later.daemon = True
+                    later.start()
 
-    def _tell_place(self, number: int) -> None:
+    def _tell_caught(self, number: int) -> None:
+        if self._raised == number:
+            self._tell_place(number, caught=True)
+
+    def _tell_place(self, number: int, caught: bool = False) -> None:
         """Say where call `number` is, unless its answer is on its way: that comes last."""
-        place = parcels.pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0])))
+        place = parcels.pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
         with self._sending, suppress(OSError):  # the driver is gone
             if self.running == number:
                 place.send(self._connection)
@@ -114,6 +127,7 @@ class _Desk:
         """The handler of SIGINT: outside of calls there is nothing to interrupt, and half a message says nothing."""
         self._interrupted = self.running is not None and self._delivering
         if self.running is not None and not self._delivering:
+            self._raised = self.running
             raise KeyboardInterrupt
 
     def send(self, message: Any) -> None:
@@ -193,15 +207,22 @@ def _start_world(connection: Connection, threads: int) -> None:
     if os.environ["RANK"] == "0":
         # Port 0: the system picks a free one and it is bound in the same moment, so nobody can take it in between.
         # The store that ltx.init, or the user, opens at this address finds this server (multi_tenant).
+        # It listens for this machine alone.
+        listener = loopback_listener(LOOPBACK, 0)
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True
+            LOOPBACK,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
         )
         _hosted.append(store)
         port = store.port
         parcels.pack(Meeting(port)).send(connection)
     else:
         port = parcels.receive(connection)().port
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(port)
     init.init()
 
 

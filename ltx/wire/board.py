@@ -48,6 +48,14 @@ class Board:
         """Where `rank` waits for its peers to compare something; "" if nowhere."""
         return self._store.get(f"latest/{rank}").decode() if self.holds([f"latest/{rank}"]) else ""
 
+    def leave(self) -> None:
+        """This rank has ended its part of the world in good order."""
+        self._store.append("ended", f"{self._rank}\n")
+
+    def have_left(self) -> list[int]:
+        """The ranks that have ended their part of the world in good order."""
+        return [int(rank) for rank in self._store.get("ended").split()] if self.holds(["ended"]) else []
+
     def holds(self, keys: list[str]) -> bool:
         """Whether all `keys` are in the store."""
         return self._store.check(keys)

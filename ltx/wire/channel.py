@@ -174,7 +174,7 @@ class Ticket:
             if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
-                    f"peers: the process of rank {', '.join(map(str, lost))} is gone."
+                    f"peers: {channel.meetings.told_gone(lost)}."
                 )
         if self._event is not None:
             self._event.landed_s = passage.landed_s

@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis, GroupBacking, Part
-from ltx.errors import LtxError, WorldError
+from ltx.errors import LtxError, PeerLostError, WorldError
 from ltx.wire.board import Board
 from ltx.wire.channel import Channel
 from ltx.wire.debug import under_way
@@ -195,6 +195,8 @@ class Line:
         join_the_rest(self.background, self._store, self.board.holds, self.lost)
         for ticket in list(self.background.tickets):
             ticket.give_up()
+        with suppress(PeerLostError):  # the store is gone
+            self.board.leave()
         self.pulse.reports.pop(self.label, None)
         self.pulse.deadlocks.counts.pop(self.label, None)
         release_pulse(self.pulse)

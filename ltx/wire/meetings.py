@@ -153,12 +153,25 @@ class Meetings:
 
     def _refuse_lost(self, keys: list[str], post: Post) -> None:
         """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
-        lost = self._line.lost()
+        lost = sorted({*self._line.lost(), *self._board.have_left()})
         if lost and not self._board.holds(keys):
             raise PeerLostError(
                 f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
-                f"its peers to compare it: the process of rank {', '.join(map(str, lost))} is gone."
+                f"its peers to compare it: {self.told_gone(lost)}."
             )
+
+    def told_gone(self, lost: list[int]) -> str:
+        """That the ranks in `lost` are gone, in words: some may have ended in good order, sooner than this one."""
+        left: list[int] = []
+        with suppress(PeerLostError):  # the store is gone too
+            left = [rank for rank in self._board.have_left() if rank in lost]
+        if not left:
+            return f"the process of rank {', '.join(map(str, lost))} is gone"
+        return (
+            f"rank {', '.join(map(str, left))} has ended its part of the world in good order (its `with ltx.init()`, "
+            "or its program), and this rank goes on. Have all ranks do as many steps; where they have unequal numbers "
+            "of batches, loop over ltx.uneven(batches)"
+        )
 
     def _refuse_silent(self) -> None:
         """Raise if a peer shows no sign of life."""
@@ -197,6 +210,9 @@ class Meetings:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
         self._gone = f"{which} {', '.join(map(str, gone))} is gone"
+        with suppress(PeerLostError):
+            if left := self._board.have_left():
+                self._gone = self.told_gone(left)
         return self._gone
 
     def _reply(self, place: str, rank: int, post: Post) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,23 @@ def test_a_peer_that_python_cannot_interrupt_is_ended(ranks: Ranks, monkeypatch:
     assert _works(ranks(2))
 
 
+def test_a_peer_that_catches_the_interrupt_is_told_from_one_that_cant_be_interrupted(ranks: Ranks) -> None:
+    def stubborn() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        while True:
+            with suppress(BaseException):
+                time.sleep(0.01)
+
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
+        ranks(2).run(stubborn)
+    assert "rank 0 didn't give up (it catches KeyboardInterrupt, as BaseException, and goes on, at " in str(
+        caught.value
+    )
+    assert "can't interrupt" not in str(caught.value)
+    assert _works(ranks(2))
+
+
 def test_exceptions_that_do_not_pickle(ranks: Ranks) -> None:
     def fails() -> None:
         error = ValueError("with a lock")
@@ -267,7 +285,7 @@ def test_a_rank_that_ends_between_calls(ranks: Ranks) -> None:
     deadline = time.monotonic() + 10
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.01)
-    with pytest.raises(CallFailedError, match="rank 0 of 2 exited with status 5"):
+    with pytest.raises(CallFailedError, match="rank 0 of 2 exited with status 5 before it could run getpid"):
         ranks(2).run(os.getpid)
     assert _works(ranks(2))
 

@@ -242,6 +242,26 @@ def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     assert init().size == 1
 
 
+def test_an_unknown_host_is_told_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        WorldError, match=r"meet at 'no-such-host.invalid', a host that isn't known here: .*MASTER_ADDR"
+    ):
+        init(rank=1, size=2, master="no-such-host.invalid:29500")
+    assert time.monotonic() - began < 20
+    assert init(rank=0, size=1).size == 1
+
+
+def test_ranks_that_disagree_about_their_number_are_told() -> None:
+    """Rank 0 holds the store, so it is the one that leaves first; its peer is told by it or by the store's end."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = _processes([{**common, "RANK": str(rank), "WORLD_SIZE": str(2 + rank)} for rank in range(2)])
+    for rank, (status, _, errors) in enumerate(done):
+        assert status == 1
+        said = f"WorldError: rank {rank}: the ranks disagree about how many they are: rank 0 says 2; rank 1 says 3."
+        assert said in errors, errors
+
+
 def test_an_unknown_backend(torchrun_of_one: None) -> None:
     with pytest.raises(WorldError, match=r"rank 0 of 1 couldn't set up torch.distributed \(smoke\)"):
         init(backend="smoke")

@@ -69,6 +69,26 @@ SCRIPTS = {
         "    print('told')",
         [(1, ""), (0, "told")],
     ),
+    "one more step on a rank than on the other": (
+        "here = init(timeout=timeout)\n"
+        "total()\n"
+        "if here.rank == 1: sys.exit(0)\n"
+        "try:\n"
+        "    total()\n"
+        "except ltx.errors.PeerLostError as error:\n"
+        "    print('rank 1 has ended its part of the world in good order' in str(error), 'ltx.uneven' in str(error))",
+        [(0, "True True"), (0, "")],
+    ),
+    "one more step on a rank than on the other, of another shape": (
+        "here = init(timeout=timeout)\n"
+        "total()\n"
+        "if here.rank == 1: sys.exit(0)\n"
+        "try:\n"
+        "    ltx.psum(torch.ones(3))\n"
+        "except ltx.errors.PeerLostError as error:\n"
+        "    print('rank 1 has ended its part of the world in good order' in str(error), 'ltx.uneven' in str(error))",
+        [(0, "True True"), (0, "")],
+    ),
     "an exception that nobody catches": ("init(timeout=timeout)\ntotal()\n1 / 0", [(1, ""), (1, "")]),
 }
 

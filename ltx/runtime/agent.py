@@ -1,0 +1,79 @@
+"""Where the ranks of ``ltx run`` on one machine meet: on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from ltx.runtime.placement import LOOPBACK, loopback_listener
+
+#: The name under which torch's launcher finds :class:`LoopbackRendezvous`.
+LOOPBACK_RENDEZVOUS = "ltx-loopback"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The launcher of one machine alone: there is nobody to meet, and its ranks find one another on loopback.
+
+    torch's own for this listens on all interfaces, and unpickles what anybody writes there.
+    """
+
+    def __init__(self, port: int, run_id: str):
+        listener = loopback_listener(LOOPBACK, port)
+        self.port = listener.getsockname()[1]
+        self._run_id, self._rounds = run_id, 0
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+    def get_backend(self) -> str:
+        return LOOPBACK_RENDEZVOUS
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._rounds += 1
+        store = PrefixStore(f"{self._run_id}/{self._rounds}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register(tell: Callable[[int], None] | None = None) -> None:
+    """Have torch's launcher know :data:`LOOPBACK_RENDEZVOUS`. ``tell(port)`` is called when its port is known."""
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        made = LoopbackRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
+        if tell is not None:
+            tell(made.port)
+        return made
+
+    rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)  # an earlier run's in this process
+    rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, create)
