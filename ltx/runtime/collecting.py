@@ -12,7 +12,7 @@ from typing import Any
 
 from ltx.runtime.crew import Crew
 from ltx.runtime.failures import CallInterruptedError, told_where
-from ltx.runtime.messages import At, Failure, Result
+from ltx.runtime.messages import At, Failure, Idle, Result
 from ltx.runtime.parcels import Parcel
 
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
@@ -33,10 +33,8 @@ def collect(
     """
     answers: dict[int, Any] = {}
     for rank in ranks:
-        if (ended := crew.ended_idle(rank)) is not None:
-            answers[rank] = ended
-        else:
-            crew.send(rank, call)  # one that goes just now is found out below
+        if not crew.send(rank, call):  # one that goes after this is found out below
+            answers[rank] = Idle(crew.exit_text(rank))
     try:
         return _gather(crew, number, ranks, answers, limit_s)
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from typing import Any
 from ltx.errors import WorkerError
 from ltx.runtime import parcels
 from ltx.runtime.described import failure_of
-from ltx.runtime.messages import Cancel, Failure, Idle, Meeting, Ready, Renew, Setup, Stop
+from ltx.runtime.messages import Cancel, Failure, Meeting, Ready, Renew, Setup, Stop
 from ltx.runtime.output import Output, open_pipe
 from ltx.runtime.show import Bar
 from ltx.runtime.starting import Process, Starter
@@ -152,10 +152,6 @@ class Crew:
             "SIGABRT": " (gloo does that when ranks issue different shapes or dtypes)",
         }
         return f"was killed by {name}{hint.get(name, '')}"
-
-    def ended_idle(self, rank: int) -> Idle | None:
-        """How the process of `rank`, which has no call to do, has ended; None if it lives."""
-        return None if self._processes[rank].ended(0.0) is None else Idle(self.exit_text(rank))
 
     def stop(self) -> None:
         """Let the workers end by themselves, and kill those that haven't after a few seconds."""
