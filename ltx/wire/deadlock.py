@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ltx.errors import LtxError, RankMismatchError
 from ltx.wire.signature import list_values
@@ -160,8 +160,7 @@ class Deadlocks:
         told, said_s = self._ask(ranks)
         for said in told.values():
             if said.found is not None and (self._rank, thread, wait.serial) in said.found[0]:
-                self._tell_of(*said.found)
-                raise self._error(said.found[1])
+                self._raise(*said.found)
         waits = stuck(told)
         seen = {node: waits[node].serial for node in waits} if (self._rank, thread) in waits else {}
         since = {rank: said_s[rank] for rank, _ in seen if rank != self._rank}
@@ -193,24 +192,22 @@ class Deadlocks:
         for (rank, _), wait in sorted(waits.items()):
             by_rank[rank] = f"{by_rank[rank]} and {wait.text}" if rank in by_rank else wait.text
         nodes, text = [(*node, wait.serial) for node, wait in waits.items()], list_values(by_rank)
-        self._tell_of(nodes, text)
+        self._raise(nodes, text)
+
+    def _raise(self, nodes: list[tuple[int, int, int]], text: str) -> NoReturn:
+        """Raise, once all in the deadlock know of it: whoever leaves first may be gone next, and the store with it."""
+        self._found = (nodes, text)
         deadline = time.monotonic() + _LINGER_S
         with suppress(LtxError):  # it is known what to raise
-            while time.monotonic() < deadline and not self._have_heard(waits):
+            self._pulse.beat()
+            while time.monotonic() < deadline and not self._have_heard(nodes):
                 time.sleep(0.05)
         raise self._error(text)
 
-    def _have_heard(self, waits: Mapping[Node, Wait]) -> bool:
-        """Whether the others in the deadlock know of it: this process may be gone next, and the store with it."""
-        told, _ = self._ask({rank for rank, _ in waits})
-        still = {
-            (rank, wait.thread, wait.serial) for rank, said in told.items() for wait in said.waits if not said.found
-        }
-        return not any(rank != self._rank and (rank, thread, w.serial) in still for (rank, thread), w in waits.items())
-
-    def _tell_of(self, nodes: list[tuple[int, int, int]], text: str) -> None:
-        self._found = (nodes, text)
-        self._pulse.beat()
+    def _have_heard(self, nodes: list[tuple[int, int, int]]) -> bool:
+        told, _ = self._ask({rank for rank, _, _ in nodes})
+        still = {(rank, w.thread, w.serial) for rank, said in told.items() for w in said.waits if not said.found}
+        return still.isdisjoint(nodes)
 
     def _error(self, text: str) -> RankMismatchError:
         return RankMismatchError(
