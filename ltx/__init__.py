@@ -73,6 +73,7 @@ from ltx.transforms import grad as grad
 from ltx.transforms import grad_and_value as grad_and_value
 from ltx.transforms import sync_gradients as sync_gradients
 from ltx.transforms import sync_params as sync_params
+from ltx.transforms import to_module as to_module
 from ltx.transforms import train_step as train_step
 from ltx.transforms import uneven as uneven
 

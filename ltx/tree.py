@@ -76,6 +76,24 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
         raise
 
 
+def filled(tree: Tree, others: Tree) -> Tree:
+    """`tree` with the leaves of `others` in the places where it has None.
+
+    >>> filled({"a": 1, "b": None}, {"a": None, "b": 2})
+    {'a': 1, 'b': 2}
+    """
+    return map(lambda x, other: other if x is None else x, tree, others, none_is_leaf=True)
+
+
+def masked(tree: Tree, others: Tree, there: bool = True) -> Tree:
+    """`tree` with None where `others` has None; with ``there=False`` where it has something.
+
+    >>> masked({"a": 1, "b": 2}, {"a": None, "b": 3}), masked({"a": 1, "b": 2}, {"a": None, "b": 3}, there=False)
+    ({'a': None, 'b': 2}, {'a': 1, 'b': None})
+    """
+    return map(lambda x, other: x if (other is not None) is there else None, tree, others, none_is_leaf=True)
+
+
 def _endless(tree: Tree) -> TreeError:
     return TreeError(
         f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply to be walked. Pass dicts, lists "

@@ -92,7 +92,7 @@ class Arguments:
     def entrance(self, state: TrainState, position: DataPosition) -> Signature:
         """What newcomers have to agree on with those that are there, besides the program."""
         settings = init.settings()
-        parts = ("params", "buffers", "opt_state")
+        parts = ("params", "frozen", "buffers", "opt_state")
         leaves = zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True)
         found = {path: leaf for path, leaf in leaves if path.partition(".")[0] in parts}
         said = {
@@ -110,7 +110,7 @@ class Arguments:
 def ones_own(state: TrainState) -> list[str]:
     """The parts of `state` that a lost rank takes with it. Buffers aren't among them: any rank's will do."""
     kinds = state.kinds
-    parts = {"params": state.params, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
+    parts = {"params": state.trained, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
     return [name for name, part in parts.items() if getattr(kinds, name) != "replicated" and tree.flatten(part)[0]]
 
 

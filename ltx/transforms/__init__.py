@@ -12,6 +12,7 @@ from ltx.transforms.grad import grad_and_value as grad_and_value
 from ltx.transforms.sync_gradients import sync_gradients as sync_gradients
 from ltx.transforms.sync_state import Synced as Synced
 from ltx.transforms.sync_state import SyncState as SyncState
+from ltx.transforms.to_module import to_module as to_module
 from ltx.transforms.train_state import Metrics as Metrics
 from ltx.transforms.train_state import TrainState as TrainState
 from ltx.transforms.train_step import TrainStep as TrainStep

@@ -145,19 +145,28 @@ class DataParallel:
         ahead: bool = False,
         flight: InFlight | None = None,
         late_hook: CommHook | None = None,
+        frozen: Tree = None,
     ) -> Run:
         """Call the step on marked parameters and tie its output.
 
         `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule). On a wire parameters needn't
         require gradients then: Run.source does in their place. `step`: the number of steps so far, in a whole training
         step, which counts them; else the communication state does. `flight`: whose parameters the given ones stand for.
-        `late_hook`: what ranks share in the place of gradients.
+        `late_hook`: what ranks share in the place of gradients. `frozen`: the parameters that go where the given ones
+        are None.
         """
         params, sync_state = self._params_of(args)
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or torch.compiler.is_compiling()):
             settled = self.settled(sync_state)
             return settled.run(
-                args, kwargs, deferred=deferred, step=step, ahead=ahead, flight=flight, late_hook=late_hook
+                args,
+                kwargs,
+                deferred=deferred,
+                step=step,
+                ahead=ahead,
+                flight=flight,
+                late_hook=late_hook,
+                frozen=frozen,
             )
         leaves, spec = tree.flatten(params)
         if torch.compiler.is_compiling():
@@ -172,6 +181,8 @@ class DataParallel:
             marked = mark(self, params, leaves, spec, sync_state, late_hook or hook, step, training, deferred, ahead)
             local, within = hook is None, None if hook is None else hook.within(wire.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
+        if frozen is not None:
+            given = tree.filled(given, frozen)
         if torch.compiler.is_compiling():
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:

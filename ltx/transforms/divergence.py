@@ -163,7 +163,7 @@ def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
     state.check_owned()
     parts = {
         part for part in ("params", "buffers", "opt_state", "sync_state") if getattr(state.kinds, part) == "replicated"
-    } | {"loss_scale"}
+    } | {"loss_scale", "frozen"}
     return [(path, leaf) for path, leaf in found if path.partition(".")[0] in parts]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ltx import tree
 from ltx.arguments import brief
-from ltx.errors import OptimError, StepError, StrategyError, TreeError, UnsupportedError
+from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
 from ltx.transforms.data_parallel import DataParallel
@@ -109,17 +109,6 @@ def refuse_in_graph(strategy: Strategy, looks: bool, guard: str, overlap: str) -
 
 
 refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def check_trained(params: Tree) -> None:
-    """Refuse parameters that can't be trained."""
-    tree.check_dense(tree.flatten(params)[0], params, "params")
-    for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise TreeError(
-                f"params: leaf {path!r} is {tree.describe(leaf)}, and only floating or complex tensors can be "
-                "trained. Pass it in the buffers, or close over it."
-            )
 
 
 def check_kept(buffers: Tree, precision: Precision | None) -> None:

@@ -97,7 +97,7 @@ def not_finite_error(
 
     `states`: the random numbers' before the step; `factor`: what the loss is multiplied by.
     """
-    paths = tree.leaf_paths(state.params)
+    paths = tree.leaf_paths(state.trained)
     with random_numbers_from(states):
         own = _own_gradients(train, state, batch, at, factor)
     match at.axis.backing:
@@ -130,14 +130,15 @@ def _own_gradients(train: TrainStep, state: TrainState, batch: Batch, at: Moment
     local = replace(train.step, blocked=True)
 
     def loss(params: Tree) -> torch.Tensor:
-        run = local.run(arguments_of(params, state.buffers, batch), batch.named, step=at.step)
+        arguments = arguments_of(params, state.buffers, batch)
+        run = local.run(arguments, batch.named, step=at.step, frozen=state.frozen)
         found = outputs_of(run, state.buffers, train.has_aux).loss
         total = found.total if isinstance(found, Weighted) else found
         return total if factor is None else total * factor
 
-    leaves, spec = tree.flatten(state.params)
+    leaves, spec = tree.flatten(state.trained)
     if torch._C._are_functorch_transforms_active():
-        grads: list[Any] = tree.flatten(torch.func.grad(loss)(state.params))[0]
+        grads: list[Any] = torch.func.grad(lambda leaves: loss(tree.unflatten(spec, leaves)))(leaves)
         return grads
     with torch.enable_grad():  # as the step itself does, whatever torch.func may think of the user's function
         leaves = [x.detach().requires_grad_() for x in leaves]

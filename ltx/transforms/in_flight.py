@@ -85,19 +85,21 @@ class Start:
         leaves, spec: the parameters.
         sync: the communication state; with a flight, its leaves are those of a step before.
         flight: what `leaves` wait for; None if they are all there.
+        seen: the parts of the state whose tensors somebody besides the steps may hold.
     """
 
     leaves: list[torch.Tensor]
     spec: Any
     sync: SyncState
     flight: InFlight | None = None
+    seen: tuple[str, ...] = ()
 
 
 def start_of(state: TrainState, fn: Any, late: bool) -> Start:
     """The start of a step `fn` on `state`. Unless `late`, everything has landed in it."""
     flight = state.flight
     if flight is None or flight.landed or not late or calls_compiled(fn) or under_way:
-        leaves, spec = tree.flatten(state.params)
+        leaves, spec = tree.flatten(state.trained)
         return Start(leaves, spec, state.sync_state)
     return Start(flight.stand_ins(), flight.spec, flight.sync, flight)
 

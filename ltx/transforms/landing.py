@@ -105,7 +105,7 @@ class Work:
             raise
         assert header is not None
         before = self.state.sync_state.leaves
-        flat = tree.flatten(states_after(schedule.plan, states, before, self.state.params, self.trained))[0]
+        flat = tree.flatten(states_after(schedule.plan, states, before, self.state.trained, self.trained))[0]
         if targets is None:
             found = sums if self.probes is not None else None
             return Done([grads[m] for m in range(len(self.leaves))], flat, sums=found), header
@@ -141,13 +141,13 @@ class Work:
 
     def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
         """The optimizer's part, with the reduced gradients, which nobody else holds: `grads` is emptied."""
-        leaves, spec = tree.flatten(self.state.params)
+        leaves, spec = tree.flatten(self.state.trained)
         by_place = dict(zip(self.trained, grads, strict=True))
         grads.clear()
         filled = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
         return Update(
             self.optimizer,
-            self.state.params,
+            self.state.trained,
             tree.unflatten(spec, filled),
             self.state.opt_state,
             self.donate,
@@ -156,7 +156,7 @@ class Work:
 
     def in_place(self) -> tuple[Tree, Tree, tuple[list[torch.Tensor], list[Any], int]]:
         """Parameters and optimizer state to be updated in place: the state's own, or copies."""
-        params, opt_state = self.state.params, self.state.opt_state
+        params, opt_state = self.state.trained, self.state.opt_state
         if not self.donate:
             params, opt_state = tree.map(torch.clone, params), tree.map(torch.clone, opt_state)
         leaves = tree.flatten(params)[0]

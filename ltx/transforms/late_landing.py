@@ -45,9 +45,9 @@ class Late:
         opt_state = hook.own(state.opt_state, self._axis)
         opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
         self._opt_state = opt_state
-        at = optimizer.leaf_states(opt_state, state.params)
+        at = optimizer.leaf_states(opt_state, state.trained)
         self._opt_states = [at[place] for place in work.trained]
-        paths = tree.leaf_paths(state.params) if any(self._plan.state_names) else []
+        paths = tree.leaf_paths(state.trained) if any(self._plan.state_names) else []
         known = [states[paths[place]] if paths else {} for place in work.trained]
         old = Old([x.detach() for x in work.leaves], known, self._axis.size)
         self._old = given_away(hook, old, work.donate, opt_state)
@@ -101,9 +101,9 @@ class Late:
         params, states = settle(self._hook, landed, self._old, lambda finish: finish())
         header = self._schedule.finish()
         assert header is not None
-        whole, spec = tree.flatten(self._work.state.params)
+        whole, spec = tree.flatten(self._work.state.trained)
         for place, param in zip(self._work.trained, params, strict=True):
             whole[place] = param
-        after = states_after(self._plan, states, self._before, self._work.state.params, self._work.trained)
+        after = states_after(self._plan, states, self._before, self._work.state.trained, self._work.trained)
         opt_state = self._hook.held(self._work.optimizer.advance(self._opt_state), self._axis)
         return Done(None, tree.flatten(after)[0], tree.unflatten(spec, whole), opt_state), header

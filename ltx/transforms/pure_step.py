@@ -43,8 +43,9 @@ def step_purely(train: TrainStep, state: TrainState, batch: Batch) -> tuple[Trai
     loss_scale = loss_scale_of(train, state)
     others: list[Any] = []
 
-    def mean(given: Any) -> tuple[torch.Tensor, Any]:
-        run = train.step.run(arguments_of(given, state.buffers, batch), batch.named, step=at.step)
+    def mean(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
+        run = train.step.run(arguments, batch.named, step=at.step, frozen=state.frozen)
         loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux)
         if isinstance(loss, Weighted):
             strategy.check_weighted(at.step)
@@ -59,9 +60,11 @@ def step_purely(train: TrainStep, state: TrainState, batch: Batch) -> tuple[Trai
         tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
         return value if loss_scale is None else value * loss_scale, tensors
 
-    pending = strategy.begin(state.params, sync.leaves, at, None)
-    given = Synced(state.params, sync) if stateful else state.params
-    grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(given)
+    pending = strategy.begin(state.trained, sync.leaves, at, None)
+    # torch.func takes None, which stands in the place of frozen parameters, for a leaf.
+    flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
+    flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
+    grads = tree.unflatten(spec, flat_grads)
     structure, weighted, rest = others
     aux_tensors = iter(tensors)
     buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
@@ -77,7 +80,7 @@ def step_purely(train: TrainStep, state: TrainState, batch: Batch) -> tuple[Trai
     if isinstance(finite, torch.Tensor) and raises(train, state) and not bool(unwrapped(finite).all()):
         raise not_finite_error(train, state, batch, at, tree.flatten(grads)[0], drawn, loss_scale)
     states, buffers = kept_if_skipped(train, finite, state, states, buffers)
-    update = Update(train.optimizer, state.params, grads, state.opt_state, finite=finite)
+    update = Update(train.optimizer, state.trained, grads, state.opt_state, finite=finite)
     updated = strategy.update(update, states, at, pending)
     if updated.pending is not None:
         raise UnsupportedError(

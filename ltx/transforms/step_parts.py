@@ -93,7 +93,8 @@ def next_state(
     finite: bool | torch.Tensor | None,
 ) -> tuple[TrainState, Metrics]:
     """The next state, and metrics with what can be read off it."""
-    metrics = replace(metrics, grad_norm=grad_norm(updated.opt_state))
+    norm = grad_norm(updated.opt_state)  # in a tensor that the next step may write into
+    metrics = replace(metrics, grad_norm=None if norm is None else norm.clone())
     loss_scale: Any = state.loss_scale
     if finite is not None:
         skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
@@ -110,5 +111,6 @@ def next_state(
         replace(train.step.strategy.kinds, strategy=state.kinds.strategy),
         loss_scale,
         updated.pending,
+        state.frozen,
     )
     return following, metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from ltx.wire import HeaderTicket
 
 
-# The parts of a state that overlap="step" lets land later, in the order of InFlight.result().
+# The parts that hold tensors; their names in an instance have an underscore in front, behind which properties stand.
+_PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
+
+# Those of them that overlap="step" applies later, in the order of InFlight.result().
 _LATE = ("params", "opt_state", "sync_state")
 
 
@@ -32,11 +36,16 @@ class TrainState:
     """Parameters, buffers, optimizer state and communication state after `step` steps.
 
     A pytree node (optree's and torch's) whose structure carries `step`; :mod:`ltx.checkpoint` saves it, and it is a
-    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step. A step with
-    ``donate=True`` takes its tensors over: it can't be used again then, and says so.
+    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step.
+
+    A step with ``donate=True`` updates the state's tensors in place, as JAX's donated buffers. Then the old state can't
+    be read, copied, printed or pickled any more, and neither can tensors that were read off it be used: both raise
+    DonatedStateError. Views that were taken of them before (``x.detach()``, ``x[0]``, ``x.numpy()``) share their memory
+    and change without a word. To keep values, copy them: ``copy.deepcopy(state)``, or ``ltx.tree.map(torch.clone,
+    state.params)``.
 
     Attributes:
-        params: tree of tensors.
+        params: tree of tensors: `trained` and `frozen` ones together, as the step is given them.
         buffers: tree of tensors that steps pass on without differentiating them, or None.
         opt_state: the optimizer's.
         sync_state: the communication state, an :class:`ltx.SyncState`.
@@ -44,6 +53,7 @@ class TrainState:
         kinds: how each part relates across ranks.
         loss_scale: the :class:`ltx.transforms.precision.LossScale` of dynamic loss scaling; else ().
         pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
+        frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
     """
 
     params: Tree
@@ -54,14 +64,31 @@ class TrainState:
     kinds: Kinds = field(default_factory=Kinds)
     loss_scale: Any = ()
     pending: Any = field(default=None, repr=False)
+    frozen: Tree = field(default=None, repr=False)
     _lease: _Lease = field(default_factory=lambda: [None], repr=False)
+
+    def __post_init__(self) -> None:
+        # Who makes a state has a hold of its tensors; steps say otherwise of theirs.
+        object.__setattr__(self, "_seen", _PARTS)
+        if self.frozen is not None:
+            given = self.__dict__["_params"]
+            frozen = tree.filled(tree.masked(given, self.frozen), self.frozen)
+            object.__setattr__(self, "_params", tree.masked(given, self.frozen, there=False))
+            object.__setattr__(self, "frozen", frozen)
 
     @staticmethod
     def later(flight: InFlight, **others: Any) -> TrainState:
         """A state of which three parts are still in `flight`; whoever reads one of them waits for all."""
         state = object.__new__(TrainState)
-        state.__dict__.update(others, _flight=flight, _lease=[None])
+        named = {f"_{name}" if name in _PARTS else name: value for name, value in others.items()}
+        state.__dict__.update(named, _flight=flight, _lease=[None], _seen=())
         return state
+
+    @property
+    def trained(self) -> Tree:
+        """The parameters that are trained, with None in the places of frozen ones."""
+        self._look_at("params")
+        return self.__dict__["_params"]
 
     @property
     def flight(self) -> InFlight | None:
@@ -69,19 +96,19 @@ class TrainState:
         flight: InFlight | None = self.__dict__.get("_flight")
         return flight
 
-    def __getattr__(self, name: str) -> Any:
-        """A part that is still in flight: nobody has asked before."""
-        flight = self.flight
-        if name in _LATE and "_lease" in self.__dict__:
-            self.check_owned()
-        if flight is None or name not in _LATE:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.__dict__.update(zip(_LATE, flight.result(), strict=True), _flight=None)
-        return self.__dict__[name]
+    def _look_at(self, part: str) -> None:
+        """Somebody reads a part: is it there?"""
+        if torch.compiler.is_compiling():
+            return
+        self.check_owned()
+        if self.flight is not None and part in _LATE:
+            self.__dict__.update(zip((f"_{name}" for name in _LATE), self.flight.result(), strict=True), _flight=None)
+        if part not in self.seen:
+            self.__dict__["_seen"] = (*self.seen, part)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.flight is not None:
-            self.__getattr__("params")
+        for part in _PARTS:
+            self._look_at(part)
         return {**self.__dict__, "pending": None}  # what is under way belongs to this process
 
     def check_owned(self) -> None:
@@ -95,24 +122,43 @@ class TrainState:
         if self._lease[0] is not None:
             raise DonatedStateError(
                 f"this TrainState (step {self.step}) was donated to the step that made state {self._lease[0]}: "
-                "its tensors were updated in place and hold other values now. Use the state that the step returned, or "
-                "train_step(..., donate=False) to keep old states."
+                "its tensors were updated in place and hold other values now. Use the state that the step returned; to "
+                "keep an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
             )
 
-    def donate(self, later: bool = False) -> None:
-        """Give the tensors away: from now on :meth:`check_owned` raises.
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The parts that somebody besides the steps may have a hold of."""
+        seen: tuple[str, ...] = self.__dict__["_seen"]
+        return seen
 
-        `later`: they are written to after this, at any time, so they can't be looked at either.
-        """
+    def unseen(self) -> TrainState:
+        """This state, whose tensors nobody else has a hold of."""
+        self.__dict__["_seen"] = ()
+        return self
+
+    def parts(self, names: Sequence[str]) -> list[Tree]:
+        """Those of its parts that are there and that steps write into."""
+        held = [f"_{name}" for name in names if name != "loss_scale"]
+        return [self.__dict__[name] for name in held if name in self.__dict__]
+
+    def renew(self, made: Callable[[Tree], Tree]) -> None:
+        """Replace each part by what is `made` of it; of a state that nobody has seen yet."""
+        for name in _PARTS:
+            if f"_{name}" in self.__dict__:
+                self.__dict__[f"_{name}"] = made(self.__dict__[f"_{name}"])
+
+    def donate(self) -> None:
+        """Give the tensors away: from now on whoever looks at this state is told so."""
         self._lease[0] = self.step + 1
-        for name in _LATE if later else ():
-            self.__dict__.pop(name, None)
+        for name in _PARTS:
+            self.__dict__.pop(f"_{name}", None)
 
     def tear(self, why: str) -> None:
         """Some of the tensors were updated in place and others weren't: whoever looks is told `why`."""
         self._lease[0] = why
         for name in _LATE:
-            self.__dict__.pop(name, None)
+            self.__dict__.pop(f"_{name}", None)
 
     def become(self, following: TrainState) -> None:
         """Be `following`, which a step has made of this state: an interrupt has kept it from everybody else."""
@@ -140,8 +186,24 @@ class TrainState:
             if path not in ("step", "updates"):
                 tensor.copy_(state_dict[path])
         now = counted(self, int(state_dict["step"]), int(state_dict["updates"]))
-        for name in ("step", "opt_state", "sync_state"):
+        for name in ("step", "_opt_state", "_sync_state"):
             object.__setattr__(self, name, getattr(now, name))
+
+
+def _part(name: str) -> property:
+    """A part of a state as an attribute: to read it is to have a hold of its tensors."""
+    held = f"_{name}"
+
+    def read(state: TrainState) -> Any:
+        state._look_at(name)
+        value = getattr(state, held)
+        return value if name != "params" or state.frozen is None else tree.filled(value, state.frozen)
+
+    return property(read, lambda state, value: object.__setattr__(state, held, value))
+
+
+for _name in _PARTS:
+    setattr(TrainState, _name, _part(_name))
 
 
 def counted(state: TrainState, step: int, updates: int) -> TrainState:
@@ -175,9 +237,9 @@ def _counted(opt_state: Tree, step: int) -> Tree:
 
 tree.register_node(
     TrainState,
-    lambda s: ((s.params, s.buffers, s.opt_state, s.sync_state, s.loss_scale), (s.step, s.kinds)),
-    lambda c, static: TrainState(c[0], c[1], c[2], c[3], static[0], static[1], c[4]),
-    names=("params", "buffers", "opt_state", "sync_state", "loss_scale"),
+    lambda s: ((s.trained, s.buffers, s.opt_state, s.sync_state, s.loss_scale, s.frozen), (s.step, s.kinds)),
+    lambda c, static: TrainState(c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5]),
+    names=(*_PARTS, "frozen"),
 )
 
 

@@ -19,7 +19,8 @@ from ltx.strategies.update import Moment, Updated
 from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.divergence import check_replicas
-from ltx.transforms.fitting import check_every, check_kept, check_overlap, check_pieces, check_trained
+from ltx.transforms.donated import hand_over
+from ltx.transforms.fitting import check_every, check_kept, check_overlap, check_pieces
 from ltx.transforms.guard import not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.interrupts import uninterrupted
@@ -41,6 +42,7 @@ from ltx.transforms.step_parts import (
 from ltx.transforms.sync_state import Synced, SyncState
 from ltx.transforms.synchronise import differentiable
 from ltx.transforms.train_state import Metrics, TrainState
+from ltx.transforms.trainable import Trainable, check_trainable, split, taken_from
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
 
@@ -56,27 +58,43 @@ class TrainStep:
     overlap: Literal["backward", "update", "step"] = "backward"
     has_aux: bool = False
     check_every: int | None = None
+    trainable: Trainable = None
 
     def __post_init__(self) -> None:
+        check_trainable(self.trainable)
+        if isinstance(self.trainable, list):
+            object.__setattr__(self, "trainable", tuple(self.trainable))
         check_pieces(self.step, self.optimizer, self.guard)
         check_every(self.check_every, self.step.strategy)
         check_overlap(self.overlap, self.step, self.optimizer, self.guard)
 
-    def init(self, params: Tree, buffers: Tree = None) -> TrainState:
-        """The state before the first step: copies, with rank 0's values on every rank.
+    def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
+        """The state before the first step, with rank 0's values on every rank.
 
         Args:
-            params: tree of floating or complex tensors; all of them are trained.
+            params: tree of floating or complex tensors, which are copied. Parameters of a module whose requires_grad is
+                False are frozen: neither differentiated nor sent, without optimizer state, and still given to the step;
+                so are those that the train step's `trainable` leaves out. Or a module, whose parameters the state takes
+                over, so that there is no second copy: they raise DonatedStateError from then on, and
+                ``ltx.to_module(module, state)`` gives the module the state's values.
             buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
                 buffers)``, or ``(loss, buffers, aux)`` with `has_aux`; :func:`ltx.functional_call` with
                 ``return_buffers=True`` gives the next ones.
+
+        Raises:
+            TreeError: a leaf can't be trained; or two leaves are one tensor (tied weights).
+            StepError: nothing is left to be trained.
         """
-        check_trained(params)
         if buffers is not None:
             check_kept(buffers, self.step.precision)
         strategy, axis = self.step.strategy, wire.resolve(self.step.axis)
         strategy.check_axis(axis)
-        params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
+        if isinstance(params, torch.nn.Module):
+            params, frozen = taken_from(params, axis, self.trainable)
+        else:
+            tree.check_dense(tree.flatten(params)[0], params, "params")
+            halves = split(params, self.trainable)
+            params, frozen = tree.map(torch.Tensor.detach, collectives.broadcast(halves, axis=axis))
         buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
         sync_state = self.step.init(params)
         if not torch._C._are_functorch_transforms_active():
@@ -85,7 +103,8 @@ class TrainStep:
         dynamic = scaling(self)
         loss_scale = () if dynamic is None else dynamic.start()
         kinds = replace(strategy.kinds, strategy=repr(self.step.settled(sync_state).strategy))
-        return TrainState(params, buffers, opt_state, sync_state, kinds=kinds, loss_scale=loss_scale)
+        state = TrainState(params, buffers, opt_state, sync_state, kinds=kinds, loss_scale=loss_scale, frozen=frozen)
+        return state.unseen()
 
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
         batch = Batch(args, named)
@@ -96,13 +115,13 @@ class TrainStep:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return step_purely(self, state, batch)
         state.check_owned()
-        axis = wire.resolve(self.step.axis)
+        axis, seen = wire.resolve(self.step.axis), state.seen
         self._compare(state, axis)
-        start = start_of(state, self.step.fn, late=self.overlap == "step")
+        start = replace(start_of(state, self.step.fn, late=self.overlap == "step"), seen=seen)
         strategy, moment = self.step.strategy, Moment(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
         begins = strategy.talks_besides
-        pending = strategy.begin(state.params, start.sync.leaves, moment, state.pending) if begins else state.pending
+        pending = strategy.begin(state.trained, start.sync.leaves, moment, state.pending) if begins else state.pending
         late = axis.size > 1 and strategy.talks_late(moment.step)
         try:
             with wire.span("step"):
@@ -161,9 +180,12 @@ class TrainStep:
                 ahead=ahead,
                 flight=start.flight,
                 late_hook=late_hook,
+                frozen=state.frozen,
             )
             returned = outputs_of(run, state.buffers, self.has_aux)
             loss, buffers, aux = returned
+        if in_place:  # what the step returned mustn't change when the parameters do
+            buffers, aux = unshared((buffers, aux), leaves)
         if isinstance(loss, Weighted):
             strategy.check_weighted(at.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
@@ -219,7 +241,7 @@ class TrainStep:
             return following, metrics, updated.finish
 
         landed = done.grads is None and schedule is not None
-        return self._committed(state, in_place, commit, work.torn_by if landed else None)
+        return self._committed(state, start.seen, in_place, commit, work.torn_by if landed else None)
 
     def late_hook(self, step: int) -> LateHook | None:
         """What processes say of each bucket of parameters, in the step after `step` others, once the optimizer has run.
@@ -234,6 +256,7 @@ class TrainStep:
     def _committed(
         self,
         state: TrainState,
+        seen: tuple[str, ...],
         in_place: bool,
         commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
         torn_by: Callable[[BaseException], None] | None,
@@ -252,7 +275,7 @@ class TrainStep:
                         finish()
                     finished = following, metrics
                     if self.donate:
-                        state.donate()
+                        hand_over(state, following.unseen(), seen)
         except BaseException as error:
             if finished is None and torn_by is not None:
                 torn_by(error)
@@ -269,15 +292,16 @@ class TrainStep:
         assert header is not None
         scale = work.scale(schedule, weighted=isinstance(loss, Weighted))
         total = loss.total if isinstance(loss, Weighted) else loss
-        work = replace(work, state=replace(state))  # a copy, which can still be read when that one is given away
-        sync = replace(state.sync_state, step=at.step + 1)
+        kept = replace(state, _lease=[None])  # it can still be read when that one is given away
+        if self.donate:
+            hand_over(state, kept, start.seen)
+        work = replace(work, state=kept)
+        sync = replace(kept.sync_state, step=at.step + 1)
         flight = InFlight(work, schedule, scale, sync, None if start.flight is None else start.flight.stand_in)
         # What the step returned mustn't change when the parameters do.
-        buffers, aux = unshared((returned.buffers, returned.aux), state.params)
-        if self.donate:
-            state.donate(later=True)
+        buffers, aux = unshared((returned.buffers, returned.aux), kept.trained)
         kinds = replace(self.step.strategy.kinds, strategy=state.kinds.strategy)
-        others = {"step": state.step + 1, "kinds": kinds, "loss_scale": state.loss_scale}
+        others = {"step": state.step + 1, "kinds": kinds, "loss_scale": kept.loss_scale, "frozen": state.frozen}
         following = TrainState.later(flight, buffers=buffers, pending=state.pending, **others)
         return following, Metrics.later(header, total.dtype, aux)
 
@@ -293,7 +317,7 @@ class TrainStep:
         state.check_owned()
         axis = wire.resolve(self.step.axis)
         sync: SyncState = state.sync_state
-        parts = (state.params, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
+        parts = (state.trained, state.frozen, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
         leaves, spec = tree.flatten(parts)
         metas = [torch.empty_like(x, device="meta") for x in leaves]  # dense strides stay as they are
         shapes = [(x.shape, x.stride(), x.dtype, leaf.device.type) for x, leaf in zip(metas, leaves, strict=True)]
@@ -303,11 +327,11 @@ class TrainStep:
         if not (isinstance(axis.backing, GroupBacking) and axis.backing.rank == src):
             made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
             parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
-        params, buffers, opt_state, entries, loss_scale = tree.map(
+        params, frozen, buffers, opt_state, entries, loss_scale = tree.map(
             torch.Tensor.detach, collectives.broadcast(parts, src, axis)
         )
         sync = replace(SyncState.new(entries, choice), step=sync_step)
-        return TrainState(params, buffers, opt_state, sync, step, kinds, loss_scale)
+        return TrainState(params, buffers, opt_state, sync, step, kinds, loss_scale, frozen=frozen)
 
     def settle(self, state: TrainState) -> TrainState:
         """`state` with all landed that its strategy has under way between two steps, as an asynchronous one has.
@@ -319,7 +343,7 @@ class TrainStep:
         at = Moment(state.sync_state.checked_step(), wire.resolve(self.step.axis))
         if not self.step.strategy.talks_besides:
             return state
-        params, states = self.step.strategy.settle(state.params, state.sync_state.leaves, at, state.pending)
+        params, states = self.step.strategy.settle(state.trained, state.sync_state.leaves, at, state.pending)
         return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
 
     def gather(self, state: TrainState) -> TrainState:
@@ -332,7 +356,7 @@ class TrainStep:
         if state.kinds.opt_state != "sharded":
             return state
         at = Moment(state.sync_state.checked_step(), wire.resolve(self.step.axis))
-        opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.params, state.opt_state, at)
+        opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.trained, state.opt_state, at)
         return replace(state, opt_state=opt_state, kinds=replace(state.kinds, opt_state="replicated"))
 
 
@@ -346,6 +370,7 @@ def train_step(
     overlap: Literal["backward", "update", "step"] = "backward",
     has_aux: bool = False,
     check_every: int | None = None,
+    trainable: Trainable = None,
 ) -> TrainStep:
     """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
 
@@ -376,6 +401,8 @@ def train_step(
             `has_aux` it is aux as well.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
             (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
+        trainable: which parameters are trained, of those that :meth:`TrainStep.init` wouldn't freeze: a pattern of
+            their paths such as ``"head.*"``, a list of such patterns, or a function of a path. None: all.
 
     Returns:
         A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
@@ -416,4 +443,4 @@ def train_step(
         >>> metrics.loss, state.params["w"]
         (tensor(2.5000), tensor(0.5000))
     """
-    return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every)
+    return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every, trainable)
