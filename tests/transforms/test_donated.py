@@ -61,7 +61,6 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "pickle": pickle.dumps,
     "numpy": lambda x: x.numpy(),
     "in place": lambda x: x.zero_(),
-    "vmap": lambda x: torch.func.vmap(torch.sin)(x),
     "module": lambda x: torch.func.functional_call(
         torch.nn.Linear(3, 2, bias=False), {"weight": x.view(2, 3)}, torch.ones(3)
     ),
