@@ -75,6 +75,9 @@ def functional_call(
     kwargs = {} if kwargs is None else dict(kwargs)
     if torch.compiler.is_compiling():
         return _in_graph(module, given, args, kwargs, tie_weights, return_buffers)
+    for name, flag in (("tie_weights", tie_weights), ("return_buffers", return_buffers)):
+        if not isinstance(flag, bool):
+            raise InputError(f"functional_call: {name} must be a bool, got {brief(flag)}.")
     members = Members(module)
     copied: dict[int, torch.Tensor] = {}  # of a buffer with several names there is one copy
     copies = {
@@ -124,6 +127,8 @@ def _merged(given: Any) -> dict[str, torch.Tensor]:
     merged: dict[str, torch.Tensor] = {}
     for part in dicts:
         for name, tensor in part.items():
+            if not isinstance(name, str):
+                raise TreeError(f"functional_call: names are strings, got {brief(name)}.")
             if name in merged:
                 raise InputError(f"functional_call: {name!r} is in two of the dicts that it was given.")
             merged[name] = tensor

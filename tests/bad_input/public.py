@@ -269,6 +269,14 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.block_backward_sync": [Call(ltx.block_backward_sync, (dp,), {}, _differentiated)],
         "ltx.sync_params": [Call(ltx.sync_params, (params(), 0, "data"))],
         "ltx.check_replicas": [Call(ltx.check_replicas, (params(), "data"))],
+        "ltx.functional_call": [
+            Call(
+                ltx.functional_call,
+                (torch.nn.Linear(3, 2), {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, (batch(),)),
+                {"kwargs": None, "tie_weights": True, "return_buffers": False},
+                free=(2, "kwargs"),  # the module's
+            )
+        ],
         "ltx.grad": [Call(ltx.grad, (dp,), {"argnums": 0, "has_aux": False}, _stepped)],
         "ltx.grad_and_value": [
             Call(ltx.grad_and_value, (dp,), {"argnums": 0, "has_aux": False}, _stepped),
