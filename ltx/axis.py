@@ -7,7 +7,9 @@ set by ``ltx.init``, and inside them those that :func:`vmap` opens while its fun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -58,14 +60,96 @@ class Part:
 
 
 @dataclass(frozen=True)
+class MeshPart:
+    """Which ranks of a mesh belong together: those whose places differ only along `dims`, the first the outermost.
+
+    Attributes:
+        sizes: of the mesh's axes, outermost first.
+        dims: the places in `sizes` of the axes that are joined.
+    """
+
+    sizes: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of ranks that belong together."""
+        return math.prod(self.sizes[dim] for dim in self.dims)
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks that `rank` belongs to, in order."""
+        strides = [math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes))]
+        first = rank - sum(rank // strides[dim] % self.sizes[dim] * strides[dim] for dim in self.dims)
+        places = itertools.product(*(range(self.sizes[dim]) for dim in self.dims))
+        return [first + sum(i * strides[dim] for i, dim in zip(at, self.dims, strict=True)) for at in places]
+
+
+@dataclass(frozen=True)
 class VmapBacking:
     """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
 
     With a `part` that dimension holds several axes side by side.
+
+    Several nested levels make one axis if there are `dims`: (level, size) of each, the first the outermost in the
+    order of ranks. functorch takes the innermost level off first. Those above `level` are off already; their
+    dimensions are in front of the tensors, the outermost level's first.
     """
 
     level: int
     part: Part | None = None
+    dims: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def levels(self) -> list[int]:
+        """All of its levels, the outermost first."""
+        return sorted(level for level, _ in self.dims) or [self.level]
+
+    @property
+    def below(self) -> VmapBacking | None:
+        """What is left once `level` is off; None if it was the last one."""
+        levels = [level for level, _ in self.dims if level < self.level]
+        return replace(self, level=max(levels)) if levels else None
+
+    def at(self, levels: Sequence[int]) -> VmapBacking:
+        """The same with other `levels` for its own, the outermost first; of the whole, if this is a part."""
+        dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
+        return VmapBacking(max(levels), None, dims)
+
+    @property
+    def taken(self) -> int:
+        """The number of dimensions in front of the tensors: those of levels that are off."""
+        return sum(level > self.level for level, _ in self.dims)
+
+    @property
+    def order(self) -> list[int]:
+        """The order in which the dimensions of all levels, as they lie by level, are the axis' ranks."""
+        return [self.levels.index(level) for level, _ in self.dims]
+
+    def stacked(self, xs: torch.Tensor) -> torch.Tensor:
+        """`xs`, with a dimension for each level in front, with one for the ranks of all."""
+        if not self.dims:
+            return xs
+        count = len(self.dims)
+        return xs.permute(*self.order, *range(count, xs.ndim)).flatten(0, count - 1)
+
+    def unstacked(self, xs: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`stacked`."""
+        if not self.dims:
+            return xs
+        count, order = len(self.dims), self.order
+        by_dim = xs.unflatten(0, [size for _, size in self.dims])
+        return by_dim.permute(*(order.index(i) for i in range(count)), *range(count, by_dim.ndim))
+
+    def batched(self, xs: torch.Tensor) -> torch.Tensor:
+        """A vector with one entry for each rank, as what each has: 0-dim, and batched at each level that isn't off."""
+        by_level = self.unstacked(xs)
+        for _ in range(self.taken):  # those levels' ranks don't matter to what is left
+            by_level = by_level[..., 0]
+        by_level = unwrapped(by_level)  # what factories make is wrapped for the innermost level, which may not be ours
+        for level in self.levels:
+            if level <= self.level:
+                by_level = _functorch._add_batch_dim(by_level, 0, level)
+        return by_level
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +192,9 @@ class Axis:
         match self.backing:
             case GroupBacking(rank=rank) | ShapesBacking(rank=rank):
                 return torch.tensor(rank)
-            case VmapBacking(level=level, part=part):
+            case VmapBacking(part=part) as backing:
                 places = torch.arange(self.size) if part is None else part.place(torch.arange(part.world))
-                # What factories make is wrapped for the innermost level, which may lie inside the axis' own.
-                return _functorch._add_batch_dim(unwrapped(places), 0, level)
+                return backing.batched(places)
             case None:
                 return torch.tensor(0)
 
@@ -168,8 +251,8 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
         case GroupBacking(line=line):
             opened: Axis = line.part(name, part)
             return opened
-        case VmapBacking(part=None, level=level):
-            return Axis(name, part.count, VmapBacking(level, part))
+        case VmapBacking(part=None) as backing:
+            return Axis(name, part.count, replace(backing, part=part))
         case ShapesBacking(rank=rank) as backing:
             return Axis(name, part.count, replace(backing, rank=part.place(rank)))
     raise AxisError(f"axis {axis.name!r} is a part of a simulated axis, which can't be divided further.")
@@ -183,6 +266,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _world_axes: tuple[Axis, ...] = ()
+_whole_world: list[Axis] = []  # all ranks of a world that has several axes
 _opened_axes: list[Axis] = []
 
 
@@ -198,10 +282,14 @@ def check_open(axis: Axis) -> Axis:
     return axis
 
 
-def set_world_axes(axes: tuple[Axis, ...]) -> None:
-    """Make `axes`, outermost first, the ones that are in scope everywhere; ``()`` clears them."""
+def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
+    """Make `axes`, outermost first, the ones that are in scope everywhere; ``()`` clears them.
+
+    `whole`: the axis of all ranks, where there are several axes.
+    """
     global _world_axes
     _world_axes = axes
+    _whole_world[:] = [] if whole is None else [whole]
 
 
 def axes_in_scope() -> tuple[Axis, ...]:
@@ -213,11 +301,18 @@ def axes_in_scope() -> tuple[Axis, ...]:
 
 
 def find(name: str | None) -> Axis:
-    """The axis called `name`, the innermost one first; None is the innermost of all.
+    """The axis called `name`, the innermost one first; None is the one that is in scope.
+
+    Of several axes None is none: to reduce over one of them would let the others drift apart. That holds for axes of
+    size 1 too, so that a program means the same on one node and on several. Two cases are no choice: nested simulated
+    axes of one name, of which the innermost hides the others; and simulated axes inside a world of one process, whose
+    axes have nobody else on them.
 
     Without any axis in scope the default axis has size 1. Raises :class:`ltx.errors.AxisError` for other names.
     """
     scope = axes_in_scope()
+    if name is None:
+        scope = _choice(scope)
     for candidate in reversed(scope):
         if name is None or candidate.name == name:
             return candidate
@@ -228,6 +323,72 @@ def find(name: str | None) -> Axis:
         f"no axis called {name!r} is in scope; in scope: {known}. Open it with ltx.vmap(f, axis_name={name!r}) "
         f"or name it in ltx.init(mesh={{{name!r}: ...}})."
     )
+
+
+def _choice(scope: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes of `scope` of which None is the innermost; raises where they are several."""
+    opened, world = scope[len(_world_axes) :], math.prod(axis.size for axis in _world_axes)
+    if opened and world == 1:
+        scope = opened
+    names = list(dict.fromkeys(axis.name for axis in scope))
+    if len(names) > 1:
+        listed = ", ".join(f"{axis.name!r} ({axis.size})" for axis in scope)
+        both = "" if opened and world > 1 else f" for one of them, or axis=({', '.join(map(repr, names))}) for all"
+        raise AxisError(
+            f"axis=None names no axis where several are in scope: {listed}, outermost first. To reduce over one alone "
+            f"would let the others drift apart. Write axis={names[-1]!r}{both}."
+        )
+    return scope
+
+
+def joined(names: tuple[Any, ...]) -> Axis:
+    """The axis of all ranks of several: the first is the outermost. Between processes, all of its ranks call this.
+
+    Example:
+        >>> import torch, ltx
+        >>> f = ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, ("a", "b")), axis_name="b"), axis_name="a")
+        >>> f(torch.tensor([[1, 2], [3, 4]]))
+        tensor([[10, 10],
+                [10, 10]])
+    """
+    said = f"axis={names!r}"
+    if not names or not all(isinstance(name, str) for name in names):
+        raise AxisError(f"{said}: a tuple of axes holds one or more names, such as ('node', 'data').")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise AxisError(f"{said}: {twice[0]!r} occurs more than once. Name each axis once.")
+    axes = [find(name) for name in names]
+    if len(axes) == 1:
+        return axes[0]
+    title, size = f"({', '.join(names)})", math.prod(axis.size for axis in axes)
+    real = [axis for axis in axes if axis.backing is not None]
+    kinds = {type(axis.backing) for axis in real}
+    if not real:
+        return Axis(title, size)
+    if kinds == {VmapBacking}:
+        return real[0] if len(real) == 1 else Axis(title, size, _of_levels(real))
+    if kinds == {GroupBacking}:
+        return _of_groups(said, title, axes)
+    raise AxisError(
+        f"{said} mixes axes of processes with simulated ones ({', '.join(f'{a.name!r}' for a in real)}). Reduce over "
+        "one after the other, as in ltx.psum(ltx.psum(x, inner), outer)."
+    )
+
+
+def _of_levels(axes: list[Axis]) -> VmapBacking:
+    dims = tuple((_level_of(axis), axis.size) for axis in axes)
+    return VmapBacking(max(level for level, _ in dims), None, dims)
+
+
+def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
+    if not _whole_world or any(axis not in _world_axes for axis in axes):
+        raise AxisError(f"{said}: only axes that ltx.init(mesh=...) has made can be joined.")
+    whole = _whole_world[0]
+    part = MeshPart(tuple(axis.size for axis in _world_axes), tuple(_world_axes.index(axis) for axis in axes))
+    assert isinstance(whole.backing, GroupBacking)
+    if part.members(whole.backing.rank) == list(range(whole.size)):
+        return whole
+    opened: Axis = whole.backing.line.part(title, part)
+    return opened
 
 
 # Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these two need:

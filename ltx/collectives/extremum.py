@@ -8,6 +8,7 @@ keep or drop it by the order in which they meet it, so over them a flag travels 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ltx.collectives.linear import (
     Function,
     apply,
     check_dense,
+    index_below,
     key_of,
     meet_as_tree,
     on_stack,
@@ -82,8 +84,16 @@ class Extremum(Function):
                     return (xs.any(0) if which == "max" else xs.all(0)), False
                 return (xs.amax(0) if which == "max" else xs.amin(0)), False
 
+            below = axis.backing.below
+            if below is not None:
+                stacks = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+                rest = replace(axis, backing=below)
+                return Extremum.apply(which, rest, compiled, index_below(index, in_dims[3]), stacks), 0
             y, per_rank = on_stack(axis.backing, axis.size, x, dim, stacked)
             return y, 0 if per_rank else None
+        front = axis.backing.taken if isinstance(axis.backing, VmapBacking) else 0
+        if dim is not None and front:
+            x, dim = x.movedim(dim, front), front
         return Extremum.apply(which, axis, compiled, index, x), dim
 
 

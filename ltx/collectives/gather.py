@@ -201,6 +201,6 @@ class AllGatherGrad:
 
     @staticmethod
     def apply(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-        """Gather `tensor` from the ranks of `group` (an axis in any form; the innermost one if None)."""
+        """Gather `tensor` from the ranks of `group` (an axis in any form; None as in :func:`ltx.psum`)."""
         gathered: torch.Tensor = all_gather(tensor, group)
         return gathered

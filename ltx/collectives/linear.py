@@ -13,8 +13,8 @@ ranks, on an axis of size 1, and which rule is its transpose. Everything else fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ class Linear(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         # One call for each distinct transpose keeps the order of issues that of the tensors.
-        transposes = [RULES[ctx.name].transpose(shape, ctx.static) for shape in ctx.shapes]
+        front = ctx.axis.backing.taken if isinstance(ctx.axis.backing, VmapBacking) else 0
+        transposes = [RULES[ctx.name].transpose(shape[front:], ctx.static) for shape in ctx.shapes]
         grads: list[torch.Tensor] = []
         for (name, static), cotangent in zip(transposes, cotangents, strict=True):
             grads.extend(apply(name, static, ctx.axis, [cotangent], ctx.compiled))
@@ -147,21 +148,37 @@ class Linear(Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims = RULES[name], in_dims[5:]
         if isinstance(axis.backing, VmapBacking) and peeled_level() == axis.backing.level:
+            below = axis.backing.below
+            if below is not None:  # a level of several: the outermost one's rule does it
+                rest, stacks = replace(axis, backing=below), _in_front(info.batch_size, xs, dims)
+                all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
+                return all_ranks, (0,) * len(xs)
             results = [
                 on_stack(axis.backing, axis.size, x, dim, lambda stacked, n: rule.stacked(stacked, n, static))
                 for x, dim in zip(xs, dims, strict=True)
             ]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
+        front = axis.backing.taken if isinstance(axis.backing, VmapBacking) else 0
         outs: list[torch.Tensor] = []
         for x, dim in zip(xs, dims, strict=True):
             inner = static if dim is None else rule.batched(static)
-            outs.extend(Linear.apply(name, inner, axis, compiled, index, x if dim is None else x.movedim(dim, 0)))
-        return tuple(outs), tuple(None if dim is None else 0 for dim in dims)
+            outs.extend(Linear.apply(name, inner, axis, compiled, index, x if dim is None else x.movedim(dim, front)))
+        return tuple(outs), tuple(None if dim is None else front for dim in dims)
 
 
 def peeled_level() -> int:
     """The vmap level whose rule is being run: functorch has taken it off the stack for that."""
     return (_functorch.maybe_current_level() or 0) + 1
+
+
+def index_below(index: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
+    """The index of an axis of several levels once its innermost level is off: batched at the others, as before."""
+    return index if index is None or dim is None else index.select(dim, 0)
+
+
+def _in_front(size: int, xs: Sequence[torch.Tensor], dims: Sequence[int | None]) -> list[torch.Tensor]:
+    pairs = zip(xs, dims, strict=True)
+    return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
 
 
 def on_stack(
@@ -173,6 +190,13 @@ def on_stack(
 ) -> tuple[torch.Tensor, bool]:
     """`body`, as a Rule's `stacked`, on the values of all `n` simulated ranks of an axis."""
     part = backing.part
+    if backing.dims:
+        size = next(size for level, size in backing.dims if level == backing.level)
+        flat = backing.stacked(_in_front(size, [x], [dim])[0])
+        y, per_rank = on_stack(VmapBacking(backing.level, part), n, flat, 0, body)
+        # Every level has got its dimension, so every level gets one back.
+        world = n if part is None else part.world
+        return backing.unstacked(y if per_rank else y.expand(world, *y.shape)), True
     world = n if part is None else part.world
     xs = x.expand(world, *x.shape) if dim is None else x.movedim(dim, 0)
     if part is None:
@@ -273,7 +297,7 @@ def prepare_trace(axis: Any) -> str:
     found = wire.resolve(axis)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
     if isinstance(found.backing, VmapBacking):
-        key = f"{found.name!r} of {found.size} at level {found.backing.level}, {found.backing.part}"
+        key = f"{found.name!r} of {found.size}, {found.backing!r}"
     _traced_axes[key] = found
     return key
 

@@ -53,7 +53,10 @@ def psum(value: Tree, axis: Any = None) -> Tree:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; any dtype (booleans count as
             int64), any strides. Sparse COO tensors may have their entries at other places on each rank; theirs is a
             coalesced COO tensor again, which moves the entries alone.
-        axis: name, ``ltx.Axis``, ProcessGroup or one-dimensional DeviceMesh; the innermost axis if None.
+        axis: name, ``ltx.Axis``, ProcessGroup or one-dimensional DeviceMesh. A tuple of names, as ``("node", "data")``,
+            is one axis of all their ranks, the first name the outermost. None is the axis in scope: of several with
+            different names there is none, even if some have size 1, so that a program means the same everywhere. Two
+            exceptions: the simulated axes inside a world of one process, and the innermost of nested ones of one name.
 
     Returns:
         What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.
@@ -62,7 +65,7 @@ def psum(value: Tree, axis: Any = None) -> Tree:
         The sum over ranks of the cotangents: psum(ȳ).
 
     Raises:
-        AxisError: `axis` isn't in scope.
+        AxisError: `axis` isn't in scope, or is None where several are.
         TreeError: a leaf isn't a tensor.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
 

@@ -251,8 +251,13 @@ def check_mesh(mesh: Mesh, world: World) -> None:
         )
 
 
-def open_axes(mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack) -> tuple[Axis, ...]:
-    """One axis for each entry of `mesh`, over the ranks that differ from this one in that coordinate alone."""
+def open_axes(
+    mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack
+) -> tuple[tuple[Axis, ...], Axis | None]:
+    """One axis for each entry of `mesh`, over the ranks that differ from this one in that coordinate alone.
+
+    The second value is the axis of all ranks, if `mesh` has several entries.
+    """
     axes = []
     ranks = torch.arange(world.size).reshape([size for _, size in mesh])
     for dim, (name, size) in enumerate(mesh):
@@ -267,7 +272,12 @@ def open_axes(mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta
         assert group is not None
         axes.append(open_axis(name, group, timeout, heartbeat.total_seconds()))
         undo.callback(_close, axes[-1], dist.group.WORLD)
-    return tuple(axes)
+    whole = next((axis for axis in axes if axis.size == world.size), None)
+    if whole is None and dist.group.WORLD is not None:
+        name = f"({', '.join(name for name, _ in mesh)})"
+        whole = open_axis(name, dist.group.WORLD, timeout, heartbeat.total_seconds())
+        undo.callback(_close, whole, dist.group.WORLD)
+    return tuple(axes), whole if len(axes) > 1 else None
 
 
 def _close(axis: Axis, world_group: Any) -> None:

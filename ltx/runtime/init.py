@@ -103,7 +103,8 @@ def init(
         timeout: how long setting up and each operation on a process group may take.
         mesh: the sizes of the world's axes by name, outermost first, ``{"node": 2, "data": 4}`` for example. Rank
             ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
-            ``{"data": size}``.
+            ``{"data": size}``. With several, calls name theirs: ``axis="data"`` for one, ``axis=("node", "data")`` for
+            the ranks of both; ``axis=None`` raises.
         heartbeat_timeout: a rank that waits for a peer without a sign of life for so long (its process was stopped, its
             machine or the link to it is down) raises :class:`ltx.errors.PeerLostError`. `timeout` is for peers that
             live and don't come.
@@ -348,12 +349,12 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         if not dist.is_initialized() and placement.master is not None:
             meeting = make_group(placement, world, timeout, undo)
         if dist.is_initialized():
-            axes = open_axes(mesh, world, timeout, heartbeat, undo)
+            axes, whole = open_axes(mesh, world, timeout, heartbeat, undo)
         else:
-            axes = tuple(Axis(name, size) for name, size in mesh)
+            axes, whole = tuple(Axis(name, size) for name, size in mesh), None
         undo.callback(set_world_axes, ())
-        set_world_axes(axes)
-        undo.callback(close_others, axes, held)
+        set_world_axes(axes, whole)
+        undo.callback(close_others, axes if whole is None else (*axes, whole), held)
         if meeting is not None:
             settle(meeting, world, placement)
         settings = {

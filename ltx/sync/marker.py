@@ -19,6 +19,7 @@ mean over ranks, so that second derivatives are exact whatever the hook does to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch._C import _functorch
 
 from ltx.axis import Axis, VmapBacking
-from ltx.collectives.linear import Function, apply
+from ltx.collectives.linear import Function, apply, index_below
 from ltx.sync.schedule import Dims, Plan, Schedule
 
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
@@ -54,9 +55,22 @@ def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     return tuple([None if t is None else t.view_as(t) for t in tensors])
 
 
-def _index(axis: Axis) -> torch.Tensor | None:
-    """An input that makes functorch call a Function's vmap rule at the level of a simulated axis."""
-    return axis.index() if isinstance(axis.backing, VmapBacking) else None
+def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
+    """An input that makes functorch call a Function's vmap rule at the levels of a simulated axis, but for those that
+    `dims` says are off."""
+    left = _left(axis, dims)
+    return left.index() if left is not None and isinstance(left.backing, VmapBacking) else None
+
+
+def _left(axis: Axis, dims: Dims) -> Axis | None:
+    """`axis` without those of its levels that `dims` says are off; None if all are."""
+    backing = axis.backing
+    for _ in range(sum(dims)):
+        assert isinstance(backing, VmapBacking)
+        backing = backing.below
+        if backing is None:
+            return None
+    return replace(axis, backing=backing)
 
 
 class Peeled(Function):
@@ -78,7 +92,10 @@ class Peeled(Function):
             *tensors: torch.Tensor,
         ) -> tuple[Any, Any]:
             here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[4:])
-            outs = cls.apply(schedule, bucket, (here, *dims), None if here else index, *stacked)
+            dims = (here, *dims)
+            if here:
+                index = None if _left(schedule.plan.axis, dims) is None else index_below(index, in_dims[3])
+            outs = cls.apply(schedule, bucket, dims, index, *stacked)
             return outs, (0,) * len(outs)
 
         cls.vmap = staticmethod(vmap)  # type: ignore[method-assign]
@@ -103,7 +120,7 @@ class Fence(Peeled):
         if _plain():
             landed = ctx.schedule.land(in_flight)
         else:
-            index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
+            index = _index(ctx.schedule.plan.axis, ctx.dims)
             landed = Land.apply(ctx.schedule, None, ctx.dims, index, *in_flight)
         ctx.schedule.again = False
         return (None, None, None, None, *landed)
@@ -139,7 +156,7 @@ class Mark(Peeled):
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
             # On the wire they aren't results yet, only memory: let go of them.
             return (None, None, None, None, *(started if ctx.schedule.threaded else (None,) * len(tensors)))
-        index = None if True in ctx.dims else _index(ctx.schedule.plan.axis)
+        index = _index(ctx.schedule.plan.axis, ctx.dims)
         return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, index, link, *tensors))
 
     @staticmethod
@@ -278,7 +295,7 @@ def _peel(
 ) -> tuple[bool, list[torch.Tensor]]:
     """The tensors with the dimension of the vmap level that is being peeled in front, and whether that is the axis."""
     level = (_functorch.maybe_current_level() or 0) + 1
-    here = isinstance(axis.backing, VmapBacking) and axis.backing.level == level
+    here = isinstance(axis.backing, VmapBacking) and level in axis.backing.levels
     stacked = [
         t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
         for t, dim in zip(tensors, dims, strict=True)
@@ -291,11 +308,13 @@ def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) ->
     plan = schedule.plan
     factor = plan.hook.counts_as(plan.axis.size)
     grads = [t for t, state in zip(tensors, plan.is_state, strict=True) if not state]
-    if True in dims:
-        at = dims.index(True)
+    at, left = [i for i, here in enumerate(dims) if here], _left(plan.axis, dims)
+    if left is None:
         means = iter([(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in grads])
     else:
-        means = iter([t * factor for t in apply("psum", (), plan.axis, grads, schedule.compiled)])
+        front = list(range(len(at)))  # where collectives want the levels that are off
+        totals = apply("psum", (), left, [t.movedim(at, front) for t in grads], schedule.compiled)
+        means = iter([t.movedim(front, at) * factor for t in totals])
     return [None if state else next(means) for state in plan.is_state]
 
 

@@ -37,15 +37,21 @@ class OnceSchedule(Schedule):
 
 
 def _under_vmaps(
-    body: Callable[..., tuple[torch.Tensor, ...]], dims: Dims, axis: Axis, tensors: Sequence[torch.Tensor]
+    body: Callable[..., tuple[torch.Tensor, ...]],
+    dims: Dims,
+    axis: Axis,
+    tensors: Sequence[torch.Tensor],
+    levels: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own becomes its level."""
+    """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own become its `levels`."""
     if not dims:
+        if isinstance(axis.backing, VmapBacking) and levels:
+            axis = replace(axis, backing=axis.backing.at(levels))
         return body(axis, *tensors)
 
     def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        here = replace(axis, backing=VmapBacking(_functorch.current_level())) if dims[0] else axis
-        return _under_vmaps(body, dims[1:], here, entries)
+        here = (*levels, _functorch.current_level()) if dims[0] else levels
+        return _under_vmaps(body, dims[1:], axis, entries, here)
 
     # Contiguous: what all ranks share comes back expanded, which forward mode can't attach tangents to.
     results: tuple[torch.Tensor, ...] = torch.vmap(inner, randomness="different")(*tensors)

@@ -304,7 +304,7 @@ def data_parallel(
             of tensors, or :class:`ltx.Weighted`) out. Each rank calls it on its own batch.
         strategy: how gradients are reduced; :class:`ltx.DDPStrategy` if None.
         argnums: the positional argument(s) that are the parameters, the same on every rank.
-        axis: as in :func:`ltx.psum`; the innermost axis at the time of the call if None.
+        axis: as in :func:`ltx.psum`; the one in scope at the time of the call if None.
         outputs: "local": each rank gets its own value, a train step's ``metrics.aux`` included; take ``ltx.pmean(x)``
             in the step of what should be a mean. "mean": floating tensors of all that the step returns, aux and buffers
             included, are averaged over the ranks, and in forward mode so are their tangents.

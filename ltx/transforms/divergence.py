@@ -143,8 +143,8 @@ def _digests(
     match axis.backing:
         case GroupBacking(line=line):
             return _on_processes(line, leaves, signature)
-        case VmapBacking(level=level):
-            return _on_simulated_ranks(level, axis.size, leaves)
+        case VmapBacking() as backing:
+            return _on_simulated_ranks(backing, axis.size, leaves)
         case _:
             return [["" for _ in leaves]]
 
@@ -180,10 +180,10 @@ def _on_processes(
     return line.meet_aside(line.notes.begin(), signature, mine)
 
 
-def _on_simulated_ranks(level: int, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
+def _on_simulated_ranks(backing: VmapBacking, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
     by_rank: list[list[str]] = [[] for _ in range(size)]
     for _, leaf in leaves:
-        value, dim = with_ranks(leaf, level)
+        value, dim = with_ranks(leaf, backing)
         for rank, digests in enumerate(by_rank):
             digests.append("" if dim is None else digest(values(value.select(dim, rank))))
     return by_rank

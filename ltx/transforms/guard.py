@@ -106,8 +106,8 @@ def not_finite_error(
             told = line.meet_aside(place, signature, [_described(paths, own), _described(paths, reduced)])
             by_rank = [texts for texts, _ in told]
             together = sorted({text for _, texts in told for text in texts})
-        case VmapBacking(level=level):
-            split = [with_ranks(g, level) for g in own]
+        case VmapBacking() as backing:
+            split = [with_ranks(g, backing) for g in own]
             by_rank = [
                 _described(paths, [g if dim is None else g.select(dim, rank) for g, dim in split])
                 for rank in range(at.axis.size)

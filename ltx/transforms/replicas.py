@@ -10,7 +10,7 @@ import torch
 from torch._C import _functorch
 
 from ltx import tree, wire
-from ltx.axis import Axis, GroupBacking, Part, VmapBacking
+from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import ReplicaDivergedError
 from ltx.transforms.digests import bits, digest, values
 from ltx.typing import Tree
@@ -33,8 +33,8 @@ def check_replicas(axis: Axis, params: Tree) -> None:
         match axis.backing:
             case GroupBacking(line=line):
                 _check_processes(line, {path: values(leaf) for path, leaf in leaves.items()})
-            case VmapBacking(level=level, part=part):
-                _check_simulated(axis, level, part, leaves)
+            case VmapBacking() as backing:
+                _check_simulated(axis, backing, leaves)
 
 
 def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
@@ -53,11 +53,12 @@ def _check_processes(line: wire.Line, leaves: dict[str, torch.Tensor]) -> None:
     raise _diverged(line.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
 
 
-def _check_simulated(axis: Axis, level: int, part: Part | None, leaves: dict[str, torch.Tensor]) -> None:
+def _check_simulated(axis: Axis, backing: VmapBacking, leaves: dict[str, torch.Tensor]) -> None:
+    part = backing.part
     differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
     together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
     for path, leaf in leaves.items():
-        value, dim = with_ranks(leaf, level)
+        value, dim = with_ranks(leaf, backing)
         if dim is None:
             continue  # one value that all simulated ranks share
         all_values = [values(x) for x in value.unbind(dim)]
@@ -99,7 +100,24 @@ def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
     return f"{count} of {differ.numel()} elements differ, most at {at}, {by}"
 
 
-def with_ranks(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+def with_ranks(x: torch.Tensor, backing: VmapBacking) -> tuple[torch.Tensor, int | None]:
+    """`x` below all wrappers, and which dimension of that is the ranks'; None if they share one value."""
+    if not backing.dims:
+        return _with_level(x, backing.level)
+    dims = [_with_level(x, level)[1] for level, _ in backing.dims]
+    value = _with_level(x, backing.level)[0]
+    here = [dim for dim in dims if dim is not None]
+    if not here:
+        return value, None
+    value = value.movedim(here, list(range(len(here))))
+    for place, (dim, (_, size)) in enumerate(zip(dims, backing.dims, strict=True)):
+        if dim is None:
+            value = value.unsqueeze(place)
+            value = value.expand(*value.shape[:place], size, *value.shape[place + 1 :])
+    return value.flatten(0, len(dims) - 1), 0
+
+
+def _with_level(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
     """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
     dim: int | None = None
     while _functorch.is_functorch_wrapped_tensor(x):

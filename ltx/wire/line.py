@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
-from ltx.axis import Axis, GroupBacking, Part
+from ltx.axis import Axis, GroupBacking, MeshPart, Part
 from ltx.errors import LtxError, PeerLostError, WorldError
 from ltx.wire.board import Board
 from ltx.wire.channel import Channel
@@ -76,7 +76,7 @@ class Line:
         self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.room = Room()  # of the gradients' buckets
-        self._parts: dict[Part, Axis] = {}
+        self._parts: dict[Part | MeshPart, Axis] = {}
         #: Backward passes that land later (see ltx.transforms.in_flight), oldest first.
         self.in_flight: list[Later] = []
         self.under_way = ""  # what is issued on the bucket channels, in the words of an error
@@ -119,7 +119,7 @@ class Line:
             made = self._open_channel(name, lanes=True, generation=self.passes.reunions, in_turn=True)
             self._phases.append(made)
 
-    def part(self, name: str, part: Part) -> Axis:
+    def part(self, name: str, part: Part | MeshPart) -> Axis:
         """The axis of the ranks of this line that belong to this rank. All ranks open it together."""
         if part not in self._parts:
             ranks = [self.global_ranks[member] for member in part.members(self.rank)]

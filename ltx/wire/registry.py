@@ -101,7 +101,8 @@ def size_and_rank(axis: Any) -> tuple[int, int]:
 
 
 def resolve(axis: Any) -> Axis:
-    """The axis that a user means: None, a name, an Axis, a process group, or a one-dimensional DeviceMesh."""
+    """The axis that a user means: None, a name or a tuple of names, an Axis, a process group, or a one-dimensional
+    DeviceMesh."""
     if isinstance(axis, str):
         # By name: what is in scope first, then what axis_from_group has opened.
         opened = [known for known in _lines.values() if known.name == axis]
@@ -109,6 +110,8 @@ def resolve(axis: Any) -> Axis:
         return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
     if axis is None:
         return axes.find(axis)
+    if isinstance(axis, tuple):
+        return axes.joined(axis)
     if isinstance(axis, Axis):
         return axes.check_open(axis)
     if isinstance(axis, DeviceMesh):
@@ -125,5 +128,6 @@ def resolve(axis: Any) -> Axis:
         # What torch gives to those who aren't in a new group.
         raise AxisError(_outsider())
     raise AxisError(
-        f"an axis is a name, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got {type(axis).__name__}."
+        "an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got "
+        f"{type(axis).__name__}."
     )

@@ -59,13 +59,12 @@ def test_the_index_is_an_ordinary_number_inside_transforms(transform: Callable[.
 
 
 def test_nested_axes() -> None:
-    """Two simulated axes of 2 and 3 ranks: each collective takes the one it names, the inner one if none."""
+    """Two simulated axes of 2 and 3 ranks: each collective takes the one it names."""
 
     def f(x: Tensor) -> dict[str, Tensor]:
         return {
             "node": ltx.psum(x, "node"),
             "data": ltx.psum(x, "data"),
-            "innermost": ltx.psum(x),
             "both": ltx.psum(ltx.psum(x, "node"), "data"),
             "index": 10 * ltx.axis_index("node") + ltx.axis_index("data"),
             "gathered": ltx.all_gather(ltx.all_gather(x, "data"), "node"),
@@ -76,7 +75,6 @@ def test_nested_axes() -> None:
     got = ltx.vmap(ltx.vmap(f, axis_name="data"), axis_name="node")(xs)
     assert torch.equal(got["node"], xs.sum(0).expand(2, 3))
     assert torch.equal(got["data"], xs.sum(1, keepdim=True).expand(2, 3))
-    assert torch.equal(got["innermost"], got["data"])
     assert torch.equal(got["both"], torch.full((2, 3), 63.0))
     assert got["index"].tolist() == [[0, 1, 2], [10, 11, 12]]
     assert torch.equal(got["gathered"], xs.expand(2, 3, 2, 3))
