@@ -16,6 +16,7 @@ from typing import Any, Literal
 import optree
 import torch
 from torch._C import _functorch
+from torch._guards import TracingContext
 
 from ltx import tree
 from ltx.arguments import check_fields, checked, is_whole, shown
@@ -137,7 +138,7 @@ class VmapBacking:
         if not self.dims:
             return xs
         count, order = len(self.dims), self.order
-        by_dim = xs.unflatten(0, [size for _, size in self.dims])
+        by_dim: torch.Tensor = xs.unflatten(0, [size for _, size in self.dims])
         return by_dim.permute(*(order.index(i) for i in range(count)), *range(count, by_dim.ndim))
 
     def batched(self, xs: torch.Tensor) -> torch.Tensor:
@@ -267,7 +268,8 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # all ranks of a world that has several axes
-_opened_axes: list[Axis] = []
+# With the trace of Dynamo's that opened it, if one did.
+_opened_axes: list[tuple[Axis, TracingContext | None]] = []
 
 
 def check_open(axis: Axis) -> Axis:
@@ -294,10 +296,7 @@ def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
 
 def axes_in_scope() -> tuple[Axis, ...]:
     """All axes in scope, innermost last."""
-    # A trace that failed leaves its axes behind; their levels are gone.
-    depth = _functorch.maybe_current_level() or 0
-    opened = [axis for axis in _opened_axes if _level_of(axis) <= depth]
-    return (*_world_axes, *opened)
+    return (*_world_axes, *(_opened_axes[place][0] for place in _there()))
 
 
 def find(name: str | None) -> Axis:
@@ -391,14 +390,26 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
     return opened
 
 
-# Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these two need:
+# Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these need:
 # the level is functorch's own, which exists at trace time and is the same at run time.
 def _open(name: str, size: int) -> int:
     level: int = _functorch.current_level()
-    while _opened_axes and _level_of(_opened_axes[-1]) >= level:  # left behind by a trace that failed
+    while _opened_axes and _level_of(_opened_axes[-1][0]) >= level:  # left behind by a trace that failed
         _opened_axes.pop()
-    _opened_axes.append(Axis(name, size, VmapBacking(level)))
+    _opened_axes.append((Axis(name, size, VmapBacking(level)), TracingContext.try_get()))
     return level
+
+
+def _there() -> tuple[int, ...]:
+    """The places of the opened axes that are still there: a trace that failed leaves its own behind."""
+    if not _opened_axes:
+        return ()
+    depth, trace = _functorch.maybe_current_level() or 0, TracingContext.try_get()
+    return tuple(
+        place
+        for place, (axis, opened_by) in enumerate(_opened_axes)
+        if _level_of(axis) <= depth and opened_by in (None, trace)
+    )
 
 
 def _level_of(axis: Axis) -> int:
@@ -410,6 +421,7 @@ def _close() -> None:
     _opened_axes.pop()
 
 
+_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _open._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _close._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
