@@ -68,7 +68,7 @@ def by_ltx(name: str, variant: str, module: nn.Module, steps: list[list[Batch | 
         if variant == "sync":
             module = ltx.nn.convert_sync_batch_norm(module)
         buffers = dict(module.named_buffers())
-    params = {key: p for key, p in module.named_parameters() if p.requires_grad}
+    params = dict(module.named_parameters())
     if variant == "checkpoint":
         module.gradient_checkpointing_enable({"use_reentrant": False})
     train = ltx.train_step(transformed(variant, loss_of(name, variant, module)), optimizer())
