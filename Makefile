@@ -54,7 +54,7 @@ notebooks: $(VENV)/.test
 # One table: ltx, DDP, Fabric, accelerate and JAX on loopback and two shaped links. Others beside it:
 # python -m benchmarks.step_time, benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
 # benchmarks.plan, benchmarks.prices, benchmarks.simulated, benchmarks.convergence, benchmarks.strategy_convergence,
-# benchmarks.import_time, benchmarks.checks, benchmarks.overhead.
+# benchmarks.import_time, benchmarks.checks, benchmarks.overhead, benchmarks.memory.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.table $(BENCH)
 

@@ -68,8 +68,8 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
             held,
             f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "
             f"that made state {state.step + 1}: its memory holds other values now. Read it off the state that the step "
-            "returned; to keep old values copy them before the step, such as ltx.tree.map(torch.clone, state.params), "
-            "or use train_step(..., donate=False).",
+            "returned; to keep old values copy them before the step, such as {name: x.clone() for name, x in "
+            "state.params.items()}, or use train_step(..., donate=False).",
         )
     return following
 

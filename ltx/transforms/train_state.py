@@ -41,8 +41,8 @@ class TrainState:
     A step with ``donate=True`` updates the state's tensors in place, as JAX's donated buffers. Then the old state can't
     be read, copied, printed or pickled any more, and neither can tensors that were read off it be used: both raise
     DonatedStateError. Views that were taken of them before (``x.detach()``, ``x[0]``, ``x.numpy()``) share their memory
-    and change without a word. To keep values, copy them: ``copy.deepcopy(state)``, or ``ltx.tree.map(torch.clone,
-    state.params)``.
+    and change without a word. To keep values, copy them: ``copy.deepcopy(state)``, or ``{name: x.clone() for name, x in
+    state.params.items()}``.
 
     Attributes:
         params: tree of tensors: `trained` and `frozen` ones together, as the step is given them.
