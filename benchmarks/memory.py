@@ -4,8 +4,8 @@
 
 A figure is the largest resident memory of a rank above that of the imports, as a ratio to that of parameters, gradients
 and Adam's two moments (four times the parameters). The model is a stack of square linear layers, whose activations are
-small beside it; a rank does forward, backward and fused AdamW. "views" is DDP's ``gradient_as_bucket_view=True``; "copied"
-is ``train.init(dict(model.named_parameters()))`` beside the model, "taken over" ``train.init(model)``.
+small beside it; a rank does forward, backward and fused AdamW. "views" is DDP's ``gradient_as_bucket_view=True``,
+"copied" is ``train.init(dict(model.named_parameters()))`` beside the model, "taken over" ``train.init(model)``.
 """
 
 from __future__ import annotations

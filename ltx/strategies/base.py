@@ -210,6 +210,13 @@ class Strategy:
 
     def check_weighted(self, step: int) -> None:
         """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""
+        if self.kinds.params == "per_rank" or self.hook_in_training(step) is None:
+            raise StrategyError(
+                f"train_step: the loss is an ltx.Weighted, and {type(self).__name__} lets ranks take steps of their "
+                "own and averages their parameters or updates, in which every rank counts alike whatever its weight. "
+                "Give each rank equally many samples and return their mean, or use a strategy that averages gradients "
+                "at every step, such as ltx.DDPStrategy()."
+            )
         hook = self.hook(step)
         if hook is not None and not hook.gives_gradients:
             raise UnsupportedError(

@@ -298,6 +298,7 @@ class HorovodStrategy(Strategy):
                 "whose weights aren't known together, so a step can't return ltx.Weighted. Use ltx.accumulate(step, k) "
                 "for micro-batches that don't count alike."
             )
+        super().check_weighted(step)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         return self._on(optimizer, axis).init(params)

@@ -9,12 +9,14 @@ import torch
 from ltx import tree
 from ltx.arguments import brief
 from ltx.errors import TreeError
+from ltx.transforms.train_state import TrainState
+from ltx.typing import Tree
 
 # Where a parameter or buffer is: a dict of a module, and the key in it.
 _Slot = tuple[dict[str, Any], str]
 
 
-def to_module(module: torch.nn.Module, state: Any) -> torch.nn.Module:
+def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:
     """`module` with the parameters and buffers of a train state, as copies: for evaluation, ``generate``, saving.
 
     Args:
@@ -42,8 +44,13 @@ def to_module(module: torch.nn.Module, state: Any) -> torch.nn.Module:
     """
     if not isinstance(module, torch.nn.Module):
         raise TreeError(f"to_module: the first argument is a torch.nn.Module, got {brief(module)}.")
+    if not isinstance(state, dict | TrainState):
+        raise TreeError(
+            f"to_module: the second argument is an ltx.TrainState or a dict of tensors, got {brief(state)}."
+        )
     values: dict[str, torch.Tensor] = {}
     for part in (state,) if isinstance(state, dict) else (state.params, state.buffers):
+        tree.check_tensors(part, "to_module: the state")
         values |= dict(zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True))
     slots = _slots(module)
     trainable = {name for name, _ in module.named_parameters(remove_duplicate=False)}

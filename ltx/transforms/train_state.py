@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The parts that hold tensors; their names in an instance have an underscore in front, behind which properties stand.
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
 
-# Those of them that overlap="step" applies later, in the order of InFlight.result().
+# Those of them that steps write into, and that overlap="step" applies later, in the order of InFlight.result().
 _LATE = ("params", "opt_state", "sync_state")
 
 
@@ -139,7 +139,7 @@ class TrainState:
 
     def parts(self, names: Sequence[str]) -> list[Tree]:
         """Those of its parts that are there and that steps write into."""
-        held = [f"_{name}" for name in names if name != "loss_scale"]
+        held = [f"_{name}" for name in names if name in _LATE]
         return [self.__dict__[name] for name in held if name in self.__dict__]
 
     def renew(self, made: Callable[[Tree], Tree]) -> None:
@@ -235,11 +235,19 @@ def _counted(opt_state: Tree, step: int) -> Tree:
     )
 
 
+def _children(state: TrainState) -> tuple[str, ...]:
+    """The names of its children as a tree."""
+    return _PARTS if state.frozen is None else (*_PARTS, "frozen")
+
+
 tree.register_node(
     TrainState,
-    lambda s: ((s.trained, s.buffers, s.opt_state, s.sync_state, s.loss_scale, s.frozen), (s.step, s.kinds)),
-    lambda c, static: TrainState(c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5]),
-    names=(*_PARTS, "frozen"),
+    # Torch's trees take None for a leaf.
+    lambda s: ((s.trained, *(getattr(s, part) for part in _children(s)[1:])), (s.step, s.kinds)),
+    lambda c, static: TrainState(
+        c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5] if len(c) > len(_PARTS) else None
+    ),
+    names=lambda s: _children(s),
 )
 
 

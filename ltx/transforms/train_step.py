@@ -93,8 +93,10 @@ class TrainStep:
             params, frozen = taken_from(params, axis, self.trainable)
         else:
             tree.check_dense(tree.flatten(params)[0], params, "params")
-            halves = split(params, self.trainable)
-            params, frozen = tree.map(torch.Tensor.detach, collectives.broadcast(halves, axis=axis))
+            trained, frozen = split(params, self.trainable)
+            params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
+            if frozen is not None:
+                params, frozen = tree.masked(params, trained), tree.masked(params, frozen)
         buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
         sync_state = self.step.init(params)
         if not torch._C._are_functorch_transforms_active():

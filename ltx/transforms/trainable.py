@@ -103,7 +103,8 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     trained, frozen = split(parameters, trainable)
     with torch.no_grad():
         for piece in _pieces(list(parameters.values())) if axis.size > 1 else ():
-            for parameter, value in zip(piece, collectives.broadcast(piece, axis=axis), strict=True):
+            given = collectives.broadcast([parameter.detach() for parameter in piece], axis=axis)
+            for parameter, value in zip(piece, given, strict=True):
                 parameter.data = value
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     give_away(
@@ -123,5 +124,5 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if room < 0:
             pieces.append([])
             room = _PIECE_BYTES - x.nbytes
-        pieces[-1].append(x.detach())
+        pieces[-1].append(x)
     return pieces

@@ -24,6 +24,8 @@ class Weighted(NamedTuple):
         weight: 0-dim tensor or number: how many there were. It counts as a constant: no gradient flows through it.
 
     Raises:
+        StrategyError: (from a train step) the strategy averages parameters or updates of ranks that take steps of their
+            own (local SGD, DiLoCo, gossip, asynchronous averaging, Adasum): every rank counts alike there.
         WeightError: (from the step) the weights of all ranks add up to 0. In a compiled graph, where values can't be
             looked at, the result is NaN.
 

@@ -165,8 +165,9 @@ class Meetings:
         left: list[int] = []
         with suppress(PeerLostError):  # the store is gone too
             left = [rank for rank in self._board.have_left() if rank in lost]
-        if not left:
-            return f"the process of rank {', '.join(map(str, lost))} is gone"
+        # Those that left may have done so because of the others.
+        if gone := [rank for rank in lost if rank not in left]:
+            return f"the process of rank {', '.join(map(str, gone))} is gone"
         return (
             f"rank {', '.join(map(str, left))} has ended its part of the world in good order (its `with ltx.init()`, "
             "or its program), and this rank goes on. Have all ranks do as many steps; where they have unequal numbers "

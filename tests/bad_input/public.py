@@ -277,6 +277,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
                 free=(2, "kwargs"),  # the module's
             )
         ],
+        "ltx.to_module": [Call(ltx.to_module, (torch.nn.Linear(3, 2), {"weight": torch.ones(2, 3)}))],
         "ltx.grad": [Call(ltx.grad, (dp,), {"argnums": 0, "has_aux": False}, _stepped)],
         "ltx.grad_and_value": [
             Call(ltx.grad_and_value, (dp,), {"argnums": 0, "has_aux": False}, _stepped),

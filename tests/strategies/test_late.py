@@ -187,7 +187,7 @@ def test_an_interrupt_meanwhile_waits_until_the_state_is_whole(name: str, ranks:
             return replace(updated, finish=finish)
 
         train = ltx.train_step(ltx.data_parallel(loss, strategy), adam())
-        state = train.init(params)
+        state = train.init(ltx.tree.map(torch.Tensor.contiguous, params))  # others aren't written to
         with pytest.MonkeyPatch.context() as patch:
             if interrupts:
                 patch.setattr(inner, "update", interrupted)

@@ -269,45 +269,6 @@ def test_parameters_of_all_kinds(strategy: ltx.Strategy, ranks: Ranks, seed: int
         torch.testing.assert_close(half, expected_half, rtol=0.02, atol=0)  # three roundings of 2^-8
 
 
-WEIGHTS = torch.tensor([1.0, 0.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 0.0, 0.0])
-
-
-def weighted_in_nodes(total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(parameter, loss) after the one step in which nodes are alone"""
-    step = ltx.data_parallel(lambda w: ltx.Weighted((w + 1) * total, weight), ltx.LocalSGDStrategy({5: 4}, subgroup=2))
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-    state = replace(train.init(torch.zeros(())), sync_state=replace(train.init(torch.zeros(())).sync_state, step=1))
-    state, metrics = train(state)
-    return state.params, metrics.loss
-
-
-def test_a_weighted_step_in_nodes_is_the_mean_over_a_node(ranks: Ranks) -> None:
-    totals, (weights, _) = torch.tensor([1.0, 2.0, 3.0, 4.0]), WEIGHTS
-    means = (totals.view(2, 2).sum(1) / weights.view(2, 2).sum(1)).repeat_interleave(2)
-
-    def on_a_rank() -> tuple[Tensor, Tensor]:
-        rank = int(ltx.axis_index())
-        return weighted_in_nodes(totals[rank], weights[rank])
-
-    for rank, (params, mean) in enumerate(ranks(4).run(on_a_rank)):
-        torch.testing.assert_close((-params, mean), (means[rank], means[rank]))
-    params, mean = ltx.vmap(weighted_in_nodes)(totals, weights)
-    torch.testing.assert_close((-params, mean), (means, means))
-
-
-def test_a_node_without_samples_stays_where_it_is(ranks: Ranks) -> None:
-    totals, weights = torch.tensor([1.0, 2.0, 0.0, 0.0]), WEIGHTS[1]
-
-    def on_a_rank() -> tuple[Tensor, Tensor]:
-        rank = int(ltx.axis_index())
-        return weighted_in_nodes(totals[rank], weights[rank])
-
-    *with_samples, (params, mean), (other, _) = ranks(4).run(on_a_rank)
-    assert [float(p) for p, _ in with_samples] == [-1.0, -1.0]
-    assert params == other == 0
-    assert mean.isnan()
-
-
 def test_a_node_waits_for_no_other(ranks: Ranks) -> None:
     """The ranks of the second node only begin once those of the first have done two steps alone."""
 

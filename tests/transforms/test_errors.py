@@ -50,7 +50,11 @@ RETURNS = (
 )
 FIX = " Take its mean or sum; a step that returns (loss, aux) wants has_aux=True."
 SCALAR = "a gradient needs a step that returns a 0-dim tensor, got {}." + FIX
-LOSS = "train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {}." + FIX
+LOSS = (
+    "train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {}."
+    + FIX
+    + " A mapping holds it as `loss`."
+)
 NO_TREE = "argument 0 of the step must be a tree of tensors, but leaf {} is of type {}."
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # --- data_parallel
@@ -258,7 +262,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         StepError,
         LOSS.format("a tensor of shape [] and torch.int64"),
     ),
-    "a dict for a loss": (lambda: train(lambda p, x: {"loss": linear(p, x)}), StepError, LOSS.format("dict")),
+    "a dict without a loss": (lambda: train(lambda p, x: {"mean": linear(p, x)}), StepError, LOSS.format("dict")),
     "a pair for a loss": (lambda: train(lambda p, x: (linear(p, x), x)), StepError, LOSS.format("a tuple of 2")),
     "no aux": (
         lambda: train(has_aux=True),

@@ -98,7 +98,7 @@ def test_on_simulated_ranks() -> None:
 def renormalising() -> str:
     module = nn.Sequential(nn.Embedding(5, 2, max_norm=1.0))
     step = ltx.data_parallel(lambda p, i: functional_call(module, p, (i,)).sum())
-    params = {name: 9 * p.detach() + 9 for name, p in module.named_parameters()}
+    params = ltx.broadcast({name: 9 * p.detach() + 9 for name, p in module.named_parameters()})
     before = {name: p.clone() for name, p in params.items()}
     with pytest.raises(StepError) as raised:
         ltx.grad(step)(params, torch.tensor([0, 1]))

@@ -205,7 +205,7 @@ def test_train_step_with_hooks_that_change_with_the_step(early: bool, ranks: Ran
         state, errors = train.init(params_of(module)), []
         for by_rank in batches:
             state, _ = train(state, *by_rank[ltx.world().rank])
-            errors.append(errors_of(state.sync_state))
+            errors.append(ltx.tree.map(torch.clone, errors_of(state.sync_state)))
         return errors
 
     _, _, local = expected(seed, 2)

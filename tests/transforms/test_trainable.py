@@ -172,8 +172,8 @@ def test_a_module_whose_tensors_are_taken_over(ranks: Ranks) -> None:
     """No second copy: the state is in the module's memory, which says so when it is used; and is given values back."""
 
     def run() -> tuple[bool, Any]:
-        net = torch.nn.Sequential(Tied(), torch.nn.BatchNorm1d(5))  # other values on every rank: no seed
-        net[0].requires_grad_(True)
+        torch.manual_seed(7 + ltx.axis_index())  # other values on every rank
+        net = torch.nn.Sequential(Tied(), torch.nn.BatchNorm1d(5))
         net[1].bias.requires_grad_(False)
         places = {name: p.data_ptr() for name, p in net.named_parameters()}
         buffers = {name: b.clone() for name, b in net.named_buffers()}
