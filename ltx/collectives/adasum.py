@@ -19,7 +19,7 @@ from ltx import tree, wire
 from ltx.axis import GroupBacking
 from ltx.collectives.gather import all_gather
 from ltx.collectives.index import axis_index
-from ltx.collectives.linear import Static, check_dense, meet_as_tree
+from ltx.collectives.linear import Static, check_dense, check_sums, meet_as_tree
 from ltx.collectives.permute import ppermute
 from ltx.collectives.psum import axis_size, psum
 from ltx.errors import AxisError, TreeError
@@ -227,6 +227,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
         rank: int | torch.Tensor = axis_index(axis)
     else:
         check_dense("adasum", leaves, value)
+        check_sums("adasum", leaves, value)
         found = wire.resolve(axis)
         meet_as_tree("adasum", value, leaves, spec, [() for _ in leaves], found)
         rank = found.backing.rank if isinstance(found.backing, GroupBacking) else found.index()

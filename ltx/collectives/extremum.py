@@ -19,6 +19,7 @@ from ltx.collectives.linear import (
     Function,
     apply,
     check_dense,
+    check_sums,
     index_below,
     key_of,
     meet_as_tree,
@@ -134,6 +135,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     if any(x.is_complex() for x in leaves):
         path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.is_complex())
         raise UnsupportedError(f"p{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
+    check_sums(f"p{which}", leaves, value, "extrema")
     found = wire.resolve(axis)
     meet_as_tree(f"p{which}", value, leaves, spec, [() for _ in leaves], found)
     index = found.index() if isinstance(found.backing, VmapBacking) else None
@@ -170,7 +172,7 @@ def pmax(value: Tree, axis: Any = None) -> Tree:
         m · psum(ȳ) / psum(m) with m = (x == y): ranks that tie share it equally. None for integers and booleans.
 
     Raises:
-        UnsupportedError: complex tensors.
+        UnsupportedError: complex tensors, and dtypes that torch has no maximum for: uint16, uint32, uint64, float8.
         AxisError, TreeError, RankMismatchError: as in :func:`ltx.psum`.
 
     Example:

@@ -25,6 +25,7 @@ from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 from ltx.wire import traced
+from ltx.wire.operations import MOVES, SUMMED, as_bytes, from_bytes
 
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
 Static = tuple[int, ...]
@@ -325,15 +326,26 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
         if isinstance(found.backing, GroupBacking):
             tree.check_values(leaves, value, name)
         groups = [static(x, found.size) for x in leaves]
-        meet_as_tree(name, value, leaves, spec, groups, found)
+        moved = [movable(name, x) for x in leaves]
+        meet_as_tree(name, value, leaves, spec, groups, found, moved)
         if len(set(groups)) == 1:
-            return tree.unflatten(spec, apply(name, groups[0], found, leaves))
-        return tree.unflatten(
-            spec, [y for x, g in zip(leaves, groups, strict=True) for y in apply(name, g, found, [x])]
-        )
-    key = prepare_trace(axis)
-    size = traced_size(key)
-    return tree.unflatten(spec, [in_graph(name, static(x, size), key, x)[0] for x in leaves])
+            results = apply(name, groups[0], found, moved)
+        else:
+            results = [y for x, g in zip(moved, groups, strict=True) for y in apply(name, g, found, [x])]
+    else:
+        key = prepare_trace(axis)
+        size = traced_size(key)
+        moved = [movable(name, x) for x in leaves]
+        results = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, moved, strict=True)]
+    restored = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, results, strict=True)]
+    return tree.unflatten(spec, restored)
+
+
+def movable(name: str, x: torch.Tensor) -> torch.Tensor:
+    """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
+    if x.dtype in SUMMED or x.requires_grad or RULES[name].operation not in MOVES:
+        return x
+    return as_bytes(x)
 
 
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
@@ -343,16 +355,23 @@ def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
     tree.check_dense(leaves, value, name, hint)
 
 
-def check_sums(name: str, leaves: list[Any], value: Tree) -> None:
-    """Raise for numbers of 8 bits, which no sum is defined for: not even this process' own kernels have one."""
-    if any(x.dtype.is_floating_point and x.dtype.itemsize == 1 for x in leaves):
-        pairs = zip(tree.leaf_paths(value), leaves, strict=True)
-        path, x = next((p, x) for p, x in pairs if x.dtype.is_floating_point and x.dtype.itemsize == 1)
-        raise UnsupportedError(f"{name}: leaf {path!r} is {tree.describe(x)}, which has no sums. Cast it.")
+def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") -> None:
+    """Raise for dtypes that have no sums or extrema, before anything is sent and on every backing alike."""
+    if any(x.dtype not in SUMMED for x in leaves):
+        path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.dtype not in SUMMED)
+        raise UnsupportedError(f"{name}: leaf {path!r} is {tree.describe(x)}, which has no {what}. Cast it.")
 
 
-def meet_as_tree(name: str, value: Tree, leaves: list[Any], spec: Any, groups: list[Static], axis: Axis) -> None:
-    """Let the ranks compare a collective of a tree, with its paths.
+def meet_as_tree(
+    name: str,
+    value: Tree,
+    leaves: list[Any],
+    spec: Any,
+    groups: list[Static],
+    axis: Axis,
+    moved: list[torch.Tensor] | None = None,
+) -> None:
+    """Let the ranks compare a collective of a tree, with its paths; `moved`: what will be issued, if not the leaves.
 
     The Functions compare tensor by tensor, as what their derivatives issue has no tree.
     """
@@ -362,7 +381,7 @@ def meet_as_tree(name: str, value: Tree, leaves: list[Any], spec: Any, groups: l
     call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
     agreed = line.meet(line.user, call, lambda: wire.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
-    line.adopt((key_of(name, x, group) for x, group in zip(leaves, groups, strict=True)), agreed)
+    line.adopt((key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
 
 
 def traced_axis(key: str) -> Axis:

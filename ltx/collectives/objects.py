@@ -9,7 +9,6 @@ import ctypes
 import pickle
 from typing import Any, TypeVar
 
-import cloudpickle
 import torch
 
 from ltx import wire
@@ -17,6 +16,7 @@ from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.collectives.uneven import told
 from ltx.errors import AxisError
+from ltx.wire.pickling import dumps
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
 def _pickled(obj: Any, line: wire.Line, issue: int) -> tuple[bytes, bool]:
     """The object as sealed bytes, or what went wrong, which must reach every rank."""
     try:
-        return wire.sealed(line, cloudpickle.dumps(obj), issue), False
+        return wire.sealed(line, dumps(obj), issue), False
     except Exception as failure:
         return f"{type(failure).__name__}: {failure}".encode(), True
 

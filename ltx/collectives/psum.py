@@ -50,9 +50,9 @@ def psum(value: Tree, axis: Any = None) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
     Args:
-        value: tree of tensors, the same structure, shapes and dtypes on every rank; any dtype (booleans count as
-            int64), any strides. Sparse COO tensors may have their entries at other places on each rank; theirs is a
-            coalesced COO tensor again, which moves the entries alone.
+        value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Booleans count as
+            int64; uint16, uint32, uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their
+            entries at other places on each rank; theirs is a coalesced COO tensor again, which moves the entries alone.
         axis: name, ``ltx.Axis``, ProcessGroup or one-dimensional DeviceMesh. A tuple of names, as ``("node", "data")``,
             is one axis of all their ranks, the first name the outermost. None is the axis in scope: of several with
             different names there is none, even if some have size 1, so that a program means the same everywhere. Two
@@ -67,6 +67,7 @@ def psum(value: Tree, axis: Any = None) -> Tree:
     Raises:
         AxisError: `axis` isn't in scope, or is None where several are.
         TreeError: a leaf isn't a tensor.
+        UnsupportedError: its dtype has no sums.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
 
     Example:

@@ -14,14 +14,16 @@ from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import all_gather
 from ltx.collectives.psum import axis_size, pmean, psum
-from ltx.errors import AxisError, CollectiveError, InputError, TreeError
+from ltx.errors import AxisError, CollectiveError, InputError, TreeError, UnsupportedError
 from ltx.typing import Tree
+from ltx.wire.operations import SUMMED
 
 
 def _bitwise(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, Any], torch.Tensor]:
     return lambda x, axis: functools.reduce(op, all_gather(x, axis).unbind(0))
 
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _BITWISE = {
     "band": _bitwise(torch.bitwise_and),
     "bor": _bitwise(torch.bitwise_or),
@@ -35,7 +37,7 @@ OPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "avg": pmean,
     "min": pmin,
     "max": pmax,
-    "product": lambda x, axis: all_gather(x, axis).prod(0),
+    "product": lambda x, axis: all_gather(x, axis).prod(0, dtype=torch.int64 if x.dtype is torch.bool else x.dtype),
     **_BITWISE,
 }
 
@@ -53,7 +55,8 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
             give it. By default it is a float: averaged counts that are truncated have hidden errors in metrics.
 
     Returns:
-        What each rank sees: the same tree of new tensors. Sums and products of booleans are int64.
+        What each rank sees: the same tree of new tensors, of the same dtypes, but that means of integers are floats and
+        sums and products of booleans int64.
 
     Gradient:
         That of the operation: psum(ȳ) for sums, psum(ȳ) / n for means, shared among those that tie for extrema, the
@@ -62,6 +65,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     Raises:
         CollectiveError: an operation that isn't one of these.
         TreeError: a bitwise operation on floating tensors.
+        UnsupportedError: the dtype has no such reduction (uint16, uint32 and uint64 have the bitwise ones alone).
         AxisError, RankMismatchError: as in :func:`ltx.psum`.
 
     Example:
@@ -89,6 +93,9 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
                 f"reduce: leaf {path!r} is {tree.describe(x)}, and {name!r} works on integers and booleans. Cast it, "
                 'or use "sum", "min", "max" or "product".'
             )
+        if not (x.dtype in SUMMED or (name in _BITWISE and x.dtype in _UNSIGNED)):
+            path = next(p for p, leaf in zip(tree.leaf_paths(value), leaves, strict=True) if leaf is x)
+            raise UnsupportedError(f"reduce: leaf {path!r} is {tree.describe(x)}, which has no {name}. Cast it.")
         if OPS[name] is pmean and keep_dtype and not (x.is_floating_point() or x.is_complex()):
             return torch.div(psum(x, axis), axis_size(axis), rounding_mode="trunc").to(x.dtype)
         return OPS[name](x, axis)

@@ -14,14 +14,12 @@ import torch
 from ltx import tree, wire
 from ltx.arguments import shown
 from ltx.axis import Axis, VmapBacking
-from ltx.collectives.linear import apply, collective
+from ltx.collectives.linear import apply, collective, movable
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
 
-_DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-)
+# In one order on all ranks, which have the same torch.
+_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _MOST_DIMS = 32
 
 
@@ -56,14 +54,19 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     found = _real(axis, "gather_all_tensors", "Simulated ranks have equal shapes: use ltx.all_gather.")
     shapes = _shapes_of_all(tensor, found)
     most = max(shape.numel() for shape in shapes)
-    flat = torch.nn.functional.pad(tensor.reshape(-1), (0, most - tensor.numel()))
+    moved = movable("all_gather", tensor)  # bytes, where torch can't pad its dtype
+    width = 1 if moved is tensor else tensor.itemsize
+    flat = torch.nn.functional.pad(moved.reshape(-1), (0, most * width - moved.numel()))
     (gathered,) = apply("all_gather", (0, 0), found, [flat])
-    return [row[: shape.numel()].reshape(shape) for row, shape in zip(gathered.unbind(0), shapes, strict=True)]
+    rows = [row[: shape.numel() * width] for row, shape in zip(gathered.unbind(0), shapes, strict=True)]
+    # Cloned: elements mustn't lie across their alignment.
+    parts = rows if moved is tensor else [row.clone().view(tensor.dtype) for row in rows]
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> list[torch.Size]:
     """The ranks' shapes, which they tell each other at every call; raises if their dtypes differ."""
-    if tensor.dtype not in _DTYPES or tensor.ndim > _MOST_DIMS:
+    if tensor.ndim > _MOST_DIMS:
         raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
     header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
     rows = told("gather_all_tensors", header, axis)

@@ -19,6 +19,10 @@ from ltx.collectives.psum import axis_size, psum
 from ltx.errors import WeightError
 from ltx.typing import Tree
 
+# What has no sums has means: they are taken in floating dtypes.
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_NOTHING = torch.empty(0)
+
 
 @checked("weight")
 def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
@@ -55,7 +59,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     if not torch.compiler.is_compiling():
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
-        check_sums("weighted_mean", leaves, value)
+        check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else _NOTHING for x in leaves], value)
         tree.check_values(leaves, value, "weighted_mean")
     dtypes = [_sum_dtype(x.dtype) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)

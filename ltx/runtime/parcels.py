@@ -22,8 +22,9 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
 import torch
+
+from ltx.wire.pickling import TensorPickler
 
 #: Up to here a parcel is copied into the message.
 INLINE_BYTES = 1 << 16
@@ -91,7 +92,7 @@ def receive(connection: Connection) -> Callable[[], Any]:
     return unpickler.load
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(TensorPickler):
     """cloudpickle's, which leaves the memory of tensors and arrays to the parcel."""
 
     def __init__(self) -> None:

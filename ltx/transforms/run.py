@@ -39,6 +39,9 @@ class Marked:
             return output
         leaves, spec = tree.flatten(output)
         ties = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+            # What is detached stays so. Where all is, the rank's loss reaches no parameter, and counts all the same.
+            ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
             for i, x in zip(ties, self.tie([leaves[i] for i in ties]), strict=True):
                 leaves[i] = x

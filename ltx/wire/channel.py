@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -27,11 +28,12 @@ from ltx.errors import (
     PeerLostError,
     RankMismatchError,
     TransportError,
+    UnsupportedError,
     WorldError,
 )
 from ltx.wire import ledger
 from ltx.wire.deadlock import PATIENCE_S
-from ltx.wire.operations import OPERATIONS, Arguments, as_it_is, bytes_sent
+from ltx.wire.operations import MOVES, OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
 
@@ -281,15 +283,25 @@ class Channel:
                 f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "
                 f"earlier failure; ltx.shutdown() and start again. The failure was: {self.torn}"
             )
-        entry = OPERATIONS[operation]
+        entry, dtype = OPERATIONS[operation], buffer.dtype
+        moves = operation in MOVES
+        if not moves and dtype not in SUMMED:
+            raise UnsupportedError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r}: {dtype} has no {operation} among ranks. "
+                "Cast it."
+            )
         self.begun += 1
         self.threads.add(threading.get_ident())
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
             self.device = buffer.device
+        restored = as_it_is
+        if moves and dtype is not torch.uint8:
+            buffer, restored = as_bytes(buffer), partial(from_bytes, dtype=dtype)
         event = ledger.note(self.name, operation, label, bytes_sent(operation, buffer, self.size))
         if self.lane is not None and self.takes_lane(buffer):
-            return Ticket(self, *self.lane.begin(operation, buffer, arguments, self.digest, summed), label, event)
+            begun = self.lane.begin(operation, buffer, arguments, self.digest, summed)
+            return Ticket(self, *begun, label, event, restored)
         try:
             work, value, finish = entry.start(self.group, buffer, arguments)
         except RuntimeError as error:
@@ -299,7 +311,8 @@ class Channel:
             ) from error
         if event is not None:
             _stamp_landing(work, event)
-        ticket = Ticket(self, work, value, label, event, finish)
+        both = finish if restored is as_it_is else lambda landed: restored(finish(landed))
+        ticket = Ticket(self, work, value, label, event, both)
         if self.history is not None:
             self.tickets.add(ticket)
         return ticket

@@ -28,6 +28,28 @@ Arguments = tuple[int, ...]
 Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
+#: What there are sums, products and extrema of: torch, every backend and shared memory can do these. What only moves is
+#: of any dtype, since it travels as bytes.
+SUMMED = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    }
+)
+#: Operations that only move what they are given.
+MOVES = frozenset({"all_gather", "broadcast", "exchange", "permute"})
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, in one more dimension at the end; a view."""
+    return x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
+
+
+def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of :func:`as_bytes`."""
+    return x.view(dtype).squeeze(-1)
+
+
 def as_it_is(landed: torch.Tensor) -> torch.Tensor:
     """What has landed is the value."""
     return landed
@@ -42,7 +64,13 @@ class Operation:
 
 
 def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
-    return lambda group, buffer, _: (dist.all_reduce(buffer, op, group=group, async_op=True), buffer, as_it_is)
+    def start(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+        if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
+            wide = buffer.int()
+            return dist.all_reduce(wide, op, group=group, async_op=True), wide, torch.Tensor.short
+        return dist.all_reduce(buffer, op, group=group, async_op=True), buffer, as_it_is
+
+    return start
 
 
 def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
@@ -59,8 +87,11 @@ def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Sta
 
 def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     if _is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
-        work, rows, finish = _exchange(group, buffer, arguments)
-        return work, rows, lambda rows: finish(rows).sum(0, dtype=rows.dtype)
+        work, rows, finish = _exchange(group, as_bytes(buffer), arguments)
+        return work, rows, lambda rows: from_bytes(finish(rows), buffer.dtype).sum(0, dtype=buffer.dtype)
+    if buffer.dtype is torch.int16:
+        work, wide, _ = _scatter_sum(group, buffer.int(), arguments)
+        return work, wide, torch.Tensor.short
     out = buffer.new_empty(buffer.shape[1:])
     return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
 
