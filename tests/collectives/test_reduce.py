@@ -23,7 +23,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "avg": lambda xs: (xs if xs.is_floating_point() else xs.float()).mean(0),
     "min": lambda xs: xs.min(0).values,
     "max": lambda xs: xs.max(0).values,
-    "product": lambda xs: xs.prod(0),
+    "product": lambda xs: xs.prod(0, dtype=torch.int64 if xs.dtype == torch.bool else xs.dtype),
     "band": lambda xs: xs[0] & xs[1] & xs[2],
     "bor": lambda xs: xs[0] | xs[1] | xs[2],
     "bxor": lambda xs: xs[0] ^ xs[1] ^ xs[2],

@@ -52,7 +52,7 @@ STEP = ltx.data_parallel(lambda w, x: (w["a"] * x + w["b"]).square().mean(), ltx
 
 
 def _step(x: Tensor) -> dict[str, Any]:
-    grads, value = torch.func.grad_and_value(STEP)({"a": x, "b": x[0]}, x)
+    grads, value = torch.func.grad_and_value(STEP)(ltx.broadcast({"a": x, "b": x[0]}), x)
     return {"gradients": grads, "value": value}
 
 

@@ -116,3 +116,15 @@ def test_channels_last_stays_so(ranks: Ranks) -> None:
 
     assert run()
     assert ranks(2).run(run).replicated()
+
+
+def test_detached_outputs_stay_detached(ranks: Ranks) -> None:
+    """On two ranks as alone: what a step detaches has no graph."""
+
+    def run() -> list[bool]:
+        step = ltx.data_parallel(lambda w, x: ((w * x).sum(), (w * x).detach()))
+        loss, seen = step(torch.ones(2, requires_grad=True), torch.ones(2))
+        assert seen.numpy().tolist() == [1.0, 1.0]
+        return [loss.requires_grad, seen.requires_grad]
+
+    assert [run(), *ranks(2).run(run)] == [[True, False]] * 3
