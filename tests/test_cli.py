@@ -183,7 +183,7 @@ def test_the_first_failure(ended: dict[int, Ended], first: int) -> None:
     assert first_failure(ended) == first
 
 
-LISTENING = """
+LISTENING = r"""
 import os, sys, torch, ltx
 with ltx.init() as world:
     ltx.psum(torch.ones(()))

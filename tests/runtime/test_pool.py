@@ -138,15 +138,20 @@ def test_nested_axes(ranks: Ranks) -> None:
             with init(mesh={"node": 2, "data": 2}) as here:
                 x = torch.tensor(float(10**here.rank))
                 place = int(ltx.axis_index("node")), int(ltx.axis_index("data"))
-                return float(ltx.psum(x, axis="node")), float(ltx.psum(x, axis="data")), float(ltx.psum(x)), *place
+                return (
+                    float(ltx.psum(x, axis="node")),
+                    float(ltx.psum(x, axis="data")),
+                    float(ltx.psum(x, ("node", "data"))),
+                    *place,
+                )
         finally:
             init()
 
     results = ranks(4).run(sums)
-    assert results.rank(0) == (101.0, 11.0, 11.0, 0, 0)
-    assert results.rank(1) == (1010.0, 11.0, 11.0, 0, 1)
-    assert results.rank(2) == (101.0, 1100.0, 1100.0, 1, 0)
-    assert results.rank(3) == (1010.0, 1100.0, 1100.0, 1, 1)
+    assert results.rank(0) == (101.0, 11.0, 1111.0, 0, 0)
+    assert results.rank(1) == (1010.0, 11.0, 1111.0, 0, 1)
+    assert results.rank(2) == (101.0, 1100.0, 1111.0, 1, 0)
+    assert results.rank(3) == (1010.0, 1100.0, 1111.0, 1, 1)
     assert ranks(4).run(lambda: ltx.psum(torch.ones(1))).replicated().item() == 4.0
 
 
