@@ -118,7 +118,8 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
         if is_loopback(address) and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody from elsewhere is to come
             undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
-        _gather(meeting, world, timeout)
+        if not placement.agreed:  # else the store itself looks for those that won't come
+            _gather(meeting, world, timeout)
         limit = connect_limit(store, world.backend, timeout)
         dist.init_process_group(
             world.backend,
