@@ -22,9 +22,9 @@ ROWS = {
     "llama": ("plain", "checkpoint", "accumulate", "bf16"),
     "bert": ("plain", "checkpoint", "bf16", "uneven"),
     "t5": ("plain", "checkpoint", "weights"),
-    "vit": ("plain", "accumulate", "bf16", "uneven"),
+    "vit": ("plain", "accumulate", "bf16", "uneven", "compiled"),
     "resnet18": ("eval", "local", "sync"),
-    "resnet50": ("eval",),
+    "resnet50": ("eval", "local", "sync"),
     "lora": ("plain", "checkpoint", "accumulate", "uneven"),
 }
 

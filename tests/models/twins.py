@@ -111,6 +111,8 @@ def loss_of(name: str, variant: str, module: nn.Module) -> Loss:
 
 
 def transformed(variant: str, loss: Loss) -> Any:
+    if variant == "compiled":
+        loss = torch.compile(loss, backend="aot_eager")
     step: Any = ltx.data_parallel(loss, ltx.DDPStrategy(bucket_bytes=4096, first_bucket_bytes=1024))
     if variant in ("accumulate", "weights"):
         step = ltx.accumulate(step, steps=2)
