@@ -48,9 +48,8 @@ class LocalSGDStrategy(Strategy):
     and nobody waits: ``metrics.loss`` is then the rank's own. The optimizer's state isn't averaged.
 
     With a `subgroup` the ranks of a node share their gradients at every step, and so have the same parameters. Nothing
-    goes further then, and no node waits for another: ``metrics.loss`` is the mean over the node, and a node's gradient
-    of a :class:`ltx.Weighted` step the mean over its own samples (without any, its loss is NaN and it stays where it
-    is).
+    goes further then, and no node waits for another: ``metrics.loss`` is the mean over the node. Averages count every
+    rank alike, so a step that returns :class:`ltx.Weighted` is refused.
 
     Averaging is a training step's (:func:`ltx.train_step`). :func:`ltx.grad_and_value` and the like give the gradients
     of a step, local ones after the warm-up, and leave parameters alone.
