@@ -212,8 +212,8 @@ class Meetings:
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
         self._gone = f"{which} {', '.join(map(str, gone))} is gone"
         with suppress(PeerLostError):
-            if left := self._board.have_left():
-                self._gone = self.told_gone(left)
+            if {*gone} & {*self._board.have_left()}:
+                self._gone = self.told_gone(gone)
         return self._gone
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
