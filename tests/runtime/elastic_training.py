@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,15 @@ def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> ltx.Weighted:
     return ltx.Weighted(error.sum(), error.numel())
 
 
-def make(strategy: ltx.Strategy | None = None, **kwargs: Any) -> tuple[Any, Any]:
+def mean_loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """For strategies that take no weights."""
+    weighted = loss(params, x, y)
+    return weighted.total / weighted.weight
+
+
+def make(strategy: ltx.Strategy | None = None, loss_fn: Callable[..., Any] = loss, **kwargs: Any) -> tuple[Any, Any]:
     """A train step, and its state at the start."""
-    step = ltx.data_parallel(loss, strategy or ltx.DDPStrategy())
+    step = ltx.data_parallel(loss_fn, strategy or ltx.DDPStrategy())
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=0.05), **kwargs)
     generator = torch.Generator().manual_seed(2)
     params = {"w": torch.randn(5, 7, generator=generator), "v": torch.randn(7, generator=generator)}

@@ -13,7 +13,7 @@ import torch
 import ltx
 from ltx.strategies.async_averaging import AsyncAveraging
 from tests.forks import Ranks
-from tests.runtime.elastic_training import make, values
+from tests.runtime.elastic_training import make, mean_loss, values
 
 SIZE, STEPS, SLOW_FROM = 3, 16, 5
 
@@ -29,7 +29,7 @@ def training(strategy: ltx.Strategy, slow: bool) -> Callable[[Callable[[Any], No
     """A rank of it; tells each step that is done, and with `slow` rank 1 stops itself on the way."""
 
     def body(tell: Callable[[Any], None]) -> Any:
-        train, state = make(strategy)
+        train, state = make(strategy, mean_loss)
         rank = ltx.world().rank
         for step in range(STEPS):
             if slow and rank == 1 and step == SLOW_FROM:
