@@ -77,7 +77,11 @@ def detached(value: Any) -> Any:
 
 
 def derivative(ys: Any, xs: Any, cotangents: list[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(floats(ys), floats(xs), cotangents, allow_unused=True)
+    reached = [(y, bar) for y, bar in zip(floats(ys), cotangents, strict=True) if y.requires_grad]
+    if not reached:
+        return [torch.zeros_like(x) for x in floats(xs)]
+    heads, bars = zip(*reached, strict=True)
+    found = torch.autograd.grad(heads, floats(xs), bars, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, floats(xs), strict=True)]
 
 
@@ -214,7 +218,7 @@ def check(wrong: list[str]) -> None:
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Callable[[int], list[Tensor]]:
     """A tensor for each rank, all of one shape."""
-    return lambda n: [torch.randn(*shape, dtype=torch.float64).to(dtype) for _ in range(n)]
+    return lambda n: [torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(n)]
 
 
 def whole(*shape: int, dtype: torch.dtype, least: int = -9, most: int = 9) -> Callable[[int], list[Tensor]]:
