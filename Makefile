@@ -1,5 +1,5 @@
 # make demo   the main job: installs what it needs, trains, prints a table
-# make test   the test suite; make test-full adds every transform of every operation, compiled
+# make test   the test suite in minutes; make test-full adds all rows of its tables, and what is slow
 # make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
 # make lint   style, types, import contract
 #

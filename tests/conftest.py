@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from ltx.axis import Axis, GroupBacking, axes_in_scope, set_world_axes
 from ltx.errors import WorkerError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
+from tests.covering import fast
 from tests.forks import Ranks
 
 # Below pytest's timeout of 60 s, so that the error of a run that hangs is the pool's, which names the ranks.
@@ -30,15 +32,18 @@ RUN_TIMEOUT_S = 50.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also the tests that are marked full, which take an hour")
+    parser.addoption("--full", action="store_true", help="also tests marked full, and all rows of tables")
+    parser.addoption("--part", default="1/1", help="with --full: k/n runs the k-th of n parts of what it adds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --full, leave out what is marked full."""
-    if not config.getoption("--full"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    """Without --full, leave out what is marked full, and most rows of tables that are marked covering."""
+    kept = fast(items)
+    if config.getoption("--full"):
+        part, parts = map(int, config.getoption("--part").split("/"))
+        kept |= {item for item in items if crc32(item.nodeid.encode()) % parts == part - 1}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish() -> None:

@@ -159,6 +159,7 @@ with ExitStack() as late:
 """
 
 
+@pytest.mark.full
 def test_run_names_the_rank_whose_exception_came_first(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILING)
     done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
@@ -198,6 +199,7 @@ with ltx.init() as world:
 """
 
 
+@pytest.mark.full
 def test_on_one_machine_nothing_listens_beyond_loopback_and_others_are_told_where_to_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +217,7 @@ def test_on_one_machine_nothing_listens_beyond_loopback_and_others_are_told_wher
 SHORT = {1: {"accumulate x 4": 1}, 2: {"fp32": 3, "bf16": 3, "accumulate x 4": 1}}
 
 
-@pytest.mark.parametrize("ranks", SHORT)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_short_demo(ranks: int, tmp_path: Path) -> None:
     chosen = ["--strategy", "accumulate"] if ranks == 1 else []
     arguments = ["--steps", "3", "--ranks", str(ranks), "--batch-size", "2", "--out", "out", *chosen]
@@ -237,6 +239,7 @@ def test_a_short_demo(ranks: int, tmp_path: Path) -> None:
     assert sum(line["kind"] == "step" for line in lines) == sum(SHORT[ranks].values())
 
 
+@pytest.mark.full
 def test_the_demo_under_plain_torchrun(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = Path(ltx.cli.__file__).parent / "demo" / "train.py"

@@ -66,7 +66,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.timeout(360)
-@each_notebook
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=() if p.stem.startswith("04") else pytest.mark.full, id=p.stem) for p in NOTEBOOKS]
+)
 def test_runs_from_a_fresh_kernel(path: Path, runs: Runs) -> None:
     runs[path].result()
 

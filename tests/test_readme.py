@@ -45,6 +45,7 @@ def test_they_run(names: dict[str, Any]) -> None:
     assert names["metrics"].loss.isfinite()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_they_run_on_two_ranks(tmp_path: Path) -> None:
     """No seed is set: what every process draws for itself has to be made equal by what the README says."""

@@ -1,4 +1,7 @@
-"""Two minutes of chaos, with new seeds each time. ``make chaos CHAOS="--minutes 120"`` goes on for longer."""
+"""A round of chaos, and with ``--full`` a minute of it, with new seeds each time.
+
+``make chaos CHAOS="--minutes 120"`` goes on for longer.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ import pytest
 from tests.chaos.rounds import play
 from tests.chaos.schedule import LOSSES, draw
 
-LIMIT_S = 100.0
-
 
 @pytest.mark.timeout(300)
-def test_rounds_of_chaos(seed: int) -> None:
-    rng, end = random.Random(seed), time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
+@pytest.mark.parametrize("for_s", [0.0, pytest.param(60.0, marks=pytest.mark.full)])
+def test_rounds_of_chaos(for_s: float, seed: int) -> None:
+    rng, end = random.Random(seed), time.monotonic() + for_s
+    while True:
         drawn = rng.randrange(2**31)
         print(f"python -m tests.chaos --seed {drawn} plays this round again")
         play(drawn)
+        if time.monotonic() >= end:
+            return
 
 
 def test_a_seed_draws_the_same_troubles_and_leaves_a_rank() -> None:

@@ -59,6 +59,7 @@ SAVES: dict[str, Callable[..., Path]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", SAVES)
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.filterwarnings("ignore:save_async:RuntimeWarning")
@@ -422,6 +423,7 @@ with ltx.init() as world:
 """
 
 
+@pytest.mark.full
 @STARTS_PROCESSES
 def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
     (code, said, errors), (other, _, _) = finished(run_processes(DIES, 2, str(tmp_path)))
@@ -440,6 +442,7 @@ with ltx.init() as world:
 """
 
 
+@pytest.mark.full
 @STARTS_PROCESSES
 def test_the_end_of_the_world_waits_for_it(tmp_path: Path) -> None:
     for code, _, errors in finished(run_processes(ENDS, 2, str(tmp_path))):
@@ -476,6 +479,7 @@ def run():
 """
 
 
+@pytest.mark.full
 @STARTS_PROCESSES
 def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     processes = run_processes(f"{TRAINS}\nwith ltx.init():\n    run()", 2, str(tmp_path), "1000000000")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ltx
 from ltx.errors import CheckpointError, InputError, RankMismatchError, UnsupportedError
 from tests.strategies.problem import make_problem
-from tests.strategies.table import ROWS
+from tests.strategies.table import KINDS, ROWS
 from tests.strategies.test_conformance import tensors, trainer
 
 Ranks = Callable[[int], ltx.Pool]
@@ -40,6 +40,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(x, y), path
 
 
+@pytest.mark.covering(1, of=lambda name, how: (KINDS[name], how))
 @pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize("name", ROWS)
 def test_every_strategy_goes_on_bit_for_bit(name: str, how: str, ranks: Ranks, seed: int, tmp_path: Path) -> None:
@@ -276,6 +277,7 @@ def plain_start(train: Any) -> Any:
     return train.init({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=["ddp", "zero"])
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (1, 2), (2, 1), (3, 1)])
 def test_another_number_of_ranks(strategy: Any, before: int, now: int, ranks: Ranks, tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ while True:
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)  # starts processes
 def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     """What is there after kill -9 is whole, and what isn't is swept away by the next run."""

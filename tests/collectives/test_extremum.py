@@ -43,6 +43,7 @@ def test_strides(ranks: Ranks) -> None:
     assert torch.equal(found, xs.amax(0).T[::2])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("whose", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, whose: int, dtype: torch.dtype) -> None:

@@ -232,6 +232,7 @@ def test_axes_that_no_mesh_made(ranks: Ranks) -> None:
     assert text.endswith("Write axis='r'.")
 
 
+@pytest.mark.full
 def test_in_a_compiled_graph(seed: int) -> None:
     xs = torch.randn(2, 2, 3)
 

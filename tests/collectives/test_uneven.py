@@ -171,6 +171,7 @@ def test_arguments(call: Callable[[Tensor], Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["all_gather", "psum_scatter"])
 @pytest.mark.parametrize("known", [False, True])
 def test_splits_that_differ_between_ranks(torn: Callable[..., Any], op: str, known: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ltx
 from ltx.runtime.pool import Pool
+from tests.covering import covering
 
 from .table import OPS, ROUNDING, TRANSFORMS, Fn, Op, Outcome, Transform, attempt, draw, on_one_rank
 
@@ -92,6 +93,10 @@ class Row:
         return self.op.name, self.transform.name
 
 
+MET = [(op.name, transform.name) for op in OPS for transform in TRANSFORMS if not transform.plain]
+MET = [MET[i] for i in covering(MET, 1)]
+
+
 def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
     if op.paired and backing.size == 3:
         return False
@@ -107,8 +112,8 @@ def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transfor
 
 
 def _is_in_full_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
-    """Compiled, every operation under every transform; takes most of an hour, so only with --full."""
-    return mode is not EAGER and backing is PROCESSES and not transform.plain
+    """Compiled, every operation, and under some operation every transform: a graph breaks at either of them."""
+    return mode is not EAGER and backing is PROCESSES and (op.name, transform.name) in MET
 
 
 def _rows(within: Callable[[Backing, str | None, Op, Transform], bool]) -> list[Row]:
@@ -152,17 +157,25 @@ MARKS = {
     AOT: (pytest.mark.slow_compile,),
     INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor, pytest.mark.timeout(260)),
 }
+#: The compiled rows of the fast suite: a collective, and a second derivative of a step.
+COMPILED = {("psum", "grad", AOT), ("psum", "grad", INDUCTOR), ("data_parallel", "hvp", AOT)}
 # A second derivative takes Inductor a minute where nothing is in its cache.
 LIMITS_S = {INDUCTOR: 250.0}
+FAST = {row for row in ROWS if row.mode is EAGER or (*row.cell, row.mode) in COMPILED}
 
 
 @pytest.fixture(scope="module")
-def outcome(ranks: Ranks, drawn: int) -> Callable[[Row], Outcome]:
-    """What a row gives, on all ranks. Processes do all rows of a run at the first one's turn."""
+def outcome(ranks: Ranks, drawn: int, request: pytest.FixtureRequest) -> Callable[[Row], Outcome]:
+    """What a row gives, on all ranks. Processes do all of a run's rows that this session tests at the first's turn."""
     done: dict[Any, dict[tuple[str, str], Outcome]] = {}
+    tested = [
+        item.callspec.params["row"]
+        for item in request.session.items
+        if getattr(item, "function", None) is test_conformance and not item.get_closest_marker("full")
+    ]
 
     def on_processes(row: Row) -> dict[tuple[str, str], Outcome]:
-        run = [r for r in ROWS if r.run == row.run]
+        run = [r for r in tested if r.run == row.run]
         wanted = run if row in run else [row]
         cells = [(*r.cell, *draw(r.op, r.backing.size, drawn, r.dtype)) for r in wanted]
         by_rank = ranks(row.backing.size).run(on_one_rank, cells, row.mode, row.equal, timeout_s=LIMITS_S.get(row.mode))
@@ -190,11 +203,14 @@ def _check(got: Outcome, want: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.covering(
+    of=lambda row: (row.backing.name, row.mode, row.op.name, row.transform.name, row.dtype, row.equal)
+)
 @pytest.mark.parametrize(
     "row",
     [
-        *(pytest.param(row, id=str(row), marks=MARKS[row.mode]) for row in ROWS),
-        *(pytest.param(row, id=str(row), marks=(*MARKS[row.mode], pytest.mark.full)) for row in FULL_ROWS),
+        pytest.param(row, id=str(row), marks=MARKS[row.mode] if row in FAST else (*MARKS[row.mode], pytest.mark.full))
+        for row in [*ROWS, *FULL_ROWS]
     ],
 )
 def test_conformance(row: Row, outcome: Callable[[Row], Outcome], drawn: int) -> None:

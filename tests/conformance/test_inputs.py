@@ -135,6 +135,7 @@ def test_on_processes(op: str, name: str, inputs: dict[str, Any], on_processes: 
     _check(optree.tree_map(lambda *xs: torch.stack(xs), *got), _expected(op, inputs[name]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("op", "name"), CASES, ids=lambda s: s.replace(" ", "_"))
 @pytest.mark.parametrize("n", [2, 3])
 def test_on_simulated_ranks(op: str, name: str, n: int, seed: int) -> None:

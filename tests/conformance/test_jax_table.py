@@ -108,6 +108,7 @@ def test_simulated_ranks_from_outside(op: str, n: int) -> None:
         check(row, derivatives(ltx.vmap(call(row)), *tensors(row, GIVEN)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("op", OPS)
 def test_processes(op: str, n: int, ranks: Ranks) -> None:

@@ -65,6 +65,7 @@ def _plain(results: Any) -> dict[str, tuple[bool, Any]]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow_compile)], ids=["eager", "compiled"]
 )

@@ -89,6 +89,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found[0], ltx.vmap(ltx.adasum)(xs.to(dtype))[0].float(), rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_compiled(ranks: Ranks) -> None:
     given = gradients(2)
 

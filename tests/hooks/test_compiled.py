@@ -113,6 +113,7 @@ def test_alone(name: str) -> None:
     torch.testing.assert_close(compiled, run(gradient, params, step.init(params), list(x)), rtol=0, atol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qsgd", *(pytest.param(name, marks=pytest.mark.full) for name in RANDOM)])
 def test_simulated(name: str) -> None:
     from torch._dynamo.utils import counters
@@ -133,6 +134,7 @@ def test_simulated(name: str) -> None:
     torch.testing.assert_close(compiled, run(gradient, params, state, list(x)), rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_random_numbers_of_steps_taken_eagerly_and_in_graphs(ranks: Ranks) -> None:
     params, x = parameters(), torch.randn(2, 4, 4, 6).double()
     step = ltx.data_parallel(loss, strategy_of(HOOKS["randomk, unbiased"]))
@@ -191,6 +193,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
     hook, synced, error, text = REFUSED[case]
@@ -202,6 +205,7 @@ def test_refused(case: str) -> None:
     assert isinstance(raised.value, error) or error.__name__ in str(raised.value)
 
 
+@pytest.mark.full
 def test_a_schedule_that_is_over_can_be_compiled() -> None:
     hook = hooks.after(2, hooks.OneBit(block=16))
     params, x = parameters(), torch.randn(4, 4, 6).double()

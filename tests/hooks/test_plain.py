@@ -99,6 +99,7 @@ def one_nan(row: Tensor) -> Tensor:
     return row
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", [torch.clone, few_large, sampled_large, mostly_zeros, ties, one_nan])
 @pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.5, 1.0])
 def test_greatest_are_those_of_topk(change: Callable[[Tensor], Tensor], ratio: float, seed: int) -> None:
@@ -122,6 +123,7 @@ def test_greatest_are_those_of_topk(change: Callable[[Tensor], Tensor], ratio: f
 SHAPES = {"tall": (40, 6), "wide": (5, 64), "bias": (9,), "square": (12, 12), "row": (1, 8), "kernel": (6, 3, 5)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("spoilt", [None, "square", "bias"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", FED_BACK)

@@ -382,6 +382,7 @@ def test_what_states_are_refused(ranks: Ranks, seed: int) -> None:
         to_torch("fp16")  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_state_that_doesnt_fit(torn: Torn, seed: int) -> None:
     def run() -> tuple[str, str]:
         net = new_net(seed)

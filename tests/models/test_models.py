@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 import ltx
+from tests.covering import some
 
 from .twins import STEPS, both, load
 from .zoo import MODELS
 
-pytest.importorskip("transformers", reason="the models are those of transformers (the extra 'models')")
-pytest.importorskip("peft", reason="LoRA is peft's (the extra 'models')")
+# Not imported here, which takes seconds: ranks do that.
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("transformers", "peft")), reason="the models are of the extra 'models'"
+)
 
 Ranks = Callable[[int], ltx.Pool]
 
@@ -52,6 +56,6 @@ def check(name: str, variants: tuple[str, ...], ranks: Ranks, seed: int) -> None
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", some(ROWS, "llama", "resnet18", "lora"))
 def test_like_one_process(name: str, loaded: Ranks, seed: int) -> None:
     check(name, ROWS[name], loaded, seed)

@@ -17,6 +17,7 @@ pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(120)]
 EPOCHS = 20
 
 
+@pytest.mark.full
 def test_a_host_whose_link_goes_down_is_gone_on_without() -> None:
     with links.link("1gbit", 3) as link:
         meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": link.address, "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}

@@ -31,6 +31,7 @@ def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None
     assert left == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_step_sends_what_is_explained(n: int) -> None:
     """By the ledger's count exactly, and within 3% by that of each rank's interface without its packets' headers."""

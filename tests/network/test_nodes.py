@@ -111,6 +111,7 @@ def check_lost(folder: Path, ranks: Sequence[int], within_s: float = 10.0) -> No
         assert float((folder / f"lost{rank}").read_text()) - killed < within_s, f"rank {rank}"
 
 
+@pytest.mark.full
 def test_two_hosts_under_torchrun(tmp_path: Path) -> None:
     with links.link("1gbit", 2) as link:
         ends = run(by_torchrun(tmp_path, link), link)
@@ -122,6 +123,7 @@ def test_two_hosts_under_torchrun(tmp_path: Path) -> None:
     assert "was killed by SIGKILL" in ends[1][1]
 
 
+@pytest.mark.full
 def test_two_hosts_that_are_told_by_arguments(tmp_path: Path) -> None:
     with links.link("1gbit", 2) as link:
         ends = run(by_arguments(tmp_path, link), link)

@@ -8,11 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.network.hosts import NEEDS_LINKS, ROOT, links
 
 pytestmark = NEEDS_LINKS
 
 
+@pytest.mark.full
 def test_both_ends_of_a_link_that_goes_down_are_told() -> None:
     with links.link("1gbit", 2) as link:
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": link.address, "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}

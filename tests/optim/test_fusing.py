@@ -21,6 +21,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("grad_layout", LAYOUTS)
 @pytest.mark.parametrize("param_layout", [name for name in LAYOUTS if name != "expanded"])

@@ -99,6 +99,7 @@ def test_workers_end_when_the_driver_is_killed(drivers: list[Driver], temp: Path
     assert list(temp.iterdir()) == []
 
 
+@pytest.mark.full
 def test_workers_end_with_a_driver_that_forgets_to_close(drivers: list[Driver], temp: Path) -> None:
     driver = Driver(HANGS, temp)
     drivers.append(driver)

@@ -44,6 +44,7 @@ def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["psum of 16 MiB"].endswith(" GB/s")
 
 
+@pytest.mark.full
 def test_of_a_world(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": str(cores)}

@@ -80,6 +80,7 @@ def shares(rank: int, size: int, steps: int) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_killed_or_stopped(how: signal.Signals, sockets: bool, started: Start) -> None:
@@ -383,6 +384,7 @@ with ltx.init() as world:
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(150)
 def test_ltx_run_starts_again_from_the_last_snapshot(tmp_path: Path) -> None:
     """Rank 1 kills itself with -9 behind step 7; the last snapshot is of step 6, and nothing is skipped."""

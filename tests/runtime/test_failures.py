@@ -149,6 +149,7 @@ def test_a_peer_that_python_cannot_interrupt_is_ended(ranks: Ranks, monkeypatch:
     assert _works(ranks(2))
 
 
+@pytest.mark.full
 def test_a_peer_that_catches_the_interrupt_is_told_from_one_that_cant_be_interrupted(ranks: Ranks) -> None:
     def stubborn() -> None:
         if world().rank == 1:

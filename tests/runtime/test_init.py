@@ -344,11 +344,13 @@ def _mpirun(layout: list[tuple[int, int]], port: int) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.full
 def test_processes_of_mpirun_meet() -> None:
     done = _processes(_mpirun([(0, 2), (1, 2)], free_port()))
     assert [(status, out) for status, out, _ in done] == [(0, "0 0 0 1 openmpi 1\n"), (0, "1 1 0 1 openmpi 1\n")]
 
 
+@pytest.mark.full
 def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
     """Nodes of 2, 1 and 1: each rank alone fits an equal layout, which differ."""
     done = _processes(_mpirun([(0, 2), (1, 2), (0, 1), (0, 1)], free_port()))

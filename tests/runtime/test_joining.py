@@ -115,6 +115,7 @@ def close_to(a: Any, b: Any) -> bool:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Start) -> None:

@@ -19,6 +19,7 @@ import ltx
 from ltx.errors import WorkerError
 from ltx.runtime.failures import CallFailedError, CallTimeoutError
 from ltx.runtime.pool import Pool
+from tests.covering import some
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,12 +41,13 @@ def _run(script: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("method", ["popen", "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", some(["popen", "fork", "spawn", "forkserver"], "fork", "spawn"))
 def test_every_way_to_start_gives_each_ranks_result(method: str, tmp_path: Path) -> None:
     done = _run(SCRIPT, tmp_path, method)
     assert done.stdout.strip() == "[(3.0, 0, 2, 1), (3.0, 1, 2, 1)]", done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_script_without_a_guard_is_told(method: str, tmp_path: Path) -> None:
     done = _run(f"import ltx\nltx.launch(print, 1, start_method={method!r})", tmp_path)
@@ -79,7 +81,7 @@ def test_a_fork_does_not_share_memory_with_this_process() -> None:
     assert x.sum().item() == 0.0
 
 
-@pytest.mark.parametrize("method", ["popen", "fork"])
+@pytest.mark.parametrize("method", some(["popen", "fork"], "fork"))
 def test_the_first_failure_is_told_and_peers_do_not_wait(method: str) -> None:
     def fails() -> None:
         if ltx.world().rank == 1:
@@ -108,6 +110,7 @@ def test_nothing_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) == sockets
 
 
+@pytest.mark.full
 def test_forks_are_refused_where_they_would_share_connections(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     script = (
         "import torch.distributed as dist, ltx\n"

@@ -215,6 +215,7 @@ def test_what_workers_print_is_shown_with_their_rank(capfd: pytest.CaptureFixtur
     assert sorted(err.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
 
 
+@pytest.mark.full
 def test_megabytes_of_output_between_and_during_calls(capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         for _ in range(100):

@@ -202,3 +202,6 @@ ROWS: dict[str, Row] = {
         ltx.ZeroStrategy(bucket_bytes=8, first_bucket_bytes=8), zero.clipped_adam, CLIPPED_ADAM, ranks=(3,)
     ),
 }
+
+#: name: the mechanism that it is a case of. The fast suite asks of one strategy of each what the full one asks of all.
+KINDS = {name: getattr(row.strategy, "algorithm", type(row.strategy).__name__) for name, row in ROWS.items()}

@@ -320,6 +320,7 @@ def on_processes(strategy: ltx.Strategy, seed: int, steps: int) -> tuple[list[di
     return history, train.settle(state).params
 
 
+@pytest.mark.full
 def test_a_round_always_under_way(ranks: Ranks, seed: int) -> None:
     """Two runs give the same bits, those of the reference; settled, all hold the mean."""
     strategy = AsyncAveraging(schedule=(2, 2))

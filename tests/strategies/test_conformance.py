@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ltx
 from tests.strategies.problem import Params, Problem, loss, make_problem
-from tests.strategies.table import ROWS, Row
+from tests.strategies.table import KINDS, ROWS, Row
 
 Ranks = Callable[[int], ltx.Pool]
 Trained = list[dict[str, Tensor]]
@@ -56,6 +56,7 @@ def assert_is(history: Trained, expected: list[list[Params]], rank: int, toleran
             )
 
 
+@pytest.mark.covering(1, of=lambda name, n: (name,))
 @pytest.mark.parametrize(("name", "n"), PROCESSES)
 def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, seed: int) -> None:
     row, problem = ROWS[name], make_problem(seed, n)
@@ -71,6 +72,7 @@ def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, s
         assert row.strategy.kinds.params == "per_rank"
 
 
+@pytest.mark.covering(1, of=lambda name: (KINDS[name],))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_may_be_kept_or_saved_halfway(name: str, ranks: Ranks, seed: int) -> None:
     """donate=False and a pickled state give the same bits."""
@@ -85,6 +87,7 @@ def test_a_state_may_be_kept_or_saved_halfway(name: str, ranks: Ranks, seed: int
             assert all(map(torch.equal, ltx.tree.flatten(end)[0], ltx.tree.flatten(other_end)[0])), kwargs
 
 
+@pytest.mark.covering(1, of=lambda name, n: (KINDS[name], n))
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_simulated_ranks_do_what_the_reference_says(name: str, n: int, seed: int) -> None:

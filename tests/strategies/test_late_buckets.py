@@ -57,6 +57,7 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [adam, stepped])
 @pytest.mark.parametrize("name", IN_BUCKETS)
 def test_it_comes_to_the_same(name: str, make: Callable[[], ltx.optim.Optimizer], ranks: Ranks, seed: int) -> None:
@@ -248,6 +249,7 @@ def test_without_any_weight(torn: Torn, seed: int) -> None:
         torch.testing.assert_close(mine, [x.clone() for x in ltx.tree.flatten(state.params)[0]])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16])
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 @pytest.mark.parametrize("name", [*OF_TWO, "mean"])

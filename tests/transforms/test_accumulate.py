@@ -35,6 +35,7 @@ def on_a_rank(nesting: str, way: str, steps: int, seed: int) -> tuple[Params, li
     return grads, issued
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("nesting", NESTINGS)

@@ -374,6 +374,7 @@ def test_bare_parameters_and_states_of_others(ranks: Ranks) -> None:
     assert ltx.sync_gradients(torch.ones(2), AUTO, step.init(torch.ones(2)))[1].step == 1
 
 
+@pytest.mark.full
 def test_compiled(ranks: Ranks, seed: int) -> None:
     def compiled() -> Any:
         torch._dynamo.reset()

@@ -50,6 +50,7 @@ def on_a_rank(name: str, way: str, strategy: ltx.Strategy | None, seed: int) -> 
     return local, reduced, differentiate(step), len(trace.events)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_blocked_then_synchronised_is_the_plain_step(way: str, strategy: str, ranks: Ranks, seed: int) -> None:

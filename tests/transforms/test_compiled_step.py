@@ -10,6 +10,7 @@ import torch
 
 import ltx
 from ltx.errors import UnsupportedError
+from tests.covering import some
 from tests.transforms.compiled import STEPS, trained
 
 Ranks = Callable[[int], ltx.Pool]
@@ -24,6 +25,7 @@ def assert_alike(state: Any, other: Any) -> None:
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 def test_models_of_other_sizes_one_after_the_other() -> None:
     """From the second on Dynamo takes sizes for variables."""
     torch._dynamo.reset()
@@ -36,17 +38,13 @@ def test_models_of_other_sizes_one_after_the_other() -> None:
         torch.testing.assert_close(got.params, expected.params)
 
 
-def some(*names: str) -> list[Any]:
-    """The steps of these names; the others with ``--full``."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in STEPS]
-
-
-@pytest.mark.parametrize("name", some("guarded", "clipped"))
+@pytest.mark.parametrize("name", some(STEPS, "guarded"))
 def test_alone(name: str) -> None:
     assert_alike(*trained(name, "aot_eager"))
 
 
-@pytest.mark.parametrize("name", some("powersgd"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", some(STEPS, "powersgd"))
 def test_two_ranks(name: str, ranks: Ranks) -> None:
     results = ranks(2).run(trained, name, "aot_eager")
     for state, other in results:
@@ -55,6 +53,7 @@ def test_two_ranks(name: str, ranks: Ranks) -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_inductor(ranks: Ranks) -> None:
     for state, other in ranks(2).run(trained, "adamw", "inductor", timeout_s=170):  # a C++ compiler's time

@@ -43,6 +43,7 @@ def on_a_rank(case: Case, way: str, seed: int) -> tuple[Params, Params | None]:
     return mine, cases.ddp_gradient(case, seed) if case.ddp is not None else None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "way"), TABLE)
 def test_equal_to_ddp_and_to_one_process(name: str, way: str, ranks: Ranks, seed: int) -> None:
     case = CASES[name]
@@ -53,6 +54,7 @@ def test_equal_to_ddp_and_to_one_process(name: str, way: str, ranks: Ranks, seed
         assert_close(mine, ddp)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", FUNC_WAYS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.transforms])
 def test_simulated_ranks_equal_one_process(name: str, way: str, seed: int) -> None:
@@ -75,6 +77,7 @@ def test_simulated_ranks_equal_one_process(name: str, way: str, seed: int) -> No
         assert_close({name: g[rank] for name, g in on_all_ranks(ltx.vmap, step).items()}, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "way"), TABLE)
 def test_world_of_one_is_the_bare_step(name: str, way: str, seed: int) -> None:
     module, (batch,) = CASES[name].build(seed, 1)

@@ -14,7 +14,7 @@ import ltx
 from ltx.errors import NotFiniteError, StrategyError, UnsupportedError
 from ltx.transforms.guard import not_finite
 from tests.strategies.problem import make_problem
-from tests.strategies.table import ROWS
+from tests.strategies.table import KINDS, ROWS
 from tests.strategies.test_conformance import tensors, trainer
 
 Ranks = Callable[[int], ltx.Pool]
@@ -40,6 +40,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 # --- every strategy --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1, of=lambda name, value: (KINDS[name], value))
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("name", ROWS)
 def test_every_strategy_skips_on_all_ranks(name: str, value: float, ranks: Ranks, seed: int) -> None:
@@ -68,6 +69,7 @@ def test_every_strategy_skips_on_all_ranks(name: str, value: float, ranks: Ranks
         assert all(x.isfinite().all() for x in end)
 
 
+@pytest.mark.covering(1, of=lambda name: (KINDS[name],))
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if 2 in row.ranks])
 def test_simulated_ranks_skip_as_processes_do(name: str, ranks: Ranks, seed: int) -> None:
     row = ROWS[name]
@@ -131,6 +133,7 @@ RAISING = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kwargs", [{}, {"donate": False}], ids=str)
 @pytest.mark.parametrize("name", RAISING)
 def test_all_ranks_raise_and_the_step_can_be_done_again(name: str, kwargs: dict[str, Any], torn: Torn) -> None:

@@ -64,6 +64,7 @@ def training(dies: str, overlap: str, by: signal.Signals = signal.SIGKILL) -> Ca
     return body
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("dies", ["between", "middle"])
 @pytest.mark.parametrize("overlap", ["backward", "update"])

@@ -39,6 +39,7 @@ from ltx.errors import (
     WorkerError,
 )
 from ltx.transforms.in_flight import Unlanded
+from tests.covering import some
 
 from .cases import Params, assert_same_bits, params_of, seeded
 from .training import adamw, sgd
@@ -296,6 +297,7 @@ def both(seed: int, options: dict[str, Any]) -> tuple[Any, Any, bool]:
     return expected, got, flew
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_model_is_trained_as_without(loss: str, accumulate: int, torn: Torn, seed: int) -> None:
@@ -304,6 +306,7 @@ def test_every_model_is_trained_as_without(loss: str, accumulate: int, torn: Tor
         assert flew
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_gives_what_it_gives_without(hook: str, accumulate: int, torn: Torn, seed: int) -> None:
@@ -320,6 +323,7 @@ def test_a_hook_is_not_disturbed_by_where_it_lands(hook: str, torn: Torn, seed: 
         assert flew
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("optimizer", ["adamw", "not fused", "momentum", "schedule"])
 def test_optimizers(optimizer: str, donate: bool, torn: Torn, seed: int) -> None:
@@ -860,7 +864,7 @@ if sys.argv[1] == "raise" and world.rank == 1:
 """
 
 
-@pytest.mark.parametrize("leave", ["shutdown", "exit", "raise"])
+@pytest.mark.parametrize("leave", some(["shutdown", "exit", "raise"], "exit"))
 def test_processes_end_in_order(leave: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDING)

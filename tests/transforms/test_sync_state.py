@@ -180,6 +180,7 @@ class Switching(ltx.Strategy):
         return ErrorFeedback().init(param, path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("way", WAYS)

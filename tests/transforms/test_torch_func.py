@@ -176,6 +176,7 @@ def compiled(way: str, seed: int) -> Params:
         torch._dynamo.reset()
 
 
+@pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.slow_compile
 @pytest.mark.parametrize("way", ["func.grad", "backward of the step"])
 @pytest.mark.parametrize("real", [True, False], ids=["real", "world of one"])

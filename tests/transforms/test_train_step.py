@@ -53,6 +53,7 @@ def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> Non
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_half_precision_hooks_are_near_ddps(hook: str, overlap: Any, ranks: Ranks, seed: int) -> None:
@@ -76,6 +77,7 @@ WEIGHTED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sizes", [(7, 2), (1, 11), (5, 0), (0, 5)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weighted_is_the_mean_of_the_whole_batch(name: str, sizes: tuple[int, ...], ranks: Ranks, seed: int) -> None:

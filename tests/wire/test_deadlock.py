@@ -55,8 +55,8 @@ def assert_names(text: str, ranks: str, call: str, source: str) -> None:
     ("name", "size", "sockets"),
     [
         ("pmean", 2, False),
-        ("psum", 3, True),
-        ("all_gather", 2, True),
+        pytest.param("psum", 3, True, marks=pytest.mark.full),
+        pytest.param("all_gather", 2, True, marks=pytest.mark.full),
         ("all_gather_object", 3, False),
         ("barrier", 2, True),
     ],
@@ -120,6 +120,7 @@ def test_collectives_of_two_axes_in_opposite_orders(started: Started) -> None:
         assert "rank 1: psum on axis 'two' (test_deadlock.py:" in text
 
 
+@pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("sockets", [False, True])
 def test_ranks_that_are_slow(sockets: bool, started: Started) -> None:
     """Two threads on each: one of rank 0 waits for one of rank 1 that sleeps, and another of rank 1 the other way."""

@@ -53,6 +53,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         each.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[..., Ranks]) -> None:
@@ -77,6 +78,7 @@ def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[
         assert "It waited for psum (issue 2)." in text
 
 
+@pytest.mark.full
 def test_who_waited_for_a_stopped_peer_can_end() -> None:
     """Though that still holds its end of every connection, and gloo waits for it."""
     script = (

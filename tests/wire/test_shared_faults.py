@@ -117,6 +117,7 @@ def interrupted(operations: dict[str, tuple[int, ...]], error: Any, event: str, 
         return faults[0].came
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 def test_an_exception_at_any_line_leaves_ranks_in_step(error: Any, on: Sequence[int]) -> None:
@@ -127,6 +128,7 @@ def test_an_exception_at_any_line_leaves_ranks_in_step(error: Any, on: Sequence[
         interrupted(OPERATIONS, error, "line", at, on)
 
 
+@pytest.mark.full
 def test_an_interrupt_between_any_two_instructions_of_a_sum_leaves_ranks_in_step() -> None:
     places = interrupted({"sum": ()}, KeyboardInterrupt, "opcode", 0, (0,))
     assert places > 300

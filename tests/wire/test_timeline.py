@@ -252,6 +252,7 @@ def test_what_is_no_recording() -> None:
         ltx.timeline([Trace(), 3])  # type: ignore[list-item]
 
 
+@pytest.mark.full
 def test_with_torchs_profiler(tmp_path: Path) -> None:
     step = ltx.data_parallel(lambda w: (w @ w).sum())
     with ltx.record(profiler=True) as trace:
