@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -226,7 +226,7 @@ class Channel:
         self.name = name
         self.address = address  # the name, and which one of this name it is: what a peer calls it
         self.axis_name = axis_name
-        self.group = group
+        self.group: Any = group  # None once it was let go of
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -80,7 +81,7 @@ class Line:
         #: Backward passes that land later (see ltx.transforms.in_flight), oldest first.
         self.in_flight: list[Later] = []
         self.under_way = ""  # what is issued on the bucket channels, in the words of an error
-        self._left: list[Channel] = []  # bucket channels of passes that were left halfway
+        self._left: list[Channel] = []  # the channels of the pass that was left halfway last
         self.passes = Passes(
             self._store, self.board.holds, self.rank, self.size, name, self.timeout_s, self._tear, self._renew
         )
@@ -155,8 +156,9 @@ class Line:
         return [axis.backing.line for axis in self._parts.values() if isinstance(axis.backing, GroupBacking)]
 
     def _renew(self) -> None:
-        """New channels in place of the torn ones. The old groups stay: to destroy one may wait for its peers."""
-        self._left.extend((*self._phases, self.background))
+        """New channels in place of the torn ones, whose groups stay until the next time: a schedule may know them."""
+        _let_go(self._left)
+        self._left = [*self._phases, self.background]
         for channel in self._phases:
             if channel.lane is not None:
                 channel.lane.close()
@@ -311,3 +313,17 @@ class Line:
         """
         silent = [self.global_ranks.index(rank) for rank in self.pulse.look(self.global_ranks)]
         return sorted({*self.lost(), *silent})
+
+
+def _let_go(channels: list[Channel]) -> None:
+    """Drop the process groups of channels that nobody uses any more.
+
+    A group ends with its last reference, which waits for what is under way on it: for ever, where a peer will never
+    join in. So a thread waits.
+    """
+    groups = []
+    for channel in channels:
+        dist.destroy_process_group(channel.group)
+        groups.append(channel.group)
+        channel.group = None
+    Thread(target=groups.clear, name="ltx-let-go", daemon=True).start()
