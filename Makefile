@@ -1,6 +1,7 @@
 # make demo   the main job: installs what it needs, trains, prints a table
 # make test   the test suite in minutes; make test-full adds all rows of its tables, and what is slow
 # make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
+# make mutants  seeded defects, and which tests catch them: MUTANTS="wire hooks" runs some, "--full" adds the full suite
 # make lint   style, types, import contract
 #
 # Each makes what it needs in .venv; a second call finds it there. PYTHON=python3.12 chooses the interpreter.
@@ -14,12 +15,13 @@ DEPENDENCIES := pyproject.toml constraints.txt
 DEMO ?=
 PYTEST ?=
 CHAOS ?=
+MUTANTS ?=
 
 export OMP_NUM_THREADS ?= 1
 # Else every process that a test starts would compile ltx anew: 0.1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-full chaos lint format notebooks bench clean
+.PHONY: demo test test-full chaos mutants lint format notebooks bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -33,6 +35,9 @@ test-full: $(VENV)/.test
 
 chaos: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $(CHAOS)
+
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,0 +1,218 @@
+"""Defects in how gradients travel: buckets, their schedule, hooks."""
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="sync: buckets launched as they come",
+        file="sync/wire_schedule.py",
+        old="while len(self._flights) < len(self._order) and self._order[len(self._flights)] in self._packed:\n"
+        "            place = self._order[len(self._flights)]\n",
+        new="while self._packed:\n            place = next(iter(self._packed))\n",
+        breaks="ranks whose gradients come in another order issue their buckets in another order",
+        tests=(
+            "tests/sync/test_schedule.py::test_any_order_of_arrival_on_processes",
+            "tests/sync/test_schedule.py::test_issues_go_out_in_bucket_order_on_each_channel",
+        ),
+    ),
+    Mutant(
+        name="sync: buckets aren't waited for",
+        file="sync/flights.py",
+        old="result = flight.ticket.wait() if flight.ticket is not None else None",
+        new="result = flight.ticket._value if flight.ticket is not None else None",
+        breaks="the step reads buckets that are still on their way",
+        tests=("tests/sync/test_schedule.py::test_any_order_of_arrival_on_processes",),
+    ),
+    Mutant(
+        name="sync: a later phase overtakes an earlier bucket",
+        file="sync/flights.py",
+        old="return all(self._is_past(earlier, phase) for earlier in range(place))",
+        new="return True",
+        breaks="second collectives of buckets go out as the first ones land, which is another order on each rank",
+        tests=(
+            "tests/sync/test_schedule.py::test_any_order_of_arrival_on_processes",
+            "tests/sync/test_schedule.py::test_issues_go_out_in_bucket_order_on_each_channel",
+        ),
+    ),
+    Mutant(
+        name="sync: the hook's scale isn't applied to large gradients",
+        file="sync/reduction.py",
+        old="    if not carried:\n        torch.mul(given, scale, out=view)",
+        new="    if not carried:\n        view.copy_(given)",
+        breaks="the sum over ranks instead of the mean",
+        tests=("tests/transforms/test_data_parallel.py", "tests/sync/test_schedule.py"),
+    ),
+    Mutant(
+        name="sync: simulated ranks drop the residual",
+        file="sync/reduction.py",
+        old="""    if not carried:
+        return grad * scale
+    (first, times), *others = carried""",
+        new="""    if not carried or len(carried) == 1:
+        return grad * scale
+    (first, times), *others = carried""",
+        breaks="error feedback keeps residuals but never sends them, on simulated ranks and in compiled graphs",
+        tests=("tests/hooks/test_conformance.py",),
+    ),
+    Mutant(
+        name="sync: a bucket exceeds its size by one leaf",
+        file="sync/buckets.py",
+        old="filled[kind] + leaf.nbytes > limit:",
+        new="filled[kind] > limit:",
+        breaks="buckets are larger than bucket_bytes",
+        tests=("tests/sync/test_buckets.py",),
+    ),
+    Mutant(
+        name="sync: buckets in the order of their first gradient",
+        file="sync/buckets.py",
+        old="closed.sort(key=lambda members: max(due[position] for position in members))",
+        new="closed.sort(key=lambda members: min(due[position] for position in members))",
+        breaks="buckets that are ready wait for ones that aren't",
+        tests=("tests/sync/test_buckets.py",),
+    ),
+    Mutant(
+        name="sync: gradients of gradients go through the hook",
+        file="sync/schedule.py",
+        old="return ExactSum(self.plan.hook.counts_as(self.plan.axis.size)) if self.again else self.plan.hook",
+        new="return self.plan.hook",
+        breaks="second derivatives are compressed",
+        tests=(
+            "tests/hooks/test_conformance.py",
+            "tests/sync/test_schedule.py",
+        ),
+    ),
+    Mutant(
+        name="sync: each rank keeps its own order of arrival",
+        file="sync/planning.py",
+        old="order = tuple(agreement.offer)",
+        new="order = tuple(arrival())",
+        breaks="ranks whose gradients are expected in another order make other buckets",
+        tests=("tests/wire/test_line.py::test_orders_of_arrival_that_differ_are_rank_0_s",),
+    ),
+    Mutant(
+        name="hooks: the residual isn't added back",
+        file="hooks/lossy.py",
+        old="return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()",
+        new="return ()",
+        breaks="error feedback is kept and never sent",
+        tests=("tests/hooks/test_conformance.py",),
+    ),
+    Mutant(
+        name="hooks: the residual's sign turned round",
+        file="hooks/lossy.py",
+        old="return [(state[RESIDUAL], 1.0)]",
+        new="return [(state[RESIDUAL], -1.0)]",
+        breaks="error feedback doubles the error",
+        tests=("tests/hooks/test_conformance.py",),
+    ),
+    Mutant(
+        name="hooks: what isn't finite stays in the residual",
+        file="hooks/lossy.py",
+        old="            left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
+        new="            pass",
+        breaks="one overflow makes every later step NaN",
+        tests=(
+            "tests/hooks/test_plain.py",
+            "tests/hooks/test_conformance.py",
+        ),
+    ),
+    Mutant(
+        name="hooks: the second encoding's error is lost",
+        file="hooks/scattered.py",
+        old="                rows[rank] += rest\n",
+        new="                pass\n",
+        breaks="what the sum loses when it is encoded is nobody's to feed back",
+        tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
+    ),
+    Mutant(
+        name="hooks: ByteGrad's zero isn't on the grid",
+        file="hooks/eight_bit.py",
+        old="return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)",
+        new="return Grid(torch.zeros_like(low), high * inverse - 127, step, inverse)",
+        breaks="parameters without gradient get one",
+        tests=("tests/hooks/test_plain.py", "tests/hooks/test_bounds.py", "tests/hooks/test_conformance.py"),
+    ),
+    Mutant(
+        name="hooks: Quantize's step for 7 bits",
+        file="hooks/eight_bit.py",
+        old="""        low, high = low.clamp(max=0), high.clamp(min=0)
+        step = high / 255 - low / 255""",
+        new="""        low, high = low.clamp(max=0), high.clamp(min=0)
+        step = high / 127 - low / 127""",
+        breaks="twice the error that eight bits have",
+        tests=("tests/hooks/test_bounds.py",),
+    ),
+    Mutant(
+        name="hooks: OneBit's sizes are sums",
+        file="hooks/onebit.py",
+        old="torch.mean(torch.abs(chunk, out=signs), 1, keepdim=True, out=sizes[some])",
+        new="torch.sum(torch.abs(chunk, out=signs), 1, keepdim=True, out=sizes[some])",
+        breaks="gradients are a block's length too large, between processes",
+        tests=(
+            "tests/hooks/test_bounds.py",
+            "tests/hooks/test_plain.py",
+        ),
+    ),
+    Mutant(
+        name="hooks: QSGD rounds to nearest",
+        file="hooks/qsgd.py",
+        old="levels = torch.floor(scaled + drawn)",
+        new="levels = torch.floor(scaled + 0.5 + 0 * drawn)",
+        breaks="the result is biased: small gradients are 0 at every step",
+        tests=("tests/hooks/test_bounds.py::test_qsgd_is_unbiased_within_its_variance",),
+    ),
+    Mutant(
+        name="hooks: RandomK isn't scaled up",
+        file="hooks/sparse.py",
+        old="            values = values * lengths\n",
+        new="            pass\n",
+        breaks="without error feedback the expectation is a hundredth of the mean",
+        tests=(
+            "tests/hooks/test_bounds.py",
+            "tests/hooks/test_conformance.py",
+        ),
+    ),
+    Mutant(
+        name="hooks: RandomK's places don't change",
+        file="hooks/sparse.py",
+        old="key = key_of(self.seed, share.step, share.bucket.index, device=flat.device)",
+        new="key = key_of(self.seed, 0, share.bucket.index, device=flat.device)",
+        breaks="the same hundredth of the parameters is trained at every step",
+        tests=(
+            "tests/hooks/test_bounds.py",
+            "tests/hooks/test_conformance.py",
+        ),
+    ),
+    Mutant(
+        name="hooks: TopK keeps what it has sent",
+        file="hooks/sparse.py",
+        old="        rows.scatter_(1, places, 0)\n",
+        new="",
+        breaks="what was sent is sent again at the next step",
+        tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
+    ),
+    Mutant(
+        name="hooks: PowerSGD's residual is of the total",
+        file="hooks/powersgd.py",
+        old="total = _assembled(parts, products, sums, 1 / n if early else None)",
+        new="total = _assembled(parts, products, sums, 1 if early else None)",
+        breaks="residuals are off by n - 1 times what was sent",
+        tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
+    ),
+    Mutant(
+        name="hooks: PowerSGD starts anew at every step",
+        file="hooks/powersgd.py",
+        old="states[m][Q] = second / norm if regular else _next_start(second, norm, start)",
+        new="states[m][Q] = start",
+        breaks="the power iteration never converges",
+        tests=("tests/hooks/test_bounds.py", "tests/hooks/test_conformance.py"),
+    ),
+    Mutant(
+        name="hooks: FP16 rounds after the sum",
+        file="hooks/half.py",
+        old='total = yield Ask("sum", share.flat.to(self.short) if dtype in _WIDE else share.flat)',
+        new='total = yield Ask("sum", share.flat)\n        total = total.to(self.short)',
+        breaks="gradients travel in float32: no byte is saved",
+        tests=("tests/hooks/test_hooks.py::test_bytes_on_the_wire",),
+    ),
+)
