@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import keyword
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from ltx.errors import LtxError
 from ltx.notebook.cells import run_cell
 from ltx.runtime.failures import CallFailedError
+from ltx.runtime.parcels import pack
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from ltx.runtime.show import Shown
@@ -33,12 +35,35 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="%%ltx", add_help=False, description="Run the cell on every worker.")
-    parser.add_argument("-n", type=int, help="so many workers; others than there are start anew")
+    parser.add_argument("-h", "--help", action="store_true", help="print this, and run nothing")
+    parser.add_argument("-n", type=_count, help="so many workers; others than there are start anew")
     parser.add_argument("--rank", type=int, help="run on this rank alone")
-    parser.add_argument("--out", help="assign the last expression's value on each rank, a PerRank, to this name")
+    parser.add_argument("--out", type=_name, help="assign the last value of each rank, a PerRank, to this name")
     parser.add_argument("--in", dest="given", default="", help="names of the notebook to send along: model,data")
-    parser.add_argument("--timeout", type=float, help="seconds that the cell may take")
+    parser.add_argument("--timeout", type=_seconds, help="seconds that the cell may take")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of workers of at least 1, got {text!r}")
+    return int(text)
+
+
+def _name(text: str) -> str:
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(f"expected a name to assign to, got {text!r}")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return seconds
 
 
 class CellSyntaxError(LtxError, ValueError):  # IPython has its own ways with a SyntaxError
@@ -57,7 +82,6 @@ class LtxMagics(Magics):
     def __init__(self, shell: Any):
         super().__init__(shell)
         self.pool: Pool | None = None
-        self._cells = 0
 
     @line_cell_magic
     def ltx(self, line: str, cell: str | None = None) -> None:
@@ -72,16 +96,30 @@ class LtxMagics(Magics):
         if cell is None:
             self._line(line.strip())
             return
-        asked = _parser().parse_args(shlex.split(line))
+        parser = _parser()
+        asked = parser.parse_args(shlex.split(line))
+        if asked.help:
+            print(parser.format_help(), end="")
+            return
+        # All that can be wrong is found before workers end or start.
+        size = asked.n or (len(self.pool) if self.pool is not None else _default_size())
+        if asked.rank is not None and not 0 <= asked.rank < size:
+            raise UsageError(f"%%ltx --rank {asked.rank}: there are the ranks 0 to {size - 1}.")
+        if asked.rank is not None and asked.out is not None:
+            raise UsageError(
+                f"%%ltx --rank {asked.rank} --out {asked.out}: --out takes a value of every rank. Leave --rank out and "
+                f"take {asked.out}.rank({asked.rank})."
+            )
         names = [name for name in asked.given.split(",") if name]
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"%%ltx --in: the notebook has no {', '.join(map(repr, missing))}.")
-        self._cells += 1
-        name = f"<ltx cell {self._cells}>"
-        source = self.shell.transform_cell(cell)
+        name = f"Cell In[{self.shell.execution_count}]"
+        source = "\n" + self.shell.transform_cell(cell)  # whose line 1, on the screen, is the magic itself
         _check(source, name)
-        pool = self._pool(asked.n)
+        for each in names:
+            _check_sendable(each, self.shell.user_ns[each])
+        pool = self._pool(size)
         ranks = range(len(pool)) if asked.rank is None else [asked.rank]
         given = {name: self.shell.user_ns[name] for name in names}
         arguments = (source, name, given, asked.out is not None)
@@ -107,13 +145,13 @@ class LtxMagics(Magics):
             raise UsageError(f"%ltx {line}: expected nothing, or `stop`. A cell for the workers begins with %%ltx.")
         print(self.pool or "no workers; the next %%ltx cell starts some")
 
-    def _pool(self, size: int | None) -> Pool:
-        if self.pool is not None and size not in (None, len(self.pool)):
+    def _pool(self, size: int) -> Pool:
+        if self.pool is not None and size != len(self.pool):
             print(f"%%ltx: {len(self.pool)} workers end, with what they kept, and {size} start")
             self.pool.close()
             self.pool = None
         if self.pool is None:
-            self.pool = Pool(size or min(4, max(2, os.cpu_count() or 1)), show_output=True)
+            self.pool = Pool(size, show_output=True)
         return self.pool
 
     def _hint(self, error: CallFailedError) -> None:
@@ -127,10 +165,22 @@ class LtxMagics(Magics):
             )
 
 
+def _default_size() -> int:
+    return min(4, max(2, os.cpu_count() or 1))
+
+
+def _check_sendable(name: str, value: Any) -> None:
+    """Name what can't be sent before anything is."""
+    try:
+        pack(value).close()
+    except Exception as error:
+        raise UsageError(f"%%ltx --in {name}: a {type(value).__name__} can't be sent to the workers: {error}") from None
+
+
 def _check(source: str, name: str) -> None:
     """Find mistakes in the syntax before anything is sent."""
     try:
-        ast.parse(source, name)
+        compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         raise CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip()) from None
 

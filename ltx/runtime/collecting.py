@@ -6,8 +6,10 @@ give up, and get a moment to say where they were.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ltx.runtime.crew import Crew
@@ -17,12 +19,20 @@ from ltx.runtime.parcels import Parcel
 
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
 PATIENCE_S = 0.5
-#: How long a rank that was asked to give up gets to do so.
+#: How long a rank that was asked to give up gets to do so, unless the pool says otherwise.
 GRACE_S = 3.0
+# After this long of it, what is going to be lost is told.
+_TELL_S = 1.0
 
 
 def collect(
-    crew: Crew, number: int, call: Parcel, ranks: Sequence[int], name: str, limit_s: float | None
+    crew: Crew,
+    number: int,
+    call: Parcel,
+    ranks: Sequence[int],
+    name: str,
+    limit_s: float | None,
+    grace_s: float | None = None,
 ) -> dict[int, Any]:
     """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or words on how a process ended.
 
@@ -35,18 +45,19 @@ def collect(
     for rank in ranks:
         if not crew.send(rank, call):  # one that goes after this is found out below
             answers[rank] = Idle(crew.exit_text(rank))
+    grace_s = GRACE_S if grace_s is None else grace_s
     try:
-        return _gather(crew, number, ranks, answers, limit_s)
+        return _gather(crew, number, ranks, answers, limit_s, grace_s)
     except KeyboardInterrupt:
         waiting = set(ranks) - answers.keys()
         crew.cancel(waiting, number)
-        _wait(crew, waiting, answers, time.monotonic() + GRACE_S)
+        _be_patient(crew, waiting, answers, grace_s)
         kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
         raise CallInterruptedError(_where(name, answers, ranks, kept), kept) from None
 
 
 def _gather(
-    crew: Crew, number: int, ranks: Sequence[int], answers: dict[int, Any], limit_s: float | None
+    crew: Crew, number: int, ranks: Sequence[int], answers: dict[int, Any], limit_s: float | None, grace_s: float
 ) -> dict[int, Any]:
     waiting = set(ranks) - answers.keys()
     end = float("inf") if limit_s is None else time.monotonic() + limit_s
@@ -59,8 +70,24 @@ def _gather(
             waiting.discard(rank)
     if waiting:
         crew.cancel(waiting, number)
-        _wait(crew, waiting, answers, time.monotonic() + GRACE_S)
+        _be_patient(crew, waiting, answers, grace_s)
     return answers
+
+
+def _be_patient(crew: Crew, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
+    """Wait until `waiting` have given up, `grace_s` at most; who interrupts that has had enough."""
+    end = time.monotonic() + grace_s
+    _wait(crew, waiting, answers, min(end, time.monotonic() + _TELL_S))
+    if waiting and time.monotonic() < end:
+        print(
+            f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they end "
+            f"within {end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
+            "ltx.Pool(grace_s=60) waits for longer.",
+            file=sys.stderr,
+            flush=True,
+        )
+        with suppress(KeyboardInterrupt):
+            _wait(crew, waiting, answers, end)
 
 
 def _wait(crew: Crew, waiting: set[int], answers: dict[int, Any], end: float) -> None:

@@ -22,11 +22,13 @@ from ltx.errors import WorkerError
 from ltx.runtime import parcels
 from ltx.runtime.described import failure_of
 from ltx.runtime.messages import Cancel, Failure, Meeting, Ready, Renew, Setup, Stop
-from ltx.runtime.output import Output, open_pipe
+from ltx.runtime.output import Output, Printed, open_pipe, together
 from ltx.runtime.show import Bar
 from ltx.runtime.starting import Process, Starter
 
 _STOP_GRACE_S = 3.0
+# For so long lines that come in are gathered before they are shown.
+_TOGETHER_S = 0.05
 # How often the driver looks whether a process it waits for has been stopped, and for how long it must have been.
 _LOOK_S = 0.5
 _STOPPED_S = 2.0
@@ -180,22 +182,31 @@ class Crew:
         self.send(rank, parcels.pack(Setup([path or os.getcwd() for path in sys.path], threads, shows_output)))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
-        """Read one message of `rank`'s: show it, or put it among `answers`."""
+        """Read what has come of `rank`: show it, or put it among `answers`. Many printed lines are shown together."""
+        printed: list[Printed] = []
+        end = time.monotonic() + _TOGETHER_S
+        message = self._read(rank)
+        while isinstance(message, Printed):
+            printed.append(message)
+            message = self._read(rank) if time.monotonic() < end and self._connections[rank].poll() else None
+        self._output.show()  # what was printed before it
+        for lines in together(printed):
+            lines.shown(rank, self.size, self._bars)
+        if hasattr(message, "shown"):
+            message.shown(rank, self.size, self._bars)
+        elif message is not None:
+            answers[rank] = message
+
+    def _read(self, rank: int) -> Any:
+        """A message of `rank`, or how its process has ended."""
         try:
             load: Callable[[], Any] = parcels.receive(self._connections[rank])
         except (EOFError, OSError):
-            self._output.show()
-            answers[rank] = self.exit_text(rank)
-            return
+            return self.exit_text(rank)
         try:
-            message = load()
+            return load()
         except Exception as error:
-            message = failure_of(error, "the driver couldn't unpickle the result: ")
-        self._output.show()  # what was printed before it
-        if hasattr(message, "shown"):
-            message.shown(rank, self.size, self._bars)
-        else:
-            answers[rank] = message
+            return failure_of(error, "the driver couldn't unpickle the result: ")
 
     def _look_for_stopped(self, ranks: Collection[int], answers: dict[int, Any]) -> None:
         """A stopped process never answers; nobody else tells (Linux alone says so, in /proc)."""

@@ -10,14 +10,19 @@ import fcntl
 import io
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
+
+from ltx.runtime.show import LiveLine
 
 # As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
 _PIPE_BYTES = 1 << 20
 _CHUNK = 1 << 16
+_PAUSE_S = 0.05
 
 
 def open_pipe() -> tuple[int, int]:
@@ -92,8 +97,33 @@ class Printed:
         _print(self.text.removesuffix("\n").split("\n"), rank, self.stream)
 
 
+@dataclass(frozen=True)
+class Line:
+    """A line that is being written over, as tqdm does: the newest state of it."""
+
+    stream: str
+    text: str
+    ended: bool
+
+    def shown(self, rank: int, size: int, bars: dict[str, Any]) -> None:
+        """Write it over what it was."""
+        key = f"{self.stream} of rank {rank}"
+        bar = bars.setdefault(key, LiveLine())
+        bar.draw(f"[rank {rank}] {self.text}", self.ended)
+        if self.ended:
+            del bars[key]
+
+
+def together(messages: Iterable[Printed]) -> Iterator[Printed]:
+    """Lines of one stream that follow one another, as one: a notebook takes a millisecond to show each."""
+    for stream, group in groupby(messages, key=lambda message: message.stream):
+        yield Printed(stream, "".join(message.text.removesuffix("\n") + "\n" for message in group))
+
+
 class Writer(io.TextIOBase):
     """A worker's ``sys.stdout`` or ``sys.stderr``: whole lines are delivered, the last one when the call is over.
+
+    A line with a carriage return, which is about to be written over, is delivered as it changes.
 
     Args:
         stream: "stdout" or "stderr".
@@ -103,9 +133,11 @@ class Writer(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, stream: str, fd: int, deliver: Callable[[Printed], None]):
+    def __init__(self, stream: str, fd: int, deliver: Callable[[Any], None]):
         self._stream, self._fd, self._deliver = stream, fd, deliver
         self._begun = ""
+        self._live = False  # whether the driver shows the line that has begun
+        self._told_s = 0.0  # when it was last told of it
 
     def writable(self) -> bool:
         return True
@@ -115,15 +147,26 @@ class Writer(io.TextIOBase):
 
     def write(self, text: str) -> int:
         lines, newline, rest = (self._begun + text).rpartition("\n")
-        self._begun = rest
+        self._begun = rest.rpartition("\r")[2] if rest.rstrip("\r").count("\r") else rest
         if newline:
-            self._deliver(Printed(self._stream, lines + newline))
+            if self._live:
+                first, _, lines = lines.partition("\n")
+                self._deliver(Line(self._stream, _last(first), True))
+                self._live = False
+            if lines:
+                self._deliver(Printed(self._stream, lines + newline))
+        if "\r" in rest and time.monotonic() - self._told_s > _PAUSE_S:
+            self._live, self._told_s = True, time.monotonic()
+            self._deliver(Line(self._stream, _last(rest), False))
         return len(text)
 
     def finish(self) -> None:
         """The call is over: deliver also a line that hasn't ended."""
         begun, self._begun = self._begun, ""
-        if begun:
+        if self._live:
+            self._deliver(Line(self._stream, _last(begun), True))
+            self._live = False
+        elif begun:
             self._deliver(Printed(self._stream, begun))
 
 

@@ -47,6 +47,9 @@ class Pool:
         threads: the number of threads that each worker computes on.
         show_output: show what workers print line by line, with their rank, where this process prints; False leaves it
             to the workers, which print where this process was started. None is True in IPython and notebooks.
+        grace_s: after an interrupt, a failure or a timeout, how long workers that are in code that Python can't
+            interrupt (a long computation in C) get to return. Then all workers are ended with what they have kept,
+            which is told before. None is 3 s.
 
     Raises:
         WorkerError: they don't start, or this process is itself a worker of a pool.
@@ -58,7 +61,7 @@ class Pool:
         tensor(3.)
     """
 
-    @checked("start_timeout_s", "timeout_s", "threads", "show_output")
+    @checked("start_timeout_s", "timeout_s", "threads", "show_output", "grace_s")
     def __init__(
         self,
         n: int,
@@ -67,12 +70,14 @@ class Pool:
         timeout_s: float | None = None,
         threads: int = 1,
         show_output: bool | None = None,
+        grace_s: float | None = None,
     ) -> None:
         check_size("ltx.Pool", n)
         self._size = n
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._threads = threads
+        self._grace_s = grace_s
         self._show_output = "IPython" in sys.modules if show_output is None else show_output
         self._lock = threading.Lock()
         self._closed = False
@@ -175,7 +180,7 @@ class Pool:
         crew = self._ready()
         kept = False
         try:
-            answers = collect(crew, number, call, ranks, name, limit_s)
+            answers = collect(crew, number, call, ranks, name, limit_s, self._grace_s)
             kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
             crew.torn = not all(isinstance(answers.get(rank), Result) for rank in ranks)
         except CallInterruptedError as interrupt:
@@ -226,5 +231,5 @@ def check_size(caller: str, n: object) -> None:
             "of pools is refused: its processes would multiply. Make the pool in the driver, and let workers "
             "talk through collectives."
         )
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise WorkerError(f"{caller}({n!r}): expected a number of workers of at least 1.")

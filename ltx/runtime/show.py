@@ -162,8 +162,30 @@ def progress(iterable: Iterable[T], *, total: int | None = None, label: str = ""
         deliver(Progress(label, done, total, True))
 
 
+class LiveLine:
+    """A line that is written over; in a notebook a display that is updated."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def draw(self, line: str, finished: bool) -> None:
+        """Put `line` in place of what it was; nothing comes after `finished`."""
+        if in_notebook():
+            display = _ipython_display()
+            bundle = {"text/plain": line}
+            if self._handle is None:
+                self._handle = display(bundle, raw=True, display_id=True)
+            else:
+                self._handle.update(bundle, raw=True)
+        elif sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{line}" + "\n" * finished)
+            sys.stderr.flush()
+        elif finished:  # a log: once
+            print(line, file=sys.stderr, flush=True)
+
+
 class Bar:
-    """One bar, where the driver draws it: a line that is written over, in a notebook a display that is updated."""
+    """One bar for all ranks, where the driver draws it."""
 
     _WIDTH = 30
 
@@ -171,12 +193,12 @@ class Bar:
         self._label = label
         self._began_s = time.monotonic()
         self._ranks: dict[int, Progress] = {}
-        self._handle: Any = None
+        self._line = LiveLine()
 
     def at(self, rank: int, size: int, progress: Progress) -> None:
         """Rank `rank` of `size` has come to `progress`."""
         self._ranks[rank] = progress
-        self._draw(self.line(size), self.finished(size))
+        self._line.draw(self.line(size), self.finished(size))
 
     def finished(self, size: int) -> bool:
         """Whether all of `size` ranks have."""
@@ -193,17 +215,3 @@ class Bar:
         ahead = max((p.done for p in self._ranks.values()), default=0)
         behind = f", rank {slowest} last" if ahead > done else ""
         return f"{self._label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}".strip()
-
-    def _draw(self, line: str, finished: bool) -> None:
-        if in_notebook():
-            display = _ipython_display()
-            bundle = {"text/plain": line}
-            if self._handle is None:
-                self._handle = display(bundle, raw=True, display_id=True)
-            else:
-                self._handle.update(bundle, raw=True)
-        elif sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line}" + "\n" * finished)
-            sys.stderr.flush()
-        elif finished:  # a log: once
-            print(line, file=sys.stderr, flush=True)

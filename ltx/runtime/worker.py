@@ -22,6 +22,7 @@ from ltx.runtime.described import failure_of, places_of
 from ltx.runtime.messages import At, Call, Cancel, Failure, Meeting, Ready, Renew, Result, Setup, Stop
 from ltx.runtime.output import Writer
 from ltx.runtime.placement import LOOPBACK, loopback_listener
+from ltx.runtime.refresh import Modules
 
 
 def main(fd: int) -> None:
@@ -89,6 +90,7 @@ class _Desk:
         self._interrupted = False
         self._raised: int | None = None  # the number of the last call in which KeyboardInterrupt was raised
         self._sending = threading.Lock()  # threads of the user's may show things too
+        self._modules = Modules()
 
     def read(self) -> None:
         while True:
@@ -152,9 +154,14 @@ class _Desk:
         try:
             if self.cancelled == call.number:
                 raise KeyboardInterrupt
+            if not call.inherited:
+                doing = "reading edited modules again: "
+                self._modules.refresh()
+                doing = "unpickling the function and its arguments: "
             fn, args, kwargs = self._asked(call, load)
             doing = ""
             value = fn(*args, **kwargs)
+            self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
             reply = parcels.pack(Result(value))
             self.running = None

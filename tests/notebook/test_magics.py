@@ -136,8 +136,8 @@ def test_a_failing_cell_shows_its_own_lines_and_the_workers_stay(kernel: Kernel)
     )
     assert kind == "error"
     assert text.startswith("CallFailedError: rank 1 of 2 raised ValueError: no such luck\n")
-    assert "line 4, in <module>\n    f()\n" in text
-    assert "line 2, in f\n    raise ValueError('no such luck')\n" in text
+    assert re.search(r'File "Cell In\[\d+\]", line 5, in <module>\n    f\(\)\n', text), "as on the screen"
+    assert "line 3, in f\n    raise ValueError('no such luck')\n" in text
     assert "ltx/" not in text, "the library's own frames are no news"
     assert "rank 0 raised DeadlockDetectedError: rank 0: rank 1 has left axis 'data'" in text
     assert kernel.run("%%ltx\nltx.psum(torch.ones(1) * (rank + 1))") == [("display", "tensor([3.])")]
@@ -163,11 +163,69 @@ def test_names_of_the_notebook_that_the_workers_lack(kernel: Kernel) -> None:
 def test_cells_that_are_not_python(kernel: Kernel) -> None:
     [(kind, text)] = kernel.run("%%ltx\n1 +")
     assert kind == "error"
-    assert "line 1\n    1 +\n" in text
+    assert "line 2\n    1 +\n" in text
     assert "invalid syntax" in text
     assert "interactiveshell" not in text
-    [(_, text)] = kernel.run("%%ltx --nowhere\n1")
-    assert "%%ltx: unrecognized arguments: --nowhere" in text
+
+
+def test_bad_arguments_end_no_workers(kernel: Kernel) -> None:
+    before = _pids(kernel)
+    for arguments, said in {
+        "--nowhere": "%%ltx: unrecognized arguments: --nowhere",
+        "-n 0": "expected a number of workers of at least 1, got '0'",
+        "-n=-1": "expected a number of workers of at least 1, got '-1'",
+        "-n 3 --rank 3": "--rank 3: there are the ranks 0 to 2",
+        "-n 3 --rank 1 --out x": "--out takes a value of every rank. Leave --rank out and take x.rank(1)",
+        "-n 3 --out 3x": "expected a name to assign to, got '3x'",
+        "-n 3 --timeout 0": "expected seconds above 0, got '0'",
+        "-n 3 --in lock": "--in lock: a lock can't be sent to the workers: ",
+    }.items():
+        kernel.run("import threading\nlock = threading.Lock()")
+        [(kind, text)] = kernel.run(f"%%ltx {arguments}\n1")
+        assert said in text, (arguments, kind, text)
+    [(kind, text)] = kernel.run("%%ltx --help\n1 / 0")
+    assert kind == "stdout"
+    assert "--out OUT" in text
+    assert _pids(kernel) == before
+
+
+def test_what_ipython_knows(kernel: Kernel) -> None:
+    """await, !command, %time, display, plt.show(); other magics say where they work."""
+    cell = "%%ltx --rank 1\nimport asyncio\nawait asyncio.sleep(0)\nx = await asyncio.sleep(0, 5)\nx + 1"
+    assert kernel.run(cell) == [("display", "[rank 1] 6")]
+    assert kernel.run("%%ltx --rank 0\n!echo one\nlines = !echo two; echo three\nlines") == [
+        ("stdout", "[rank 0] one\n"),
+        ("display", "[rank 0] ['two', 'three']"),
+    ]
+    [(_, text)] = kernel.run("%%ltx --rank 0\n%time timed = 3\ntimed and None")
+    assert re.fullmatch(r"\[rank 0\] CPU time [-\d.e]+ s, wall time [-\d.e]+ s\n", text)
+    [(_, text)] = kernel.run("%%ltx --rank 0\n%pip list")
+    assert "%pip works in the notebook's own cells, not on workers" in text
+    assert kernel.run("%%ltx --rank 1\ndisplay({'at': rank})") == [("display", "[rank 1] {'at': 1}")]
+    shown = kernel.run(
+        "%%ltx --rank 1\nimport matplotlib.pyplot as plt\nplt.switch_backend('module://ltx.notebook.figures')\n"
+        "plt.plot([1, 2])\nplt.show()"
+    )
+    assert [kind for kind, _ in shown if kind != "stderr"] == ["display", "image"]
+
+
+def test_a_line_that_is_written_over_moves(kernel: Kernel) -> None:
+    shown = kernel.run(
+        "%%ltx --rank 0\nimport sys, time\nfor i in range(4):\n    print(f'\\r{i} of 3', end='', file=sys.stderr)\n"
+        "    time.sleep(0.06)\nprint(file=sys.stderr)\nprint('after')"
+    )
+    assert shown[-1] == ("stdout", "[rank 0] after\n")
+    lines = [text for kind, text in shown if kind == "display"]
+    assert lines[0] == "[rank 0] 0 of 3"
+    assert lines[-1] == "[rank 0] 3 of 3"
+    assert len(lines) > 2
+
+
+def test_many_lines_come_in_batches(kernel: Kernel) -> None:
+    shown = kernel.run(
+        "%%ltx --rank 0\nfor i in range(5000): print(i)",
+    )
+    assert shown == [("stdout", "".join(f"[rank 0] {i}\n" for i in range(5000)))]
 
 
 WAITING = "if rank == 1:\n    import time\n    time.sleep(100)\nltx.barrier()"

@@ -1,0 +1,60 @@
+"""Modules that were edited since workers imported them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ltx
+from ltx.errors import WorkerError
+
+Ranks = Callable[[int], ltx.Pool]
+NAME = "ltx_edited_while_it_runs"
+
+
+@pytest.fixture
+def edit(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[[str], Any]]:
+    """Writes the module, which workers can import, and gives what is called on them: it doesn't travel by value."""
+    (tmp_path / f"{NAME}_user.py").write_text(f"from {NAME} import value\ndef used(): return value()\n")
+    folder = str(tmp_path)
+
+    def call() -> list[Any]:
+        import importlib
+        import sys
+
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return [importlib.import_module(f"{NAME}{end}") for end in ("", "_user")]
+
+    def write(source: str) -> Any:
+        (tmp_path / f"{NAME}.py").write_text(source)
+        return ranks(2).run(lambda: [getattr(m, f)() for m, f in zip(call(), ("value", "used"), strict=True)])
+
+    yield write
+
+    def forget() -> None:
+        import sys
+
+        sys.path[:] = [path for path in sys.path if path != folder]
+        for name in (NAME, f"{NAME}_user"):
+            sys.modules.pop(name, None)
+
+    ranks(2).run(forget)
+    assert NAME not in sys.modules
+
+
+def test_the_new_code_runs(edit: Callable[[str], Any]) -> None:
+    """Also where another module has taken a function of it by name; also twice within a second, of equal length."""
+    for value in (1, 2, 3):
+        assert edit(f"def value(): return {value}\n").replicated() == [value, value]
+
+
+def test_what_can_not_be_read_is_told_and_mended(edit: Callable[[str], Any]) -> None:
+    edit("def value(): return 1\n")
+    with pytest.raises(WorkerError, match=f"the module '{NAME}' was edited since this worker imported it.*SyntaxError"):
+        edit("def value() return 2\n")
+    assert edit("def value(): return 3\n").replicated() == [3, 3]
