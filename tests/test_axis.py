@@ -52,6 +52,12 @@ def test_in_dims_as_prefixes_of_trees() -> None:
     assert torch.equal(got, (3 * XS.sum(0) + 1).expand(2, 3))
 
 
+@pytest.mark.parametrize("name", [None, "data"])
+def test_of_nested_axes_of_one_name_the_innermost_is_meant(name: str | None) -> None:
+    found = ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, name)))(torch.tensor([[1, 2], [3, 4]]))
+    assert found.tolist() == [[3, 3], [7, 7]]
+
+
 @pytest.mark.parametrize("out_dims", [0, 1, -1])
 def test_out_dims(out_dims: int) -> None:
     got = ltx.vmap(lambda x: {"a": x, "same": ltx.psum(x)}, out_dims=out_dims)(XS)

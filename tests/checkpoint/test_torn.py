@@ -171,6 +171,28 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000001"]
 
 
+def test_all_of_it_is_on_the_disk_when_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    missing: list[list[str]] = []
+    to_disk, rename = os.fsync, os.rename
+
+    def noted_fsync(opened: int) -> None:
+        synced.add(os.fstat(opened).st_ino)
+        to_disk(opened)
+
+    def looked_rename(source: Any, target: Any) -> None:
+        if re.fullmatch(r"step_\d+", Path(target).name):
+            there = [Path(source), *Path(source).iterdir()]
+            missing.append([file.name for file in there if file.stat().st_ino not in synced])
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", looked_rename)
+    saved(tmp_path, 1)
+    assert missing == [[]]
+    assert tmp_path.stat().st_ino in synced, "nor is the name itself lost"
+
+
 LOOP = """
 import sys, torch, ltx
 from pathlib import Path

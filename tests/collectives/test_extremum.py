@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,13 @@ def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, whose: int, dtype: torch.dt
     torch.testing.assert_close(real, want, rtol=0, atol=0, equal_nan=True)
     compiled = ranks(3).run(lambda xs: torch.compile(_both, backend="aot_eager")(xs[ltx.axis_index()]), xs)
     torch.testing.assert_close(compiled.replicated(), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_over_sockets(torn: Callable[..., Any]) -> None:
+    """gloo keeps or drops it by the order in which it meets it."""
+    xs = torch.tensor([[torch.nan, 1.0, torch.inf], [2.0, torch.nan, -torch.inf]])
+    found = torn(lambda: _both(xs[ltx.axis_index()]), sockets=True).replicated()
+    torch.testing.assert_close(found, (xs.amax(0), xs.amin(0)), rtol=0, atol=0, equal_nan=True)
 
 
 def test_ties_share_the_cotangent() -> None:

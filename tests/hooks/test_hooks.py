@@ -88,3 +88,15 @@ def test_is_a_value(name: str) -> None:
     assert repr(hook) == f"{type(hook).__name__}()"
     assert hook.init(torch.ones(2)) == {}
     assert hook.exact is (name == "allreduce")
+
+
+def test_gradients_of_gradients_are_exact(ranks: Ranks, seed: int) -> None:
+    """The outer backward pass goes through the inner one, on the wire too."""
+    w, v = torch.randn(2, 50, dtype=torch.float64)
+
+    def run() -> Tensor:
+        scale = 1 + ltx.axis_index()
+        step = ltx.data_parallel(lambda w: scale * (w**3).sum(), ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad()))
+        return torch.func.grad(lambda w: torch.func.grad(step)(w) @ v)(w)
+
+    torch.testing.assert_close(ranks(2).run(run).replicated(), 1.5 * 6 * w * v)

@@ -9,7 +9,7 @@ MUTANTS = (
         old="return [who for who, proven in asked if hmac.compare_digest(proven, _asks(who, token))]",
         new="return [who for who, proven in asked]",
         breaks="whoever reaches the store joins the training",
-        tests=("tests/runtime/test_joining.py::test_who_hasnt_the_key_is_refused_and_the_training_goes_on",),
+        tests=("tests/runtime/test_joining.py::test_who_asks_without_the_jobs_key_isnt_heard",),
     ),
     Mutant(
         name="runtime: a newcomer doesn't check the run's key",
@@ -140,7 +140,7 @@ MUTANTS = (
         old="        os.fsync(opened)\n",
         new="        pass\n",
         breaks="after a power cut a checkpoint has its name and not its bytes",
-        tests=("tests/checkpoint/test_torn.py", "tests/checkpoint/test_failures.py"),
+        tests=("tests/checkpoint/test_torn.py::test_all_of_it_is_on_the_disk_when_it_gets_its_name",),
     ),
     Mutant(
         name="checkpoint: torch's generator isn't restored",
@@ -188,7 +188,7 @@ MUTANTS = (
         old='return tensor.detach().to("cpu", copy=True)',
         new='return tensor.detach().to("cpu")',
         breaks="what is saved is of several steps",
-        tests=("tests/checkpoint/test_failures.py::test_it_returns_before_it_is_written",),
+        tests=("tests/checkpoint/test_failures.py::test_steps_overwrite_nothing_that_is_being_saved",),
     ),
     Mutant(
         name="checkpoint: a rank's failure isn't told",

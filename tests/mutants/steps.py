@@ -89,7 +89,7 @@ MUTANTS = (
         old='share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0',
         new="share = 1.0",
         breaks="the last steps of an epoch are too small",
-        tests=("tests/transforms/test_uneven.py::test_divisor",),
+        tests=("tests/transforms/test_uneven.py",),
     ),
     Mutant(
         name="transforms: a failing iterable stops one rank alone",
@@ -135,7 +135,7 @@ MUTANTS = (
         old="        sync = replace(SyncState.new(entries, choice), step=sync_step)",
         new="        sync = SyncState.new(entries, choice)",
         breaks="after train.broadcast ranks are in another phase of their strategy",
-        tests=("tests/transforms/test_train_step.py", "tests/transforms/test_train_state.py"),
+        tests=("tests/strategies/test_horovod.py::test_a_state_restored_on_one_rank_is_broadcast",),
     ),
     Mutant(
         name="transforms: an epoch's first samples come twice",
@@ -159,10 +159,7 @@ MUTANTS = (
         old="return grads if self.loss_scale == 1 else [g * (1 / self.loss_scale) for g in grads]",
         new="return grads",
         breaks="updates are 65536 times too large, in a world of one and on simulated ranks",
-        tests=(
-            "tests/transforms/test_mixed_precision.py::test_world_of_one",
-            "tests/transforms/test_mixed_precision.py::test_simulated_ranks_skip_as_real_ones",
-        ),
+        tests=("tests/transforms/test_mixed_precision.py::test_a_scale_leaves_no_trace_without_a_wire",),
     ),
     Mutant(
         name="precision: the loss scale never comes down",

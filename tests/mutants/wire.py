@@ -41,7 +41,7 @@ MUTANTS = (
         old="            lost.append(rank)\n        return lost",
         new="        return lost",
         breaks="its peers wait for the timeout",
-        tests=("tests/wire/test_shared.py::test_a_dead_peer_is_noticed",),
+        tests=("tests/wire/test_shared.py::test_a_survivor_names_the_peer",),
     ),
     Mutant(
         name="wire: a failure halfway isn't told",

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ltx
 from ltx.errors import PeerLostError
 from ltx.runtime.elastic import _Run as Run
 from ltx.runtime.regroup import Meeting
-from ltx.runtime.roster import Roster
+from ltx.runtime.roster import Roster, _asked, _asks
 from tests.forks import Body, Ranks, noticed
 from tests.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 
@@ -36,6 +37,18 @@ def started(started: Start) -> Start:
 
 def nothing(who: int, step: int) -> None:
     pass
+
+
+def test_who_asks_without_the_jobs_key_isnt_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    assert _asked(store, "token") == []
+    monkeypatch.setenv("LTX_KEY", "the job's")
+    mine, anothers = _asks(2, "token"), _asks(3, "token")
+    monkeypatch.setenv("LTX_KEY", "a stranger's")
+    for line in (f"2 {mine}", f"4 {_asks(4, 'token')}", f"5 {anothers}", "6", "seven", f"8 {_asks(8, 'another')}"):
+        store.append("asked", f"{line}\n")  # type: ignore[attr-defined]
+    monkeypatch.setenv("LTX_KEY", "the job's")
+    assert _asked(store, "token") == [2]
 
 
 def training(trouble: Callable[[int, int], None] = nothing, wait_for: int = 0, at: int = 4, **kwargs: Any) -> Body:

@@ -206,6 +206,21 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit(overlap: Any, ranks: Rank
     assert_same_bits(plain, scaled)
 
 
+def test_a_scale_leaves_no_trace_without_a_wire() -> None:
+    """In a world of one and on simulated ranks. SGD's updates, unlike Adam's, would be larger."""
+    xs = torch.randn(2, 3)
+
+    def trained(scale: float | None, ranks: int) -> Tensor:
+        step = ltx.data_parallel(lambda w, x: (w * x).square().sum())
+        precision = ltx.Precision(compute=torch.float32, loss_scale=scale)
+        train = ltx.train_step(ltx.mixed_precision(step, precision), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        call = ltx.vmap(train, in_dims=(None, 0)) if ranks > 1 else train
+        return call(train.init(torch.ones(3)), xs if ranks > 1 else xs[0])[0].params
+
+    for ranks in (1, 2):
+        assert torch.equal(trained(256.0, ranks), trained(None, ranks))
+
+
 def test_buffers_are_kept_or_refused() -> None:
     norm = nn.Sequential(nn.BatchNorm1d(3))
 
