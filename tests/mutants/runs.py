@@ -30,6 +30,10 @@ ROOT = Path(__file__).parents[2]
 NEAREST_LIMIT_S, SUITE_LIMIT_S = 300, 7200
 
 
+# What an interrupt ends: sessions of their own don't get the terminal's.
+_running: set[subprocess.Popen[bytes]] = set()
+
+
 class CannotTellError(Exception):
     """pytest didn't run the tests: it says nothing about a mutant."""
 
@@ -67,25 +71,28 @@ def failure(tree: Path, arguments: Sequence[str], limit_s: float) -> str:
         CannotTellError: pytest couldn't run them.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "240"}
     with tempfile.TemporaryFile("w+") as output:
         # A session of its own: what tests have started ends with it.
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _running.add(process)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return f"no end within {limit_s} s"
         finally:
             _end(process)
+            _running.discard(process)
         output.seek(0)
         text = output.read()
     if code == 0:
         return ""
-    if failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE):
+    if failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", text, re.MULTILINE):
         if code == 1:
-            return failed[1]
+            # A timeout is a kill where the mutant makes ranks wait, and else a machine that is too busy.
+            return f"{failed[1]} (timeout)" if "Timeout" in (failed[2] or "") else failed[1]
     elif code not in (1, 2, 3, 4, 5):
         return f"pytest ended with {code}"
     raise CannotTellError(f"pytest {' '.join(arguments)} ended with {code}:\n{text[-3000:]}")
@@ -156,7 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 finally:
                     trees.put(tree)
 
-            results = list(threads.map(in_a_copy, chosen))
+            try:
+                results = list(threads.map(in_a_copy, chosen))
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for process in list(_running):
+                    _end(process)
+                raise
         # A kill means something only if the same tests pass without the mutant.
         every = list(dict.fromkeys(test for m in chosen for test in m.tests))
         clean = failure(trees.get(), every, SUITE_LIMIT_S)
