@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 from zlib import crc32
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from ltx import wire
 from ltx.axis import Axis, GroupBacking, axes_in_scope, set_world_axes
 from ltx.errors import WorkerError
+from ltx.runtime.failures import CallFailedError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from tests.covering import fast
@@ -67,22 +69,51 @@ def started() -> Iterator[Callable[..., Ranks]]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Pool]]:
+def pools() -> Iterator[dict[int, Pool]]:
+    """The session's pools, by their number of workers."""
+    started: dict[int, Pool] = {}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
+#: Threads of a worker beyond which it begins a new world: those of its world, and of a few groups more.
+MANY_THREADS = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tidied(pools: dict[int, Pool]) -> Iterator[None]:
+    """After a module that has left many process groups behind, a new world.
+
+    Two or more threads of each group look around a hundred times a second: of those that tests make, and of the axes
+    that ltx opens for them, they take most of a processor by the end of the suite.
+    """
+    yield
+    for pool in pools.values():
+        with suppress(CallFailedError):  # after which the next run begins with a new world
+            pool.run(_count_threads)
+
+
+def _count_threads() -> None:
+    gc.collect()
+    if len(os.listdir("/proc/self/task")) > MANY_THREADS:
+        raise RuntimeError("more threads than a world needs")
+
+
+@pytest.fixture(scope="session")
+def ranks(pools: dict[int, Pool]) -> Callable[[int], Pool]:
     """``ranks(n)`` is a pool of n workers, started at the first call and shared by the whole session.
 
     ``ranks(2).run(f, x)`` gives what ``f(x)`` returned on each of two ranks. Workers keep their state between tests, so
     a test leaves no seeds, hooks or axes behind in them.
     """
-    pools: dict[int, Pool] = {}
 
     def pool_of(n: int) -> Pool:
         if n not in pools:
             pools[n] = Pool(n, timeout_s=RUN_TIMEOUT_S)
         return pools[n]
 
-    yield pool_of
-    for pool in pools.values():
-        pool.close()
+    return pool_of
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +133,7 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
         for axis in wire.open_axes():
             if axis not in world_axes:
                 _close(axis)
+        gc.collect()  # groups in the tracebacks of errors
         # Not torch's half an hour: whoever lets go of a group waits for what is under way on it.
         group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
         with pytest.MonkeyPatch.context() as patch:
