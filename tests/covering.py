@@ -77,13 +77,13 @@ def _values(item: Any, of: Callable[..., Sequence[Hashable]] | None = None) -> S
     given = item.callspec.params
     if of is not None:
         return of(**given)
-    return [_hashable(x, item.callspec.indices[name]) for name, x in given.items()]
+    return [_hashable(x) for x in given.values()]
 
 
-def _hashable(x: Any, index: int) -> Hashable:
-    """x, or where it can't be hashed its place among the values of its argument."""
+def _hashable(x: Any) -> Hashable:
+    """x, or what tells it from others: rows share their values."""
     try:
         hash(x)
     except TypeError:
-        return index
+        return id(x)
     return cast(Hashable, x)

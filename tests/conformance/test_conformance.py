@@ -224,6 +224,7 @@ def test_conformance(row: Row, outcome: Callable[[Row], Outcome], drawn: int) ->
     _check(got.to(want.dtype) if isinstance(got, Tensor) else got, want, rounding)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.replace(" ", "_"))
 def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row], Outcome]) -> None:
     """Also where the reference leaves room: hooks that round give the same bits."""

@@ -67,6 +67,7 @@ def simulated(hook: CommHook, grads: list[Grads], bucket_bytes: int = 1 << 20) -
     return results, leaves
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_its_slow_twin(name: str, n: int) -> None:
@@ -89,7 +90,7 @@ def test_equals_its_slow_twin(name: str, n: int) -> None:
             torch.testing.assert_close(of_rank(entries, rank), states[rank][path], rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", MOST)
 def test_processes_equal_simulated_ranks_and_one_another(name: str, ranks: Ranks) -> None:
     hook, grads = HOOKS[name], gradients(2)
     expected, leaves = simulated(hook, grads, 700)
@@ -107,6 +108,7 @@ def test_processes_equal_simulated_ranks_and_one_another(name: str, ranks: Ranks
             assert torch.equal(mine, first)  # to the last bit
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", FED_BACK)
 def test_what_was_sent_and_what_is_left_add_up_to_the_gradients(name: str, n: int) -> None:

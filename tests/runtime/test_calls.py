@@ -69,6 +69,7 @@ def test_the_functions_own_module_goes_by_value(own: str, modules: Callable[[str
     assert _call_elsewhere(pack_call(1, module.f, (5,), {}).pickled) == "2"
 
 
+@pytest.mark.full
 def test_other_modules_are_imported_if_they_can_be(modules: Callable[[str, str], ModuleType]) -> None:
     modules("here_other", "def g(x): return 10 * x\n")
     modules("there_other", "def h(x): return x + 1\n")
@@ -76,6 +77,7 @@ def test_other_modules_are_imported_if_they_can_be(modules: Callable[[str, str],
     assert _call_elsewhere(pack_call(1, own.f, (1,), {}).pickled) == "20 here_other"
 
 
+@pytest.mark.full
 def test_cached_functions_begin_with_an_empty_cache(modules: Callable[[str, str], ModuleType]) -> None:
     own = modules(
         "there_own",

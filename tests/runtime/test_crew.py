@@ -89,6 +89,7 @@ def again():
 """
 
 
+@pytest.mark.full
 def test_workers_end_when_the_driver_is_killed(drivers: list[Driver], temp: Path) -> None:
     driver = Driver(HANGS + "pool.run(hang)", temp)
     drivers.append(driver)

@@ -230,6 +230,7 @@ def test_too_few_are_left(started: Start) -> None:
         assert f"PeerLostError: rank {rank}: 2 of 3 ranks are left, fewer than min_ranks=3." in world.told(rank)
 
 
+@pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("sockets", [False, True])
 def test_nothing_is_left_of_worlds_that_have_ended(sockets: bool, started: Start) -> None:
     """Files, sockets, shared memory and threads don't grow with the number of meetings, and in the end all are gone."""
