@@ -20,7 +20,7 @@ from ltx.hooks import CommHook
 from tests.covering import some
 
 from .reference import flat
-from .table import FED_BACK, HOOKS, ROWS
+from .table import FED_BACK, HOOKS, MOST, ROWS
 
 Ranks = Callable[[int], ltx.Pool]
 Grads = dict[str, Tensor]
