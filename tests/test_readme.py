@@ -86,8 +86,8 @@ def test_the_bytes_of_each_hook() -> None:
 
 
 def test_the_study_of_strategies() -> None:
-    from benchmarks import strategy_convergence as study
-    from benchmarks.tasks import SETTINGS
+    from ltx.demo.studies import strategies as study
+    from ltx.demo.studies.tasks import SETTINGS
 
     found = study.load()
     pattern = r"^\| `(ltx\.\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"

@@ -25,7 +25,7 @@ class Candidate:
     worth: float = 1.0
 
 
-# What changes gradients least comes first. benchmarks.convergence has losses with bfloat16 and eight bits that are
+# What changes gradients least comes first. ltx.demo.studies.hooks has losses with bfloat16 and eight bits that are
 # those of the exact mean; PowerSGD's, of rank 4, were half a percent higher on one of two tasks.
 @cache
 def candidates() -> tuple[Candidate, ...]:

@@ -61,7 +61,7 @@ class DDPStrategy(Strategy):
     which with two ranks is 53 Gbit/s for bfloat16, 10 for eight bits, and 12 for PowerSGD. ``comm_hook="auto"``
     measures the axis (or takes `network`), and goes from the all-reduce to the next of
     :func:`ltx.strategies.candidates.candidates` if that takes at most so much of the time, codec and link together: 0.7
-    for BF16 and ByteGrad, with which losses were those of the exact mean in benchmarks.convergence, and 0.3 for
+    for BF16 and ByteGrad, with which losses were those of the exact mean in ltx.demo.studies.hooks, and 0.3 for
     PowerSGD of rank 2, exact for the first 1,000 steps, which lost half a percent there (with rank 4). What of the
     link's time hides behind the backward pass isn't known then, and counts as if nothing did: where computing takes
     most of a step, say what you want instead. So do on GPUs, whose codecs are faster than those that were measured.

@@ -1,6 +1,6 @@
 """Convergence with each communication hook: validation loss after a fixed number of steps, and the bytes that it took.
 
-    python -m benchmarks.convergence [--fresh] [--table] [--out FILE]
+    python -m ltx.demo.studies.hooks [--fresh] [--table] [--out FILE]
 
 Two tasks: the demo's GPT, small, on the characters of Python's own help texts, and scikit-learn's digits. Each hook
 trains from the same parameters on the same batches as fp32 does, over the seeds 0, 1 and 2, which were fixed before
@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 import ltx
-from benchmarks.tasks import SETTINGS, TASKS, Params, Settings, Task, drift
 from ltx import hooks
+from ltx.demo.studies.tasks import SETTINGS, TASKS, Params, Settings, Task, drift
 
 SEEDS = (0, 1, 2)
 RANKS = (16, 64)
 PROCESSES = 2
-RESULTS = Path(__file__).parent / "results" / "convergence.json"
+RESULTS = Path(__file__).parent / "hooks.json"
 
 
 def hooks_of(settings: Settings) -> dict[str, hooks.CommHook]:
@@ -297,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
 """Convergence with each strategy: validation loss after a fixed number of steps, steps to a target, and bytes.
 
-    python -m benchmarks.strategy_convergence [--fresh] [--table] [--jobs 1] [--seeds 0 1] [--out FILE]
+    python -m ltx.demo.studies.strategies [--fresh] [--table] [--jobs 1] [--seeds 0 1] [--out FILE]
 
-Tasks of benchmarks.tasks, trained by whole training steps on 8 and 64 simulated ranks, over seeds that were fixed
+Tasks of tasks.py, trained by whole training steps on 8 and 64 simulated ranks, over seeds that were fixed
 before anything was run; what isn't a default was chosen on another one. Each strategy trains from the same parameters
 on the same global batches as `ddp` does. "digits by label" has the batches of "digits" in the order of their labels,
 so that no two ranks see alike data. A loss is that of the mean of all ranks' parameters, which is what one would keep;
@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 import ltx
-from benchmarks.tasks import SETTINGS, TASKS, Params, Settings, Task, drift
 from ltx import hooks
+from ltx.demo.studies.tasks import SETTINGS, TASKS, Params, Settings, Task, drift
 
 SEEDS = (0, 1)
 RANKS = (8, 64)
 STUDIED = ("digits", "digits by label", "gpt")
-RESULTS = Path(__file__).parent / "results" / "strategy_convergence.json"
+RESULTS = Path(__file__).parent / "strategies.json"
 
 #: Validation losses are taken every so many steps.
 EVERY = 10
@@ -355,4 +355,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

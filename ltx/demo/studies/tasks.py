@@ -155,4 +155,4 @@ def drift(leaves: list[Tensor]) -> float:
     """The root mean square over ranks (dimension 0) of their distance from the mean, by the mean's norm."""
     rows = torch.cat([leaf.flatten(1) for leaf in leaves], 1)
     mean = rows.mean(0)
-    return ((rows - mean).norm(dim=1).square().mean().sqrt() / mean.norm()).item()
+    return float((rows - mean).norm(dim=1).square().mean().sqrt() / mean.norm())
