@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from ltx.errors import UnsupportedError
@@ -29,7 +30,7 @@ def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool
     Returns:
         The value of the last expression, or what it looks like (see :func:`ltx.runtime.show.looks`); None without one.
     """
-    if "matplotlib" not in sys.modules:
+    if "inline" in os.environ.get("MPLBACKEND", "inline"):  # the notebook's own, which shows nothing here
         os.environ["MPLBACKEND"] = "module://ltx.notebook.figures"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = vars(sys.modules["__main__"])
@@ -50,7 +51,15 @@ def _evaluated(tree: ast.Module | ast.Expression, name: str, mode: str, namespac
     """What code comes to, which may await."""
     code = compile(tree, name, mode, flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     value = eval(code, namespace)
-    return asyncio.run(value) if code.co_flags & inspect.CO_COROUTINE else value
+    return _loop().run_until_complete(value) if code.co_flags & inspect.CO_COROUTINE else value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all cells: tasks go on at the next await."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
 
 
 class _Shell:

@@ -115,7 +115,9 @@ class LtxMagics(Magics):
         if missing:
             raise UsageError(f"%%ltx --in: the notebook has no {', '.join(map(repr, missing))}.")
         name = f"Cell In[{self.shell.execution_count}]"
-        source = "\n" + self.shell.transform_cell(cell)  # whose line 1, on the screen, is the magic itself
+        # Line 1, on the screen, is the magic itself, and IPython drops blank lines after it.
+        blank = len(cell) - len(cell.lstrip("\n"))
+        source = "\n" * (1 + blank) + self.shell.transform_cell(cell)
         _check(source, name)
         for each in names:
             _check_sendable(each, self.shell.user_ns[each])

@@ -19,7 +19,11 @@ from typing import Any
 from ltx.errors import WorkerError
 
 _INSTALLED = tuple(
-    {os.path.realpath(path) + os.sep for path in (*sysconfig.get_paths().values(), str(Path(__file__).parents[1]))}
+    os.path.realpath(path) + os.sep
+    for path in (
+        *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).parents[1]),
+    )
 )
 
 
@@ -33,7 +37,7 @@ class Modules:
 
     def note(self) -> None:
         """Remember the files of modules that are new."""
-        for name in sys.modules.keys() - self._known:
+        for name in [name for name in sys.modules if name not in self._known]:
             self._known.add(name)
             file = getattr(sys.modules.get(name), "__file__", None)
             if file is not None and file.endswith(".py") and not os.path.realpath(file).startswith(_INSTALLED):
@@ -42,11 +46,13 @@ class Modules:
     def refresh(self) -> None:
         """Read those again whose files have changed; functions and classes that others hold of them are the new ones.
 
+        What others have taken of them besides, such as a number, stays as it was until those are edited too.
+
         Raises:
             WorkerError: one can't be read. It stays as it was, and is tried again at the next call.
         """
         self.note()
-        for name, stamp in list(self._stamps.items()):
+        for name, stamp in reversed(self._stamps.items()):  # a module is listed before those that it imports
             module = sys.modules.get(name)
             now = _stamp(module.__file__ or "") if module is not None else None
             if module is None or now in (stamp, None):
