@@ -161,10 +161,7 @@ MUTANTS = (
         old="    if len(names) > 1:\n        listed",
         new="    if len(names) > 9:\n        listed",
         breaks="ranks of the other axes drift apart",
-        tests=(
-            "tests/collectives/test_joined_axes.py",
-            "tests/collectives/test_axes.py",
-        ),
+        tests=("tests/collectives/test_joined_axes.py::test_what_none_means",),
     ),
     Mutant(
         name="axis: names of an outer axis hide those of an inner one",

@@ -57,7 +57,7 @@ MUTANTS = (
         old="return 1.0 if axis_size == 1 else 1.0 / self.ranks",
         new="return 1.0 / axis_size",
         breaks="gradients within nodes are too small",
-        tests=("tests/strategies/test_local_sgd.py",),
+        tests=("tests/strategies/test_local_sgd.py::test_a_node_waits_for_no_other",),
     ),
     Mutant(
         name="strategies: gossip with the same peer each time",
@@ -84,7 +84,7 @@ MUTANTS = (
         old="return [(state[MOMENTUM], self.beta1 / axis_size)]",
         new="return [(state[MOMENTUM], 1 / axis_size)]",
         breaks="momenta grow at every step",
-        tests=("tests/strategies/test_qadam.py",),
+        tests=("ltx/strategies/qadam.py",),
     ),
     Mutant(
         name="strategies: a round forgets the steps since it began",
