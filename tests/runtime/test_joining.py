@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -496,3 +499,56 @@ def test_who_never_asks_to_be_taken_in_is_told(monkeypatch: pytest.MonkeyPatch) 
     world = ltx.init()
     with pytest.warns(RuntimeWarning, match="what was done here was done alone"), world:
         assert world.size == 1
+
+
+UNDER_LTX_RUN = """
+import sys, time
+import ltx
+from tests.runtime.elastic_training import START, batch, make
+
+sizes = set()
+def on_step(state, metrics, position):
+    if not sizes:
+        print("trains", flush=True)
+    sizes.add(ltx.world().size)
+    if 3 not in sizes:
+        time.sleep(0.05)  # a slow step, so that the others come before the end
+with ltx.init():
+    state, _ = ltx.elastic(*make(), batch, START, epochs=100, on_step=on_step)
+    print("ends", state.step, sorted(sizes), flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+def test_a_newcomer_to_ltx_run(tmp_path: Path) -> None:
+    """It goes where `ltx run` prints, with the key; whoever has another key is refused, and the training goes on."""
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_LTX_RUN)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    clean |= {"PYTHONPATH": str(Path(__file__).parents[2]), "LTX_KEY": "secret"}
+
+    def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+        environment = clean | environment
+        return subprocess.Popen(
+            [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    with start("-m", "ltx", "run", "-n", "2", str(script)) as job:
+        assert job.stderr is not None
+        assert job.stdout is not None
+        told = re.fullmatch(
+            r"ltx run: processes with the same LTX_KEY may join: LTX_JOIN=(.*)\n", job.stderr.readline()
+        )
+        assert told is not None
+        assert "trains" in job.stdout.readline()
+        stranger = start(str(script), LTX_JOIN=told[1], LTX_KEY="another")
+        newcomer = start(str(script), LTX_JOIN=told[1])
+        _, refused = stranger.communicate(timeout=100)
+        assert stranger.returncode == 1
+        assert "AuthenticationError" in refused
+        out, err = newcomer.communicate(timeout=100)
+        assert out.splitlines()[-1] == "ends 500 [3]", err
+        out, err = job.communicate(timeout=100)
+        assert out.count("ends 500 [2, 3]") == 2, err
+    assert job.returncode == 0
