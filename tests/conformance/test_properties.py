@@ -116,7 +116,7 @@ def _reduced(xs: Tensor, op: str | None, keep_dtype: bool) -> Tensor:
         case "min" | "max":
             return _extremum(f"a{op}")(xs)
         case "product":
-            return _everywhere(xs.prod(0, dtype=xs.dtype), n)
+            return _everywhere(xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype), n)
         case _:
             bits = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op]
             return _everywhere(functools.reduce(bits, xs.unbind(0)), n)
