@@ -107,6 +107,8 @@ class Hold:
         """This process uses the directory no longer. The last of its run removes the lock's file."""
         if self._file is not None:
             with suppress(OSError):  # another process holds it too
+                # In two steps: else of two that release it at once each finds the other's share, and it stays.
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there():
                     os.unlink(self._path)

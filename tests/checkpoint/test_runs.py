@@ -89,3 +89,34 @@ def test_a_directory_in_use_is_locked_against_a_second_run(started: Callable[...
     assert directory.steps(tmp_path) == [10, 8]
     assert ltx.elastic(*make(), batch, START, epochs=2, snapshots=tmp_path)[0].step == 10
     shutil.rmtree(tmp_path)
+
+
+def test_processes_that_leave_at_once_leave_nothing(tmp_path: Path) -> None:
+    """Where each had looked whether it was the last before any had gone, the lock's file stayed."""
+    context = get_context("fork")
+    together = context.Barrier(3)
+
+    def leave(first: bool) -> None:
+        for _ in range(40):
+            if not first:
+                together.wait(20)
+            hold = runs.Hold(tmp_path, "run", first)
+            if first:
+                together.wait(20)
+            together.wait(20)
+            hold.release()
+            together.wait(20)
+            together.wait(20)  # while it is looked at
+
+    processes = [context.Process(target=leave, args=(first,)) for first in (True, False)]
+    for process in processes:
+        process.start()
+    found = []
+    for _ in range(40):
+        for _ in range(3):
+            together.wait(20)
+        found += os.listdir(tmp_path)
+        together.wait(20)
+    for process in processes:
+        process.join()
+    assert found == []

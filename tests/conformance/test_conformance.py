@@ -113,7 +113,7 @@ def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transfor
 
 def _is_in_full_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
     """Compiled, every operation, and under some operation every transform: a graph breaks at either of them."""
-    return mode is not EAGER and backing is PROCESSES and (op.name, transform.name) in MET
+    return mode == AOT and backing is PROCESSES and (op.name, transform.name) in MET
 
 
 def _rows(within: Callable[[Backing, str | None, Op, Transform], bool]) -> list[Row]:
