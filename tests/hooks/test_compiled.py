@@ -38,7 +38,7 @@ REST = [
 CASES = [
     *(("aot_eager", name) for name in FIRST),
     *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in REST),
-    *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in [*FIRST, *REST]),
+    *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in FIRST),
 ]
 EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
 
