@@ -39,6 +39,15 @@ CASES = [
     *(("aot_eager", name) for name in FIRST),
     *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in REST),
     *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in FIRST),
+    pytest.param(
+        "inductor",
+        "randomk",
+        marks=[
+            pytest.mark.full,
+            pytest.mark.inductor,
+            pytest.mark.xfail(strict=False, reason="keeps other elements than eagerly; not known why (torch 2.13)"),
+        ],
+    ),
 ]
 EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
 
