@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ltx.runtime.show import LiveLine
+from ltx.runtime.show import LiveLine, in_notebook
 
 # As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
 _PIPE_BYTES = 1 << 20
@@ -106,7 +106,11 @@ class Line:
     ended: bool
 
     def shown(self, rank: int, size: int, bars: dict[str, Any]) -> None:
-        """Write it over what it was."""
+        """Write it over what it was; in a log, once it has ended."""
+        if not in_notebook() and not sys.stderr.isatty():
+            if self.ended:
+                _print([self.text], rank, self.stream)
+            return
         key = f"{self.stream} of rank {rank}"
         bar = bars.setdefault(key, LiveLine())
         bar.draw(f"[rank {rank}] {self.text}", self.ended)
