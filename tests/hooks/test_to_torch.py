@@ -411,6 +411,7 @@ class Fails(InPhases):
         return share.flat, share.states
 
 
+@pytest.mark.full
 def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
     def run() -> tuple[str, str, Any]:
         group = ltx.wire.resolve(None).backing.line.group

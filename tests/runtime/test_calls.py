@@ -61,6 +61,7 @@ def _call_elsewhere(frame: bytes) -> str:
     return done.stdout.decode().strip()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own", some(["here_own", "there_own"], "there_own"))
 def test_the_functions_own_module_goes_by_value(own: str, modules: Callable[[str, str], ModuleType]) -> None:
     module = modules(own, "LIMIT = 3\ndef helper(x): return min(x, LIMIT)\ndef f(x): return helper(x) + 1\n")

@@ -484,6 +484,7 @@ def read(seed: int) -> dict[str, tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_whoever_reads_the_state_waits(torn: Torn, seed: int) -> None:
     for found in torn(lambda: read(seed), sockets=True):
         for name, (expected, got) in found.items():
@@ -864,6 +865,7 @@ if sys.argv[1] == "raise" and world.rank == 1:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("leave", some(["shutdown", "exit", "raise"], "exit"))
 def test_processes_end_in_order(leave: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
