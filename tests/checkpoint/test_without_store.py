@@ -44,7 +44,10 @@ def without_store(before: Callable[[], Any], after: Callable[[Any], Any]) -> lis
         world.holder.kill()
         world.holder.join()
         gone.set()
-        return [world.told(rank, 60) for rank in range(SIZE)]
+        told = [world.told(rank, 60) for rank in range(SIZE)]
+        for process in world.processes:  # they clean up behind what they have told
+            process.join(20)
+        return told
     finally:
         world.close()
 
