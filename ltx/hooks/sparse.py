@@ -147,9 +147,9 @@ class RandomK(LossyHook):
         key = key_of(self.seed, share.step, share.bucket.index, device=flat.device)
         # In float64, in which a length times a number below 1 stays below the length.
         places = edges[:-1] + (uniform(key, count, torch.float64) * lengths).long()
-        # What isn't finite has to arrive wherever it is.
+        # What isn't finite has to arrive wherever it is. Not as 0 * low, which Inductor takes for 0.
         low, high = flat.aminmax()
-        values = flat[places] + 0 * low + 0 * high
+        values = flat[places] + (low - low) + (high - high)
         if not self.error_feedback:
             values = values * lengths
         ask = Ask("sum", values)

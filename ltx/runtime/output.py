@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ltx.runtime.show import LiveLine, in_notebook
+from ltx.runtime.show import LiveLine
 
 # As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
 _PIPE_BYTES = 1 << 20
@@ -107,13 +107,8 @@ class Line:
 
     def shown(self, rank: int, size: int, bars: dict[str, Any]) -> None:
         """Write it over what it was; in a log, once it has ended."""
-        if not in_notebook() and not sys.stderr.isatty():
-            if self.ended:
-                _print([self.text], rank, self.stream)
-            return
         key = f"{self.stream} of rank {rank}"
-        bar = bars.setdefault(key, LiveLine())
-        bar.draw(f"[rank {rank}] {self.text}", self.ended)
+        bars.setdefault(key, LiveLine(self.stream)).draw(f"[rank {rank}] {self.text}", self.ended)
         if self.ended:
             del bars[key]
 
@@ -151,14 +146,13 @@ class Writer(io.TextIOBase):
 
     def write(self, text: str) -> int:
         lines, newline, rest = (self._begun + text).rpartition("\n")
-        self._begun = rest.rpartition("\r")[2] if rest.rstrip("\r").count("\r") else rest
-        if newline:
-            if self._live:
-                first, _, lines = lines.partition("\n")
-                self._deliver(Line(self._stream, _last(first), True))
-                self._live = False
-            if lines:
-                self._deliver(Printed(self._stream, lines + newline))
+        self._begun = _last(rest) + "\r" * rest.endswith("\r")
+        ended = (lines + newline).split("\n")[:-1]
+        if ended and self._live:
+            self._deliver(Line(self._stream, _last(ended.pop(0)), True))
+            self._live = False
+        if ended:
+            self._deliver(Printed(self._stream, "\n".join(ended) + "\n"))
         if "\r" in rest and time.monotonic() - self._told_s > _PAUSE_S:
             self._live, self._told_s = True, time.monotonic()
             self._deliver(Line(self._stream, _last(rest), False))

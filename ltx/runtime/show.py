@@ -163,13 +163,15 @@ def progress(iterable: Iterable[T], *, total: int | None = None, label: str = ""
 
 
 class LiveLine:
-    """A line that is written over; in a notebook a display that is updated."""
+    """A line of ``sys.stdout`` or ``sys.stderr`` that is written over; in a notebook a display that is updated."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: str = "stderr") -> None:
+        self._stream = stream
         self._handle: Any = None
 
     def draw(self, line: str, finished: bool) -> None:
         """Put `line` in place of what it was; nothing comes after `finished`."""
+        target = getattr(sys, self._stream)
         if in_notebook():
             display = _ipython_display()
             bundle = {"text/plain": line}
@@ -177,11 +179,11 @@ class LiveLine:
                 self._handle = display(bundle, raw=True, display_id=True)
             else:
                 self._handle.update(bundle, raw=True)
-        elif sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line}" + "\n" * finished)
-            sys.stderr.flush()
+        elif target.isatty():
+            target.write(f"\r\x1b[K{line}" + "\n" * finished)
+            target.flush()
         elif finished:  # a log: once
-            print(line, file=sys.stderr, flush=True)
+            print(line, file=target, flush=True)
 
 
 class Bar:

@@ -154,10 +154,6 @@ class _Desk:
         try:
             if self.cancelled == call.number:
                 raise KeyboardInterrupt
-            if not call.inherited:
-                doing = "reading edited modules again: "
-                self._modules.refresh()
-                doing = "unpickling the function and its arguments: "
             fn, args, kwargs = self._asked(call, load)
             doing = ""
             value = fn(*args, **kwargs)
@@ -176,6 +172,7 @@ class _Desk:
         if call.inherited:
             assert self._inherited is not None
             return *self._inherited, {}
+        self._modules.refresh()
         fn, (args, kwargs), sources = load(), load(), load()
         for name, (label, lines) in sources.items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, label)

@@ -21,7 +21,7 @@ from ltx.strategies.late import LateHook, Old, Settled, talked_late
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
 from ltx.sync.flights import Landed
-from ltx.sync.reduction import LeafState, Reduction, Share, Terms, unpack
+from ltx.sync.reduction import LeafState, Reduction, Share, Terms, plus, unpack
 
 #: Where a parameter was before its move.
 START = "start"
@@ -41,7 +41,7 @@ class AdasumOfMoves(hooks.Adasum, LateHook):
         moves = unpack(landed[0], bucket)
         if old.gives:
             return Settled(old.params, old.states, partial(_move, old.params, moves, self.sign))
-        moved = [torch.add(p, move, alpha=self.sign) for p, move in zip(old.params, moves, strict=True)]
+        moved = [plus(p, move, self.sign) for p, move in zip(old.params, moves, strict=True)]
         return Settled(moved, old.states)
 
 

@@ -295,12 +295,20 @@ def _packed(grad: torch.Tensor, scale: float, carried: Terms) -> torch.Tensor:
         return grad * scale
     (first, times), *others = carried
     if scale == 1 and times != 1:
-        part = torch.add(grad, first, alpha=times)
+        part = plus(grad, first, times)
     else:
-        part = torch.add(first if times == 1 else first * times, grad, alpha=scale)
+        part = plus(first if times == 1 else first * times, grad, scale)
     for term, times in others:
-        part = torch.add(part, term, alpha=times)
+        part = plus(part, term, times)
     return part
+
+
+def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
+    """x + times y.
+
+    Inductor (torch 2.13) makes an addmm of ``torch.add(x, a @ b, alpha=times)``, and leaves `times` out.
+    """
+    return x + times * y if torch.compiler.is_compiling() else torch.add(x, y, alpha=times)
 
 
 def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:

@@ -38,15 +38,12 @@ REST = [
 CASES = [
     *(("aot_eager", name) for name in FIRST),
     *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in REST),
-    *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in FIRST),
-    pytest.param(
-        "inductor",
-        "randomk",
-        marks=[
-            pytest.mark.full,
-            pytest.mark.inductor,
-            pytest.mark.xfail(strict=False, reason="keeps other elements than eagerly; not known why (torch 2.13)"),
-        ],
+    # The fast suite's: its share is a residual plus a part of a product of matrices, which Inductor took for the sum.
+    pytest.param("inductor", "randomk", marks=pytest.mark.inductor),
+    *(
+        pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor])
+        for name in [*FIRST, *REST]
+        if name != "randomk"
     ),
 ]
 EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
@@ -162,6 +159,25 @@ def test_random_numbers_of_steps_taken_eagerly_and_in_graphs(ranks: Ranks) -> No
     for found, steps in ranks(2).run(on_rank, timeout_s=200.0):
         assert steps == 4
         assert not any(torch.equal(found[i], found[j]) for i in range(4) for j in range(i))  # each step has its places
+
+
+@pytest.mark.full
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_what_isnt_finite_arrives_by_inductor() -> None:
+    """Wherever it is; Inductor takes a product with 0 for 0."""
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy_of(hooks.RandomK(0.1, error_feedback=False)))
+    state, w = step.init(torch.ones(20)), torch.ones(20)
+
+    def gradients(x: Tensor) -> Tensor:
+        return ltx.vmap(lambda x: ltx.grad(step)(w, x, sync_state=state)[0])(x)
+
+    compiled = torch.compile(gradients, fullgraph=True)
+    for place in range(20):
+        for value in (float("nan"), float("inf")):
+            x = torch.ones(2, 20)
+            x[1, place] = value
+            assert not compiled(x).isfinite().all(), (place, value)
 
 
 @pytest.mark.full

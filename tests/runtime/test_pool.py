@@ -203,7 +203,8 @@ def test_runs_from_several_threads_do_not_mix(ranks: Ranks) -> None:
 def test_what_workers_print_is_shown_with_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         print(f"one\ntwo of {world().size}")
-        print("\rbegun", end="\rover")
+        print("\rbegun", end="\rover\n\n")
+        print()
         print("to stderr", file=sys.stderr)
         os.write(1, b"from below Python")
 
@@ -211,7 +212,8 @@ def test_what_workers_print_is_shown_with_their_rank(capfd: pytest.CaptureFixtur
         pool.run(speak)
     out, err = capfd.readouterr()
     words = ("from below Python", "one", "over", "two of 2")
-    assert sorted(out.splitlines()) == [f"[rank {rank}] {word}" for rank in (0, 1) for word in words]
+    expected = ["[rank {rank}] "] * 2 + [f"[rank {{rank}}] {word}" for word in words]  # two empty lines
+    assert sorted(out.splitlines()) == [line.format(rank=rank) for rank in (0, 1) for line in expected]
     assert sorted(err.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
 
 
