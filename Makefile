@@ -2,6 +2,7 @@
 # make test   the test suite in minutes; make test-full adds all rows of its tables, and what is slow
 # make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
 # make mutants  seeded defects, and which tests catch them: MUTANTS="wire hooks" runs some, "--full" adds the full suite
+# make docs   the documentation site, docs/_build/html; its notebooks are executed, which takes minutes the first time
 # make lint   style, types, import contract
 #
 # Each makes what it needs in .venv; a second call finds it there. PYTHON=python3.12 chooses the interpreter.
@@ -14,6 +15,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-inp
 DEPENDENCIES := pyproject.toml constraints.txt
 DEMO ?=
 PYTEST ?=
+SPHINX ?=
 CHAOS ?=
 MUTANTS ?=
 
@@ -21,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 # Else every process that a test starts would compile ltx anew: 0.1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-full chaos mutants lint format notebooks bench clean
+.PHONY: demo test test-full docs chaos mutants lint format notebooks bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -32,6 +34,10 @@ test: $(VENV)/.test
 
 test-full: $(VENV)/.test
 	$(BIN)/python -m pytest --full $(PYTEST)
+
+# Warnings are errors. SPHINX="-D nb_execution_mode=off" shows the notebooks' committed outputs instead.
+docs: $(VENV)/.test
+	$(BIN)/python -m sphinx -W -q -b html $(SPHINX) docs docs/_build/html
 
 chaos: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $(CHAOS)
@@ -64,7 +70,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.table $(BENCH)
 
 clean:
-	rm -rf $(VENV) ltx-demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) ltx-demo docs/_build docs/reference/names .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
@@ -79,5 +85,5 @@ $(VENV)/.bench: $(VENV)/.python $(DEPENDENCIES)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[demo,models,notebook,test]'
+	$(INSTALL) --editable '.[demo,docs,models,notebook,test]'
 	touch $@

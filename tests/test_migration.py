@@ -1,4 +1,4 @@
-"""docs/migration.md: every name that Lightning documents has a row, what the row names exists, and a test shows it."""
+"""docs/coming-from/lightning-names.md: each name that Lightning documents has a row, of what exists, and a test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ltx import wire
 from ltx.errors import DeadlockDetectedError, WorldError
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "migration.md"
+PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
 
 Ranks = Callable[[int], ltx.Pool]
 

@@ -1,7 +1,7 @@
 """The table of collectives: what each computes, its gradient, and what it sends.
 
-``python -m ltx.collectives.table`` prints it as Markdown; ``docs/collectives.md`` is that page. What a rule of
-:mod:`ltx.collectives.linear` says of itself (its transpose, its operation on the wire) is read from the rule.
+``python -m ltx.collectives.table`` prints it as Markdown; ``docs/reference/collectives.md`` is that page. What a rule
+of :mod:`ltx.collectives.linear` says of itself (its transpose, its operation on the wire) is read from the rule.
 """
 
 from __future__ import annotations

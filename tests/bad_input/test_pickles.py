@@ -79,7 +79,7 @@ def _unpickling(path: Path) -> set[str]:
 
 
 def test_where_ltx_unpickles() -> None:
-    """docs/security.md lists these. What comes out of the store is JSON; a new entry here needs a reason there."""
+    """docs/concepts/security.md lists these. The store holds JSON; a new entry here needs a reason there."""
     package = Path(ltx.__file__).parent
     found = {entry for path in package.rglob("*.py") for entry in _unpickling(path)}
     assert found == {

@@ -10,13 +10,13 @@ from ltx.collectives.table import ROWS, gradient_of, markdown
 
 from .table import OPS
 
-PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "collectives.md"
 #: Not collectives: they move nothing.
 LOCAL = {"axis_index", "axis_size", "rank_seed", "shard"}
 
 
 def test_the_page_is_what_the_table_prints() -> None:
-    assert PAGE.read_text() == markdown(), "print it anew: python -m ltx.collectives.table > docs/collectives.md"
+    assert PAGE.read_text() == markdown(), f"print it anew: python -m ltx.collectives.table > {PAGE}"
 
 
 def test_every_collective_has_a_row() -> None:

@@ -430,7 +430,7 @@ def test_marks_name_what_is_looked_for() -> None:
 
 
 def test_the_page_on_launching_names_them_all() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "launching.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "launching.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith('| `"')]
     named = dict.fromkeys(row.split('"')[1] for row in rows)
     assert list(named) == ["arguments", *dict.fromkeys(launcher.name for launcher in LAUNCHERS[:7]), "none"]

@@ -1,0 +1,60 @@
+"""The site: every public name has a page in docs/reference/api, every error a cause and a cure, and it all builds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PUBLIC = ("ltx", "ltx.hooks", "ltx.optim", "ltx.nn", "ltx.errors", "ltx.checkpoint")
+FLAGS = re.MULTILINE | re.DOTALL
+BLOCK = re.compile(r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", FLAGS)
+
+
+def public_names(module: str) -> set[str]:
+    """The functions and classes that `module` offers."""
+    owner = import_module(module)
+    found = {name: getattr(owner, name) for name in dir(owner) if not name.startswith("_")}
+    return {
+        f"{module}.{name}"
+        for name, value in found.items()
+        if not isinstance(value, types.ModuleType) and str(getattr(value, "__module__", "")).startswith("ltx")
+    }
+
+
+def documented_names() -> list[str]:
+    pages = [page.read_text(encoding="utf-8") for page in (DOCS / "reference").rglob("*.md")]
+    blocks = [match for page in pages for match in BLOCK.findall(page)]
+    return [f"{module}.{name}" for module, body in blocks for name in re.findall(r"^   (\w+)$", body, re.MULTILINE)]
+
+
+def test_every_public_name_has_one_page() -> None:
+    documented = documented_names()
+    wanted = set().union(*map(public_names, PUBLIC)) - {"ltx.errors.message_of"}  # a help for errors of others
+    assert sorted(documented) == sorted(wanted)
+
+
+def test_every_error_has_a_cause_and_a_cure() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert {name for name, *_ in rows} == {
+        name.rpartition(".")[2] for name in public_names("ltx.errors") if not name.endswith("message_of")
+    }
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+    """With the outputs that the notebooks carry; test_notebooks.py executes them."""
+    options = ["-W", "--keep-going", "-q", "-D", "nb_execution_mode=off", "-d", str(tmp_path / "doctrees")]
+    command = [sys.executable, "-m", "sphinx", *options, "-b", "html", str(DOCS), str(tmp_path / "html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "html" / "search.html").exists()
+    assert (tmp_path / "html" / "tutorials" / "04_ranks_in_a_notebook.html").exists()
