@@ -1,74 +1,135 @@
-"""Every Python block of the README runs, in order, each with the names of those before it: alone and on two ranks."""
+"""Every Python block of README.md runs by itself on two ranks; those of a page below docs/ do so in their order.
+
+A comment in front of a block says what else is to be done with it: ``<!-- runs: in the driver, WHY -->`` for one that
+starts ranks itself, ``<!-- not run: WHY -->`` for one that can't run here.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import ltx
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+MARKS = {"runs: in the driver, ": "driver", "not run: ": "nowhere"}
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+Ranks = Callable[[int], ltx.Pool]
 
 
-def python_blocks(markdown: str) -> list[tuple[int, str]]:
-    """The line at which each Python block begins, and its code."""
-    return [(markdown.count("\n", 0, match.start(1)) + 1, match[1]) for match in BLOCK.finditer(markdown)]
+class Block(NamedTuple):
+    line: int
+    code: str
+    runs: str  # "ranks", "driver" or "nowhere"
 
 
-@pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the README has defined after its last block."""
-    torch.manual_seed(0)
-    defined: dict[str, Any] = {"__name__": "__readme__"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("readme"))
-        for line, code in python_blocks(README.read_text(encoding="utf-8")):
-            # Empty lines in front, so that a traceback shows the README's own line numbers.
-            exec(compile("\n" * (line - 1) + code, str(README), "exec"), defined)
-    return defined
+def blocks_of(page: Path) -> list[Block]:
+    """The Python blocks of a page."""
+    text, found = page.read_text(encoding="utf-8"), []
+    for match in BLOCK.finditer(text):
+        mark = match["mark"] or ""
+        runs = next((runs for start, runs in MARKS.items() if mark.startswith(start)), None if mark else "ranks")
+        assert runs is not None, f"{page.name}: a block is marked {mark!r}, which is none of {list(MARKS)}"
+        found.append(Block(text.count("\n", 0, match.start("code")) + 1, match["code"], runs))
+    return found
+
+
+def run_in_order(page: str, blocks: list[Block], folder: str) -> None:
+    """Run the blocks, each with the names of those before it, with the page's line numbers."""
+    before, main = os.getcwd(), sys.modules["__main__"]
+    script = sys.modules["__main__"] = types.ModuleType("__main__")  # where pickle, dataclasses and Dynamo look
+    os.chdir(folder)
+    try:
+        torch.manual_seed(torch.seed())  # pages have to make equal what is to be equal
+        for block in blocks:
+            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), vars(script))
+    finally:
+        sys.modules["__main__"] = main
+        os.chdir(before)
+
+
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts and blocks_of(page)]
 
 
 def test_there_are_blocks_to_run() -> None:
-    assert len(python_blocks(README.read_text(encoding="utf-8"))) >= 4
+    assert len(blocks_of(README)) >= 3
+    assert sum(len(blocks_of(page)) for page in PAGES) >= 40
 
 
-def test_they_run(names: dict[str, Any]) -> None:
-    assert names["loss"].isfinite()
-    assert names["metrics"].loss.isfinite()
+@pytest.mark.parametrize("block", blocks_of(README), ids=lambda block: f"line {block.line}")
+def test_each_block_of_the_readme_runs_by_itself(block: Block, ranks: Ranks, tmp_path: Path) -> None:
+    if block.runs == "driver":
+        run_in_order("README.md", [block], str(tmp_path))
+    else:
+        ranks(2).run(lambda: run_in_order("README.md", [block], str(tmp_path)))
 
 
-@pytest.mark.full
-@pytest.mark.timeout(180)
-def test_they_run_on_two_ranks(tmp_path: Path) -> None:
-    """No seed is set: what every process draws for itself has to be made equal by what the README says."""
-    blocks = [code for _, code in python_blocks(README.read_text(encoding="utf-8"))]
-    script = tmp_path / "script.py"
-    script.write_text("\n".join(blocks), encoding="utf-8")
-    command = [sys.executable, "-m", "ltx", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(re.findall(r"^loss \d", done.stdout, re.MULTILINE)) == 1
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_runs_from_top_to_bottom(page: Path, ranks: Ranks, tmp_path: Path) -> None:
+    blocks = [block for block in blocks_of(page) if block.runs == "ranks"]
+    if blocks:
+        ranks(2).run(lambda: run_in_order(str(page), blocks, str(tmp_path)))
+    for block in blocks_of(page):
+        if block.runs == "driver":
+            run_in_order(str(page), [block], str(tmp_path))
 
 
-def test_per_sample_gradients_have_a_sample_dimension(names: dict[str, Any]) -> None:
-    assert names["per_sample"]["0.weight"].shape == (64, 32, 8)
+LAUNCHERS = {
+    "ltx": ["-m", "ltx", "run", "-n", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "alone": [],
+}
 
 
-def test_simulated_ranks_agree_with_one_process(names: dict[str, Any]) -> None:
-    x, y = names["x"].flatten(0, 1), names["y"].flatten()
-    whole = torch.func.grad(names["loss_fn"])(names["params"], x, y)
-    for name, per_rank in names["per_rank"].items():
-        for gradient in per_rank:
-            torch.testing.assert_close(gradient, whole[name])
-        torch.testing.assert_close(names["grads"][name], whole[name])
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["ltx", *(pytest.param(x, marks=pytest.mark.full) for x in ("torchrun", "alone"))])
+def test_the_program_of_the_readme(launcher: str, tmp_path: Path) -> None:
+    """It trains, leaves a model that a bare module loads, and goes on from its checkpoint when it is started again."""
+    program = blocks_of(README)[0].code
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *LAUNCHERS[launcher], "train.py"]
+
+    def run() -> list[str]:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=110
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return re.findall(r"^epoch (\d): loss [\d.]+, accuracy ([\d.]+)%$", done.stdout, re.MULTILINE)
+
+    epochs = run()
+    assert [int(epoch) for epoch, _ in epochs] == [0, 1, 2, 3, 4]
+    assert float(epochs[-1][1]) > 85
+    assert torch.load(tmp_path / "model.pt")["0.weight"].shape == (64, 8)
+    if launcher == "ltx":
+        (tmp_path / "train.py").write_text(program.replace("range(first_epoch, 5)", "range(first_epoch, 6)"))
+        assert [int(epoch) for epoch, _ in run()] == [5]
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Those to files; Sphinx looks at the rest."""
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        path = (page.parent / target).resolve()
+        if path.suffix == ".ipynb":  # conf.py copies them to docs/tutorials
+            path = ROOT / "notebooks" / path.name
+        assert path.exists(), target
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_each_hook() -> None:
@@ -76,7 +137,8 @@ def test_the_bytes_of_each_hook() -> None:
     from ltx import hooks
 
     params = dict(Transformer().named_parameters())
-    rows = re.findall(r"^\| (`[A-Z].*?) \|.*\| ([0-9.]+) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    page = (DOCS / "how-to" / "choose-a-hook.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[A-Z].*?) \|.*\| ([0-9.]+) \|$", page, re.MULTILINE)
     assert len(rows) >= 10
     for names, ratio in rows:
         for name in re.findall(r"`(.*?)`", names):
@@ -91,7 +153,8 @@ def test_the_study_of_strategies() -> None:
 
     found = study.load()
     pattern = r"^\| `(ltx\.\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
-    rows = re.findall(pattern, README.read_text(encoding="utf-8"), re.MULTILINE)
+    page = (DOCS / "how-to" / "choose-a-strategy.md").read_text(encoding="utf-8")
+    rows = re.findall(pattern, page, re.MULTILINE)
     assert len(rows) >= 8
     for code, percent, *losses in rows:
         strategy = eval(code, {"ltx": ltx})
