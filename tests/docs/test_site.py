@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import ltx
+
 DOCS = Path(__file__).parents[2] / "docs"
 PUBLIC = ("ltx", "ltx.hooks", "ltx.optim", "ltx.nn", "ltx.errors", "ltx.checkpoint")
 FLAGS = re.MULTILINE | re.DOTALL
@@ -58,3 +60,18 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "html" / "search.html").exists()
     assert (tmp_path / "html" / "tutorials" / "04_ranks_in_a_notebook.html").exists()
+
+
+def test_every_environment_variable_of_ltx_is_listed() -> None:
+    package = Path(ltx.__file__).parent
+    read = {name for file in package.rglob("*.py") for name in re.findall(r'"(LTX_[A-Z_]+)"', file.read_text())}
+    page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
+    assert read == set(re.findall(r"^\| `(LTX_\w+)`", page, re.MULTILINE))
+
+
+def test_every_command_is_listed() -> None:
+    from ltx.cli import _parser
+
+    shown = re.findall(r"^    (\w+) ", _parser().format_help(), re.MULTILINE)
+    page = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    assert set(shown) == set(re.findall(r"^\| `ltx (\w+)", page, re.MULTILINE))
