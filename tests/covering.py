@@ -55,21 +55,35 @@ def some(names: Iterable[str], *fast: str) -> list[Any]:
 
 
 def fast(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """What runs without ``--full``: what isn't marked full, and of tables marked covering so many rows as it says."""
+    """What runs without ``--full``: what isn't marked full, and of tables marked covering or full(but=) some rows."""
     kept: set[pytest.Item] = set()
     tables: dict[object, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("full"):
+        if any(not marker.kwargs for marker in item.iter_markers("full")):
             continue
-        if item.get_closest_marker("covering"):
+        if item.get_closest_marker("covering") or item.get_closest_marker("full"):
             tables.setdefault(cast(pytest.Function, item).function, []).append(item)
         else:
             kept.add(item)
     for table in tables.values():
-        marker = table[0].get_closest_marker("covering")
-        rows = [_values(item, **marker.kwargs) for item in table]
-        kept |= {table[i] for i in covering(rows, *marker.args)}
+        if marker := table[0].get_closest_marker("covering"):
+            rows = [_values(item, **marker.kwargs) for item in table]
+            table = [table[i] for i in covering(rows, *marker.args)]
+        if marker := table[0].get_closest_marker("full"):
+            table = spread(table, marker.kwargs["but"])
+        kept |= set(table)
     return kept
+
+
+def spread(rows: Sequence[Any], count: int) -> list[Any]:
+    """So many of the rows, at equal distances, the first among them.
+
+    Example:
+        >>> spread("abcdefgh", 3)
+        ['a', 'c', 'f']
+    """
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def _values(item: Any, of: Callable[..., Sequence[Hashable]] | None = None) -> Sequence[Hashable]:

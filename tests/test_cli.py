@@ -137,6 +137,7 @@ def test_run_starts_every_rank(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.full
 def test_run_fails_when_a_rank_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
     done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
@@ -217,6 +218,7 @@ def test_on_one_machine_nothing_listens_beyond_loopback_and_others_are_told_wher
 SHORT = {1: {"accumulate x 4": 1}, 2: {"fp32": 3, "bf16": 3, "accumulate x 4": 1}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_short_demo(ranks: int, tmp_path: Path) -> None:
     chosen = ["--strategy", "accumulate"] if ranks == 1 else []

@@ -282,6 +282,7 @@ def test_a_mapping_that_cannot_be_made_again_is_refused_by_name() -> None:
         ltx.shard(Odd(x=torch.ones(2)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some(["UserDict", "attributes", "frozen"], "frozen"))
 def test_in_a_compiled_graph(kind: str, seed: int) -> None:
     x, w = torch.randn(8), torch.tensor(1.5)

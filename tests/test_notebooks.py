@@ -66,9 +66,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=() if p.stem.startswith("04") else pytest.mark.full, id=p.stem) for p in NOTEBOOKS]
-)
+@pytest.mark.full
+@each_notebook
 def test_runs_from_a_fresh_kernel(path: Path, runs: Runs) -> None:
     runs[path].result()
 

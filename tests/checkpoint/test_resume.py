@@ -40,6 +40,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(x, y), path
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.covering(1, of=lambda name, how: (KINDS[name], how))
 @pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize("name", ROWS)
@@ -143,6 +144,7 @@ def test_generators_may_be_left_alone(tmp_path: Path) -> None:
         assert torch.equal(drawn, torch.rand(1))
 
 
+@pytest.mark.full
 def test_generators_go_on_where_there_are_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
     def plain() -> ltx.TrainState:
         step = ltx.data_parallel(lambda w, x: (w * x).sum())
@@ -277,6 +279,7 @@ def plain_start(train: Any) -> Any:
     return train.init({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=["ddp", "zero"])
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (1, 2), (2, 1), (3, 1)])

@@ -29,6 +29,7 @@ def of_stack(xs: Tensor) -> Tensor:
     return torch.tensor(adasum([x.numpy() for x in xs]))
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
 def test_processes(n: int, dtype: torch.dtype, ranks: Ranks) -> None:

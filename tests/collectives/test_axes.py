@@ -101,6 +101,7 @@ def _subgroups(*members: list[int]) -> Iterator[list[Any]]:
                 dist.destroy_process_group(group)
 
 
+@pytest.mark.full
 def test_two_subgroups_at_once(ranks: Ranks, seed: int) -> None:
     """Ranks 1 and 3, and ranks 0 and 2, which go on without each other."""
 
@@ -161,6 +162,7 @@ def _nested() -> Iterator[None]:
         ltx.init()
 
 
+@pytest.mark.full
 def test_nested_axes(ranks: Ranks, seed: int) -> None:
     def run(xs: Tensor) -> tuple[Found, Found, int, int]:
         with _nested():
@@ -192,6 +194,7 @@ def _expected_of_both(xs: Tensor) -> list[Tensor]:
     return [y.expand_as(xs) for y in each]
 
 
+@pytest.mark.full
 def test_gradients_through_nested_axes(ranks: Ranks, seed: int) -> None:
     """The gradient of the sum over both is that of the global sum."""
 
@@ -208,6 +211,7 @@ def test_gradients_through_nested_axes(ranks: Ranks, seed: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.full
 def test_dimensions_of_a_mesh(ranks: Ranks, seed: int) -> None:
     def run(xs: Tensor) -> tuple[Found, Found]:
         # In a world of its own, with which the mesh's process groups go away.

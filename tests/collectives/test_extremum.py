@@ -44,6 +44,7 @@ def test_strides(ranks: Ranks) -> None:
     assert torch.equal(found, xs.amax(0).T[::2])
 
 
+@pytest.mark.full
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("whose", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

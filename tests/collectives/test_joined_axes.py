@@ -125,6 +125,7 @@ def _mesh(**sizes: int) -> Iterator[None]:
         ltx.init()
 
 
+@pytest.mark.full
 def test_processes_of_a_mesh_are_as_a_flat_world(ranks: Ranks, seed: int) -> None:
     """Bit for bit, as the same ranks send the same buckets; in the other order of axes, as that order has it."""
 

@@ -21,7 +21,11 @@ from ltx.wire import opened, sealed
 Ranks = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("obj", [{"lr": 0.1, "steps": [1, 2]}, None, "", torch.arange(3), lambda: 7], ids=str)
+@pytest.mark.parametrize(
+    "obj",
+    [{"lr": 0.1, "steps": [1, 2]}, None, "", torch.arange(3), lambda: 7],
+    ids=["dict", "none", "empty", "tensor", "function"],
+)
 def test_objects_arrive(ranks: Ranks, obj: Any) -> None:
     def run() -> Any:
         mine = obj if int(ltx.axis_index()) == 1 else "not this one"

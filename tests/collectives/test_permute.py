@@ -53,6 +53,7 @@ def test_ppermute(ranks: Ranks, perm: list[tuple[int, int]], shape: tuple[int, .
         assert torch.equal(simulated[rank], want[rank])
 
 
+@pytest.mark.full
 @pytest.mark.covering(1, of=lambda perm: ())
 @pytest.mark.parametrize("perm", [[(0, 1), (1, 0)], [(0, 1)]], ids=["all", "some"])
 def test_ppermute_compiled(ranks: Ranks, perm: list[tuple[int, int]]) -> None:

@@ -203,6 +203,7 @@ def test_horovod_s_gradients(ranks: Ranks, op: str) -> None:
         call(xs[0], grad_scale="average")
 
 
+@pytest.mark.full
 def test_horovod_s_gradients_compiled(ranks: Ranks) -> None:
     def run() -> Tensor:
         fn = torch.func.grad(lambda x: (ltx.all_gather(x, grad_scale="mean") ** 2).sum())

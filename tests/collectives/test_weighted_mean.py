@@ -138,6 +138,7 @@ def test_weights_of_another_shape_and_values_that_are_no_tensors() -> None:
         ltx.weighted_mean({"a": 1.0}, 1)
 
 
+@pytest.mark.full
 @pytest.mark.slow_compile
 @pytest.mark.parametrize("weight", [1.0, torch.tensor(1)], ids=["number", "tensor"])
 def test_in_a_compiled_graph_there_is_nan_instead_of_errors(ranks: Ranks, weight: Any) -> None:

@@ -93,6 +93,7 @@ def check(row: Row, got: Values) -> None:
         )
 
 
+@pytest.mark.full(but=12)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_simulated_ranks(op: str, n: int) -> None:

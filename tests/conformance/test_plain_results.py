@@ -67,7 +67,9 @@ def _plain(results: Any) -> dict[str, tuple[bool, Any]]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow_compile)], ids=["eager", "compiled"]
+    "backend",
+    [None, pytest.param("aot_eager", marks=[pytest.mark.slow_compile, pytest.mark.full])],
+    ids=["eager", "compiled"],
 )
 @pytest.mark.parametrize("what", [_all, _all_gradients, _step], ids=["values", "gradients", "step"])
 def test_results_are_plain_tensors(ranks: Ranks, what: Callable[[Tensor], Any], backend: str | None, seed: int) -> None:

@@ -18,7 +18,7 @@ from .table import HOOKS
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Any]
-pytestmark = [pytest.mark.slow_compile, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow_compile, pytest.mark.timeout(600)]
 
 STEPS = 3
 # One of each kind; those with a schedule can't be held by a graph, as test_refused says.
@@ -36,15 +36,8 @@ REST = [
     "powersgd in bf16",
 ]
 CASES = [
-    *(("aot_eager", name) for name in FIRST),
-    *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in REST),
-    # The fast suite's: its share is a residual plus a part of a product of matrices, which Inductor took for the sum.
-    pytest.param("inductor", "randomk", marks=pytest.mark.inductor),
-    *(
-        pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor])
-        for name in [*FIRST, *REST]
-        if name != "randomk"
-    ),
+    *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in [*FIRST, *REST]),
+    *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in [*FIRST, *REST]),
 ]
 EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
 
@@ -93,7 +86,7 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
         ]
         return eager, compiled, counters["stats"]["unique_graphs"]
 
-    found = list(ranks(2).run(on_rank, timeout_s=200.0))
+    found = list(ranks(2).run(on_rank, timeout_s=550.0))
     for eager, compiled, graphs in found:
         assert graphs == 2
         for results in compiled:
@@ -156,7 +149,7 @@ def test_random_numbers_of_steps_taken_eagerly_and_in_graphs(ranks: Ranks) -> No
             found.append(torch.cat([g.flatten() for g in ltx.tree.flatten(grads)[0]]) != 0)
         return found, mixed.checked_step()
 
-    for found, steps in ranks(2).run(on_rank, timeout_s=200.0):
+    for found, steps in ranks(2).run(on_rank, timeout_s=550.0):
         assert steps == 4
         assert not any(torch.equal(found[i], found[j]) for i in range(4) for j in range(i))  # each step has its places
 

@@ -165,6 +165,7 @@ def test_zeros_stay_zeros_and_are_no_dead_end(name: str) -> None:
     assert all(x.any() for path, x in results[-1].items() if path in ("weight", "kernel"))
 
 
+@pytest.mark.full(but=10)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", HOOKS)
@@ -243,6 +244,7 @@ def decided(strategy: ltx.Strategy, params: Grads) -> tuple[Tensor, Grads]:
             return x, expected
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", some(HOOKS, "powersgd 1", "bytegrad"))
 def test_training(name: str, ranks: Ranks) -> None:
     """train_step on processes and simulated ranks, saved and restored halfway, by grad_and_value, and accumulated."""
@@ -314,6 +316,7 @@ class Late(torch.autograd.Function):
         return Late.apply(x, delay_s), in_dims[0]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["powersgd 1", "batched powersgd", "onebit", "powersgd in eight bits"])
 def test_buckets_that_arrive_in_any_order(name: str, ranks: Ranks, seed: int) -> None:
     """Where torch's PowerSGD hook aborts: several buckets, and ranks whose gradients come at different times."""

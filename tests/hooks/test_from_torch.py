@@ -126,6 +126,7 @@ STATELESS = {
 }
 
 
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize("nbytes", [1 << 20, 1000], ids=["one bucket", "several"])
 @pytest.mark.parametrize("name", STATELESS)
 def test_as_under_ddp(name: str, nbytes: int, ranks: Ranks, seed: int) -> None:
@@ -146,6 +147,7 @@ POWER = {
 }
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "fp16"])
 @pytest.mark.parametrize("name", POWER)
 def test_power_sgd_as_under_ddp(name: str, wrapped: bool, ranks: Ranks, seed: int) -> None:

@@ -47,6 +47,7 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return turn
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CODECS)
 def test_codecs_in_chunks(name: str, dtype: torch.dtype, readable: Callable[[], None], seed: int) -> None:

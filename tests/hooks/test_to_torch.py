@@ -166,6 +166,7 @@ def assert_equal(got: Any, want: Any, **tolerance: float) -> None:
     torch.testing.assert_close(got, want, **(tolerance or {"rtol": 0, "atol": 0}))
 
 
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("views", [False, True], ids=["", "gradient_as_bucket_view"])
 @pytest.mark.parametrize("small", [False, True], ids=["one bucket", "several"])
 @pytest.mark.parametrize(
@@ -190,6 +191,7 @@ def test_as_data_parallel(hook: CommHook, small: bool, views: bool, ranks: Ranks
             assert_equal(under_ddp, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("name", MOST)
 def test_every_compressor(name: str, ranks: Ranks, seed: int) -> None:
     """To the last bit where the buckets are the same: one for each tensor, from the first step on."""

@@ -55,6 +55,7 @@ def check(name: str, variants: tuple[str, ...], ranks: Ranks, seed: int) -> None
             assert len(moved) > 3, said + "nothing was trained"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", some(ROWS, "llama", "resnet18", "lora"))
 def test_like_one_process(name: str, loaded: Ranks, seed: int) -> None:

@@ -14,6 +14,7 @@ from tests.network.hosts import NEEDS_LINKS, links
 pytestmark = NEEDS_LINKS
 
 
+@pytest.mark.full
 def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None:
     with links.link("1gbit", 2) as link:
         found = json.loads(run_ranks([str(Path(__file__).with_name("worker.py"))], link, 2, timeout_s=50))

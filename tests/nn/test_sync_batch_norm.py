@@ -125,6 +125,7 @@ def test_second_derivatives_are_those_of_the_whole_batch(name: str, ranks: Ranks
     torch.testing.assert_close(torch.cat(list(ranks(len(xs)).run(run)), 2), second)
 
 
+@pytest.mark.full
 def test_gradcheck_and_gradgradcheck_on_simulated_ranks(seed: int) -> None:
     xs, (mean, var, weight, bias) = drawn([(2, C, 2)] * 3)
 
@@ -532,6 +533,7 @@ def test_placeholders_of_uneven_stay_out_of_the_statistics_if_their_samples_do(r
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.slow_compile
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_compiled_module(dynamic: bool, ranks: Ranks, seed: int) -> None:

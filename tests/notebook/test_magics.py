@@ -87,6 +87,7 @@ def _pids(kernel: Kernel) -> str:
     return str(kernel.run("%ltx"))
 
 
+@pytest.mark.full
 def test_a_value_that_is_the_same_everywhere_is_shown_once(kernel: Kernel) -> None:
     assert kernel.run("%%ltx\nltx.psum(torch.ones(2))") == [("display", "tensor([2., 2.])")]
 
@@ -231,6 +232,7 @@ def test_many_lines_come_in_batches(kernel: Kernel) -> None:
 WAITING = "if rank == 1:\n    import time\n    time.sleep(100)\nltx.barrier()"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("waiting", [WAITING, "while True: pass"])
 def test_an_interrupt_reaches_every_rank_and_the_workers_stay(kernel: Kernel, waiting: str) -> None:
     before = _pids(kernel)
@@ -245,6 +247,7 @@ def test_an_interrupt_reaches_every_rank_and_the_workers_stay(kernel: Kernel, wa
     assert _pids(kernel) == before
 
 
+@pytest.mark.full
 def test_other_numbers_of_workers_and_the_end(kernel: Kernel) -> None:
     assert kernel.run("%%ltx -n 1\nimport ltx\nltx.world().size") == [
         ("stdout", "%%ltx: 2 workers end, with what they kept, and 1 start\n"),

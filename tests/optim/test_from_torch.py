@@ -290,6 +290,7 @@ def test_prints_as_written() -> None:
     assert repr(from_torch(SGD, lr=Halving(0.1))) == "from_torch(torch.optim.SGD, lr=Halving(start=0.1))"
 
 
+@pytest.mark.full
 def test_dynamo_is_not_imported() -> None:
     import subprocess
     import sys

@@ -466,6 +466,7 @@ COMMUNICATOR: dict[str, Case | Refusal] = {
 TABLES: dict[str, Cases] = {"training": TRAINING, "communicator": COMMUNICATOR}
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
 def test_on_ranks(table: str, n: int, ranks: Ranks, seed: int) -> None:
     cases = TABLES[table]

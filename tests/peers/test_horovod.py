@@ -807,6 +807,7 @@ TABLES: dict[str, Cases] = {
 }
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
 def test_collectives(table: str, n: int, ranks: Ranks, seed: int) -> None:
     cases = TABLES[table]

@@ -326,12 +326,14 @@ TABLES: dict[str, Cases] = {
 }
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
 def test_collectives(table: str, n: int, ranks: Ranks, seed: int) -> None:
     cases = TABLES[table]
     check(failures(cases, lambda xs, bars: on_rank(cases, xs, bars), ranks, n))
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("table", [name for name in TABLES if name != "refusals"])
 def test_simulated_collectives(table: str, seed: int) -> None:
     check(failures_simulated(TABLES[table]))

@@ -685,12 +685,14 @@ TABLES: dict[str, Cases] = {
 }
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
 def test_on_ranks(table: str, n: int, ranks: Ranks, seed: int) -> None:
     cases = TABLES[table]
     check(failures(cases, lambda xs, bars: on_rank(cases, xs, bars), ranks, n))
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("table", [name for name in TABLES if name != "refusals"])
 def test_on_simulated_ranks(table: str, seed: int) -> None:
     check(failures_simulated(TABLES[table]))

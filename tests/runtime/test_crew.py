@@ -110,6 +110,7 @@ def test_workers_end_with_a_driver_that_forgets_to_close(drivers: list[Driver], 
     assert list(temp.iterdir()) == []
 
 
+@pytest.mark.full
 def test_an_interrupt_reaches_the_driver_and_the_pool_works_after(drivers: list[Driver], temp: Path) -> None:
     script = (
         HANGS + "try:\n    pool.run(hang)\nexcept KeyboardInterrupt:\n    print('interrupted', repr(pool))\nagain()\n"
@@ -141,11 +142,13 @@ def test_close_leaves_nothing() -> None:
     workers.kill()
 
 
+@pytest.mark.full
 def test_a_forgotten_crew_ends() -> None:
     pids = _crew(1, start_timeout_s=50.0).pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.full
 def test_a_fork_of_the_driver_leaves_the_workers_alone() -> None:
     workers = _crew(1, start_timeout_s=50.0)
     try:
@@ -167,6 +170,7 @@ def test_workers_that_are_not_up_in_time() -> None:
         _crew(2, start_timeout_s=0.05)
 
 
+@pytest.mark.full
 def test_a_worker_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
     with pytest.raises(WorkerError, match=r"the worker of rank 0 of 1 failed to start: WorldError: (.|\n)*Traceback"):

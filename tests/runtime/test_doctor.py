@@ -28,6 +28,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.full
 def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert ltx.cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -74,6 +75,7 @@ def test_an_environment_that_contradicts_itself(
     assert "psum" not in printed
 
 
+@pytest.mark.full
 def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
@@ -85,6 +87,7 @@ def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert printed.err.startswith("rank 1: psum: WorldError: rank 1 of 2 couldn't set up torch.distributed")
 
 
+@pytest.mark.full
 def test_it_gives_up(tmp_path: Path) -> None:
     script = (
         "import time\nfrom ltx.runtime import doctor\n"

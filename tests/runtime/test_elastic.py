@@ -80,6 +80,7 @@ def shares(rank: int, size: int, steps: int) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -134,6 +135,7 @@ def test_a_connection_that_breaks_costs_no_rank(started: Start) -> None:
     assert_every_sample_once(ends["cut"], {})
 
 
+@pytest.mark.full
 def test_a_rank_that_lives_and_doesnt_come_is_left_behind_at_the_limit(started: Start) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 4:
@@ -159,6 +161,7 @@ def test_a_loss_that_comes_again_and_again_is_raised_on_all(started: Start) -> N
     assert "rank 1 has left axis 'data' because of an exception (PeerLostError: this link" in world.told(0)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_replicas_that_come_apart(snapshots: bool, started: Start, tmp_path: Path) -> None:
     """Of three, the one that differs gets the others' state; of two that differ, a snapshot knows what is right."""
@@ -230,6 +233,7 @@ def test_too_few_are_left(started: Start) -> None:
         assert f"PeerLostError: rank {rank}: 2 of 3 ranks are left, fewer than min_ranks=3." in world.told(rank)
 
 
+@pytest.mark.full
 @pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("sockets", [False, True])
 def test_nothing_is_left_of_worlds_that_have_ended(sockets: bool, started: Start) -> None:

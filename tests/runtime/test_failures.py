@@ -108,6 +108,7 @@ def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets
     assert list(ranks(2).run(os.getpid)) == before
 
 
+@pytest.mark.full
 def test_a_peer_that_computes_is_asked_to_give_up(ranks: Ranks) -> None:
     def endless() -> None:
         if world().rank == 1:
@@ -126,6 +127,7 @@ def test_a_peer_that_computes_is_asked_to_give_up(ranks: Ranks) -> None:
     assert list(ranks(2).run(os.getpid)) == before
 
 
+@pytest.mark.full
 def test_a_peer_that_python_cannot_interrupt_is_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ltx.runtime.collecting.GRACE_S", 0.5)
 
@@ -237,6 +239,7 @@ def test_a_rank_that_is_killed(ranks: Ranks) -> None:
     assert _works(ranks(2))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells that a process is stopped")
 def test_a_rank_that_is_stopped(ranks: Ranks) -> None:
     def stopped() -> None:
@@ -270,12 +273,14 @@ def test_a_rank_that_runs_out_of_memory(ranks: Ranks) -> None:
     assert _works(ranks(2))
 
 
+@pytest.mark.full
 def test_a_rank_that_exits(ranks: Ranks) -> None:
     with pytest.raises(CallFailedError, match="of 2 exited with status 7 while it ran _exit"):
         ranks(2).run(os._exit, 7)
     assert _works(ranks(2))
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_between_calls(ranks: Ranks) -> None:
     def end_soon() -> None:
         if world().rank == 0:
@@ -289,6 +294,7 @@ def test_a_rank_that_ends_between_calls(ranks: Ranks) -> None:
     assert _works(ranks(2))
 
 
+@pytest.mark.full
 def test_a_run_that_takes_too_long(ranks: Ranks) -> None:
     def slow_on_one() -> None:
         if world().rank == 1:

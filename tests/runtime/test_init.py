@@ -252,6 +252,7 @@ def test_an_unknown_host_is_told_at_once() -> None:
     assert init(rank=0, size=1).size == 1
 
 
+@pytest.mark.full
 def test_ranks_that_disagree_about_their_number_are_told() -> None:
     """Rank 0 holds the store, so it is the one that leaves first; its peer is told by it or by the store's end."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -131,6 +131,7 @@ def close_to(a: Any, b: Any) -> bool:
     )
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
@@ -146,6 +147,7 @@ def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Start) -> Non
     assert close_to(ended[0]["state"], undisturbed())
 
 
+@pytest.mark.full
 def test_a_newcomer_to_ranks_that_were_told_by_arguments(started: Start) -> None:
     """It runs the same program, arguments and all, and is known to compare nothing that the meeting has settled."""
     body = training(wait_for=3)
@@ -155,6 +157,7 @@ def test_a_newcomer_to_ranks_that_were_told_by_arguments(started: Start) -> None
     assert_every_sample_once(*(end["seen"] for end in all_of(world, 0, 1, 2)))
 
 
+@pytest.mark.full
 def test_a_newcomer_whose_peers_fall_before_it_has_their_state_doesnt_train_alone(
     started: Start, tmp_path: Path
 ) -> None:
@@ -220,6 +223,7 @@ def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, st
     assert [end["sizes"] for end in all_of(world, 0, 1)] == [[], []]
 
 
+@pytest.mark.full
 def test_two_newcomers_at_once(started: Start) -> None:
     body = training(wait_for=4)
     world = started(2, body)
@@ -230,6 +234,7 @@ def test_two_newcomers_at_once(started: Start) -> None:
     assert_every_sample_once(*(end["seen"] for end in ended))
 
 
+@pytest.mark.full
 def test_a_replacement_of_a_lost_rank_zero(started: Start) -> None:
     def trouble(first: int, steps: int) -> None:
         if (first, steps) == (0, 2):
@@ -248,6 +253,7 @@ def test_a_replacement_of_a_lost_rank_zero(started: Start) -> None:
     assert close_to(ended[0]["state"], undisturbed())
 
 
+@pytest.mark.full
 def test_one_more_than_max_ranks_waits_until_a_rank_is_lost(started: Start) -> None:
     def trouble(first: int, steps: int) -> None:
         if (first, steps) == (1, 6):
@@ -262,6 +268,7 @@ def test_one_more_than_max_ranks_waits_until_a_rank_is_lost(started: Start) -> N
     assert min(ended[1]["seen"]) == 7
 
 
+@pytest.mark.full
 def test_only_so_many_are_taken_in_as_can_share_the_samples(started: Start) -> None:
     """Steps of 12 samples on four ranks: a fifth waits for a place, and there is none."""
     start = ltx.DataPosition(48, 12)
@@ -341,6 +348,7 @@ def test_who_comes_when_it_is_over_is_told(started: Start) -> None:
     assert said.endswith(" is over: there is nothing left to join.")
 
 
+@pytest.mark.full
 def test_who_asks_when_there_is_room_no_more_is_told_at_the_end(started: Start) -> None:
     body = training(max_ranks=2, wait_for=3)
     world = started(2, body)
@@ -350,6 +358,7 @@ def test_who_asks_when_there_is_room_no_more_is_told_at_the_end(started: Start) 
     assert "is over: there is nothing left to join" in world.told(2)
 
 
+@pytest.mark.full
 def test_who_comes_at_the_last_moment_has_the_state_too(started: Start) -> None:
     body = training(wait_for=2, at=EPOCHS * STEPS - 1)
     world = started(1, body)
@@ -360,6 +369,7 @@ def test_who_comes_at_the_last_moment_has_the_state_too(started: Start) -> None:
     assert_every_sample_once(*(end["seen"] for end in ended))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("there", ["no store", "no training"])
 def test_nothing_to_join(there: str, started: Start) -> None:
     def other(tell: Callable[[Any], None]) -> Any:
@@ -372,6 +382,7 @@ def test_nothing_to_join(there: str, started: Start) -> None:
     assert expected in said
 
 
+@pytest.mark.full
 def test_a_newcomer_whose_training_is_lost_is_told(started: Start) -> None:
     body = training(max_ranks=1, wait_for=2)
 
@@ -385,6 +396,7 @@ def test_a_newcomer_whose_training_is_lost_is_told(started: Start) -> None:
     assert "have shown no sign of life for too long" in world.told(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", ["asking", "callbacks"])
 def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Start) -> None:
     """Who is killed while it asks is noticed by nobody; who is in the new world already is a loss as any other."""
@@ -416,6 +428,7 @@ def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Start) -> 
     assert_every_sample_once(*(end["seen"] for end in ended))
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: Start) -> None:
     """It came to the meeting, so that the others try to make a world with it, whose timeout is 20 s."""
 
@@ -443,6 +456,7 @@ def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: 
     assert [end["world"].size for end in ended] == [2, 2]
 
 
+@pytest.mark.full
 def test_a_rank_that_comes_to_the_meeting_and_dies_isnt_waited_for(started: Start) -> None:
     """Rank 1 comes and dies; rank 2 comes later; the limit of 60 s isn't waited for."""
 
@@ -471,6 +485,7 @@ def test_a_rank_that_comes_to_the_meeting_and_dies_isnt_waited_for(started: Star
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.full
 def test_a_second_training_in_the_same_processes(started: Start) -> None:
     """Who was taken into the first takes part in the second; what was said in the first counts no more."""
 

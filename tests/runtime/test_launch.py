@@ -41,6 +41,7 @@ def _run(script: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("method", some(["popen", "fork", "spawn", "forkserver"], "fork", "spawn"))
 def test_every_way_to_start_gives_each_ranks_result(method: str, tmp_path: Path) -> None:
     done = _run(SCRIPT, tmp_path, method)
@@ -95,6 +96,7 @@ def test_the_first_failure_is_told_and_peers_do_not_wait(method: str) -> None:
     assert "The workers" not in str(caught.value), "nobody expects them to be there"
 
 
+@pytest.mark.full
 def test_a_time_limit() -> None:
     began = time.monotonic()
     with pytest.raises(CallTimeoutError, match=r"sleep didn't return on ranks 0, 1 of 2 within 1 s"):

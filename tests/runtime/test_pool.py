@@ -167,6 +167,7 @@ def test_worlds_one_after_the_other(ranks: Ranks) -> None:
     assert ranks(2).run(again).replicated() == [2.0, 4.0, 6.0]
 
 
+@pytest.mark.full
 def test_a_group_of_the_user_is_adopted(ranks: Ranks, tmp_path: object) -> None:
     def adopt() -> tuple[str, float, bool]:
         shutdown()
@@ -232,6 +233,7 @@ def test_megabytes_of_output_between_and_during_calls(capfd: pytest.CaptureFixtu
     assert len(out.splitlines()) >= 200  # a line that hasn't ended when a call does is shown in two parts
 
 
+@pytest.mark.full
 def test_show_and_progress(capfd: pytest.CaptureFixture[str]) -> None:
     def steps() -> None:
         print("before")
@@ -282,6 +284,7 @@ def test_arguments_that_do_not_pickle(ranks: Ranks) -> None:
     assert list(ranks(2).run(os.getpid)) == before
 
 
+@pytest.mark.full
 def test_open_use_close() -> None:
     began = time.monotonic()
     with Pool(1) as pool:

@@ -126,6 +126,7 @@ def _run_both(script: str) -> tuple[list[tuple[int, str]], list[str]]:
     return ends, [err for _, err in outputs]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("case", some(SCRIPTS, "with", "one more step on a rank than on the other"))
 def test_two_ranks(case: str) -> None:
     script, expected = SCRIPTS[case]
@@ -133,6 +134,7 @@ def test_two_ranks(case: str) -> None:
     assert ends == expected, "\n".join(errors)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_what_is_under_way_in_the_background_is_joined_at_the_end(ahead: int) -> None:
     """One rank has begun a round more than the other, and neither settles."""

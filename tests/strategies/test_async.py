@@ -238,6 +238,7 @@ def test_it_goes_with_debug_checks_and_accumulation(ranks: Ranks) -> None:
         torch.testing.assert_close(b.item(), -LR * (2 * 1 + 4 * 2) / 2, rtol=0, atol=1e-9)
 
 
+@pytest.mark.full
 def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
     """The next step that would begin or land a round raises, and the state is as it was before it."""
 
@@ -391,6 +392,7 @@ def test_bad_fields(fields: dict[str, Any], text: str) -> None:
     assert str(raised.value) == text
 
 
+@pytest.mark.full
 def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
     strategy = AsyncAveraging(warmup_steps=2)
     with pytest.raises(UnsupportedError, match=re.escape("averages gradients at steps before 2 alone")):

@@ -56,6 +56,7 @@ def assert_is(history: Trained, expected: list[list[Params]], rank: int, toleran
             )
 
 
+@pytest.mark.full(but=10)
 @pytest.mark.covering(1, of=lambda name, n: (name,))
 @pytest.mark.parametrize(("name", "n"), PROCESSES)
 def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, seed: int) -> None:
@@ -72,6 +73,7 @@ def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, s
         assert row.strategy.kinds.params == "per_rank"
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.covering(1, of=lambda name: (KINDS[name],))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_may_be_kept_or_saved_halfway(name: str, ranks: Ranks, seed: int) -> None:

@@ -27,7 +27,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", VALUES, ids=repr)
+@pytest.mark.parametrize("strategy", VALUES)
 def test_is_a_value(strategy: ltx.DDPStrategy) -> None:
     copy = dataclasses.replace(strategy)
     assert copy == strategy

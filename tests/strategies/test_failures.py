@@ -53,6 +53,7 @@ def undisturbed(strategy: ltx.Strategy) -> dict[str, Tensor]:
     return fails_once(strategy, -1)[2]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("strategy", "sockets"),
     [(LocalSGD(period=3), False), (LocalSGD(period=3), True), (ltx.HorovodStrategy(op="adasum"), False)],

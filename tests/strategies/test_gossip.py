@@ -266,6 +266,7 @@ def test_means_over_different_steps_are_refused(fields: dict[str, Any], torn: To
         assert kept
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -118,6 +118,7 @@ def test_any_hook_compresses(hook: hooks.CommHook) -> None:
     torch.testing.assert_close(run(1.0, gradient_predivide_factor=2.0), run(1.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("op", "times"), [("sum", 2.0), ("average", 1.0)])
 def test_second_derivatives_are_of_the_same_scale(op: str, times: float, ranks: Ranks) -> None:
     strategy = ltx.HorovodStrategy(op=op, compression="bf16")
@@ -213,6 +214,7 @@ def test_what_compiled_graphs_cant_hold(fields: dict[str, Any], text: str) -> No
 # --- adasum ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_adasum_moves_by_the_adaptive_sum_of_steps(ranks: Ranks) -> None:
     """With plain SGD and one step: p - lr adasum(gradients). Every rank has an optimizer state of its own."""
     x = torch.randn(2, 3)

@@ -91,6 +91,7 @@ def clipped() -> ltx.optim.Optimizer:
     return ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adam())
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [adam, clipped])
 @pytest.mark.parametrize("name", LATE)

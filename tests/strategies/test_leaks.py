@@ -79,6 +79,7 @@ def _assert_nothing_left(by_rank: Any, overlap: Overlap) -> None:
         assert {name: kinds for name, kinds in grown.items() if kinds} == {}
 
 
+@pytest.mark.full
 @pytest.mark.covering(1, of=lambda overlap: ())
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_steps_leave_nothing_behind(overlap: Overlap, torn: OnFreshAxis, seed: int) -> None:

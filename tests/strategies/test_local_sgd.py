@@ -308,6 +308,7 @@ def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
     assert [params.tolist() for params in ranks(4).run(run)] == [[-0.5, -0.5]] * 2 + [[-2.5, -2.5]] * 2
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("sockets", [False, True], ids=["lane", "sockets"])
 @pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(3)], ids=["local SGD", "DiLoCo"])
 def test_a_rank_that_fails_where_all_talk_costs_nobody_its_state(

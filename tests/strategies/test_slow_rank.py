@@ -50,6 +50,7 @@ def last_of(world: Ranks, rank: int) -> Any:
     return told
 
 
+@pytest.mark.full
 @pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("name", BOUNDED)
 def test_the_others_go_on_to_the_bound(name: str) -> None:

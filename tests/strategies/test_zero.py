@@ -94,6 +94,7 @@ def assert_close(got: Params, expected: Params, tolerance: float = 1e-5) -> None
         torch.testing.assert_close(got[name], value, rtol=close, atol=close, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_ddp_does(case: str, ranks: Ranks) -> None:
     kwargs = CASES[case]

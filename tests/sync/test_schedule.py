@@ -140,6 +140,7 @@ def _expected(params: Params, n: int, summed: bool) -> Params:
     return torch.func.grad(mean_loss)(params)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("summed", [False, True], ids=["", "with a psum inside"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_any_order_of_arrival_on_processes(ranks: Ranks, n: int, summed: bool, seed: int) -> None:
@@ -149,6 +150,7 @@ def test_any_order_of_arrival_on_processes(ranks: Ranks, n: int, summed: bool, s
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.full
 def test_channels_of_later_phases_open_while_peers_wait(ranks: Ranks, seed: int) -> None:
     """On new axes, where the second and third phase of a hook have no channel yet when the first gradients arrive."""
     params = _params()
@@ -205,6 +207,7 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError("no derivative")
 
 
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize("where", list(NAMES))
 @pytest.mark.parametrize("how", ["backward", "func.grad", "train_step"])
 def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, how: str) -> None:
@@ -331,6 +334,7 @@ def test_a_graph_that_is_used_twice(ranks: Ranks) -> None:
         assert ranks(2).run(run, hook).replicated() == [9.0, 9.0, 9.0]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("hook", [InTwoPhases(), InThreePhases()], ids=["two phases", "three phases"])
 def test_two_steps_in_one_loss_whose_hooks_take_several_phases(hook: CommHook, ranks: Ranks, seed: int) -> None:
     """Later phases are issued whenever something has landed; those of one step mustn't pair with the other's."""

@@ -100,6 +100,7 @@ def test_hooks_of_several_phases_keep_the_default_at_least(hook: hooks.CommHook,
     assert chosen_sizes((4 * MIB, MIB), None, hook, 2, 21_000_000) == (4 * MIB, MIB)
 
 
+@pytest.mark.full
 def test_nothing_to_send() -> None:
     assert bucket_sizes(Network(1e9, 1e-4), 2, 0, MIB)[0] >= 1
     assert math.log2(bucket_sizes(Network(1e9, 0.0), 2, 10, MIB)[0]).is_integer()

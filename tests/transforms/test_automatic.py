@@ -147,6 +147,7 @@ def loss_of(module: nn.Module) -> Callable[[Params, Tensor], Tensor]:
     return lambda p, x: torch.func.functional_call(module, p, (x,)).square().mean()
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("overlap", ["backward", "update", "step"])
 @pytest.mark.parametrize("network", [FAST, GIGABIT, SLOW])
 def test_training_is_that_of_the_hook_that_was_chosen(
@@ -295,6 +296,7 @@ def test_one_rank_that_measures_alone(ranks: Ranks) -> None:
         assert "rank 1: data_parallel" in text
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize(
     "make",
     [

@@ -38,6 +38,7 @@ def test_models_of_other_sizes_one_after_the_other() -> None:
         torch.testing.assert_close(got.params, expected.params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(STEPS, "guarded"))
 def test_alone(name: str) -> None:
     assert_alike(*trained(name, "aot_eager"))
@@ -69,6 +70,7 @@ def test_a_schedule_of_the_learning_rate_is_refused() -> None:
         torch.compile(train, fullgraph=True, backend="eager")(train.init(torch.ones(2)), torch.ones(2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd(momentum: float, seed: int) -> None:
     """Without momentum SGD has no state, and an empty dict is a constant to Dynamo."""

@@ -140,6 +140,7 @@ WAYS: dict[str, Callable[[ltx.DataParallel, Params, Tensor], Any]] = {
 }
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: type(hook).__name__)
 def test_is_what_is_recorded(ranks: Ranks, hook: CommHook, n: int, seed: int) -> None:
@@ -468,6 +469,7 @@ def test_table_of_what_is_sent_besides() -> None:
     assert str(ltx.explain(trainer(LocalSGD()), problem(2)[0], world=2, sync_step=2)).startswith(BESIDES)
 
 
+@pytest.mark.full
 def test_lossy_hooks_say_what_second_derivatives_do() -> None:
     for hook in HOOKS:
         text = str(ltx.explain(_step(hook), _params(), world=2))

@@ -183,6 +183,7 @@ def test_an_error_leaves_the_module_as_it_was(seed: int) -> None:
     assert all(p is own[name] for name, p in net.named_parameters())
 
 
+@pytest.mark.full
 @pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.slow_compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's, of what it looks at

@@ -64,6 +64,7 @@ def training(dies: str, overlap: str, by: signal.Signals = signal.SIGKILL) -> Ca
     return body
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("dies", ["between", "middle"])
@@ -90,6 +91,7 @@ def test_peers_are_told_soon_and_hold_the_last_whole_step(
             assert held == expected[rank]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sockets", [False, True])
 def test_peers_of_a_stopped_one_hold_the_last_whole_step(sockets: bool, started: Start) -> None:
     whole = started(SIZE, training("", "backward"), sockets=sockets)

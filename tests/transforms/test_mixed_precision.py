@@ -107,6 +107,7 @@ def test_torch_func(transform: str, seed: int) -> None:
     )
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("inside", [True, False])
 def test_micro_batches_add_up_in_the_parameters_dtype(inside: bool) -> None:
     """512 gradients of 1 + 2^-7, a sum that bfloat16 can't hold."""
@@ -163,6 +164,7 @@ TRAINS: dict[str, Callable[[ltx.DataParallel], ltx.transforms.TrainStep]] = {
 }
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", some(TRAINS, "scaled", "accumulated", "dynamic"))
 def test_training_in_bfloat16_is_near_training_in_float32(name: str, ranks: Ranks, seed: int) -> None:
     scale = DYNAMIC if "dynamic" in name else 1024.0 if name in ("scaled", "overlap") else None
@@ -398,6 +400,7 @@ def test_world_of_one() -> None:
     assert all(x.isfinite().all() for x in got.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compute", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_a_compiled_step(compute: torch.dtype, ranks: Ranks) -> None:
     def run() -> Any:
@@ -411,6 +414,7 @@ def test_a_compiled_step(compute: torch.dtype, ranks: Ranks) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.full
 def test_scaling_around_a_compiled_loss(ranks: Ranks) -> None:
     def run() -> Any:
         ran = [torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False), loss]

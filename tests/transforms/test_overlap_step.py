@@ -297,6 +297,7 @@ def both(seed: int, options: dict[str, Any]) -> tuple[Any, Any, bool]:
     return expected, got, flew
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -306,6 +307,7 @@ def test_every_model_is_trained_as_without(loss: str, accumulate: int, torn: Tor
         assert flew
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -316,6 +318,7 @@ def test_every_hook_gives_what_it_gives_without(hook: str, accumulate: int, torn
         assert flew
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("hook", ["powersgd", "bytegrad", "topk with feedback"])
 def test_a_hook_is_not_disturbed_by_where_it_lands(hook: str, torn: Torn, seed: int) -> None:
     for expected, got, flew in torn(lambda: both(seed, {"hook": HOOKS[hook], "loss": "under modes"}), sockets=True):
@@ -323,6 +326,7 @@ def test_a_hook_is_not_disturbed_by_where_it_lands(hook: str, torn: Torn, seed: 
         assert flew
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("optimizer", ["adamw", "not fused", "momentum", "schedule"])
@@ -524,6 +528,7 @@ def interrupted(seed: int, overlap: Any, error: type[BaseException]) -> Any:
     return state.params
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("error", [OutOfDataError, KeyboardInterrupt])
 def test_a_step_that_raises_loses_nothing(error: type[BaseException], torn: Torn, seed: int) -> None:
     for overlap_step, backward in torn(
@@ -628,6 +633,7 @@ def test_the_same_is_sent(torn: Torn, seed: int) -> None:
         assert backward == step
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("hook", ["none", "powersgd", "bytegrad"])
 def test_one_rank_reads_while_others_wait_elsewhere(hook: str, torn: Torn, seed: int) -> None:
     """As when one rank saves, and the others meet it at a barrier that isn't ltx's."""
@@ -716,6 +722,7 @@ def dying(seed: int) -> Any:
     return type(first).__name__
 
 
+@pytest.mark.full
 def test_a_peer_that_dies(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LTX_SHARED_MEMORY", "0")
@@ -821,6 +828,7 @@ def compiled_inside(seed: int, overlap: Any) -> tuple[Any, list[int]]:
     return state.params, counts
 
 
+@pytest.mark.full
 @pytest.mark.slow_compile
 def test_a_compiled_function_inside_has_everything_landed_first(torn: Torn, seed: int) -> None:
     def on_rank() -> Any:

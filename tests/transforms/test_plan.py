@@ -264,6 +264,7 @@ def test_bytes_are_those_that_are_explained(name: str) -> None:
         assert sum(headers) == pytest.approx(sum(x.header_bytes for x in found) / length)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_worse_networks_take_longer(name: str) -> None:
     strategy = STRATEGIES[name]
@@ -292,6 +293,7 @@ gradients  120 kB            1       126 ms
 computing 1 s, packing and encoding 0 us, waiting 126 ms"""
 
 
+@pytest.mark.full
 def test_many_ranks_take_no_longer_to_plan_for() -> None:
     """10,000 of them, 160 leaves: processor time, whoever else is there."""
     params = {str(i): torch.empty(160_000, device="meta") for i in range(160)}

@@ -72,6 +72,7 @@ WAYS: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
 }
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_that_differ(torn: OnFreshAxis, way: str) -> None:
     def run() -> tuple[str, list[float]]:
@@ -130,6 +131,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
 }
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("name", VALUES)
 def test_every_dtype_and_layout(torn: OnFreshAxis, name: str) -> None:
     """The differing leaf is frozen, so that integers may be tried too."""

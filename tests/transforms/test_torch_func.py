@@ -136,6 +136,7 @@ def expected(name: str, seed: int) -> list[Any]:
     return alone if TRANSFORMS[name].local else [ltx.tree.map(lambda *xs: sum(xs) / 2, *alone)] * 2
 
 
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_real_ranks(name: str, ranks: Ranks, seed: int) -> None:
     results = ranks(2).run(on_a_rank, name, seed)
@@ -176,6 +177,7 @@ def compiled(way: str, seed: int) -> Params:
         torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.slow_compile
 @pytest.mark.parametrize("way", ["func.grad", "backward of the step"])

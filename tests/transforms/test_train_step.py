@@ -43,6 +43,7 @@ LIKE_DDP: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("name", LIKE_DDP)
 def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> None:
     def both() -> Any:
@@ -108,6 +109,7 @@ def test_world_of_one_is_the_bare_loop_bit_for_bit(name: str, seed: int) -> None
     assert_same_bits((losses, params), one_process(module, whole(batches), fused=True))  # as ltx does by default
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("each_step", [True, False], ids=["vmap a step", "vmap the loop"])
 @pytest.mark.parametrize("name", ["defaults", "small buckets", "accumulate outside", "weighted", "not fused"])
 def test_simulated_ranks_train_as_real_ones(name: str, each_step: bool, ranks: Ranks, seed: int) -> None:

@@ -51,6 +51,7 @@ def assert_names(text: str, ranks: str, call: str, source: str) -> None:
     assert source in linecache.getline(__file__, int(found[2])), text
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("name", "size", "sockets"),
     [
@@ -87,6 +88,7 @@ def test_a_collective_that_one_rank_alone_calls(name: str, size: int, sockets: b
     assert [world.told(rank) for rank in range(size)] == ["over"] * size
 
 
+@pytest.mark.full
 def test_a_call_that_is_new(started: Started) -> None:
     """Rank 0 waits for its peers to compare it, and they wait in the next step."""
 
@@ -105,6 +107,7 @@ def test_a_call_that_is_new(started: Started) -> None:
         assert_names(text, "rank 1", "step 2", "train(state)")
 
 
+@pytest.mark.full
 def test_collectives_of_two_axes_in_opposite_orders(started: Started) -> None:
     def body(tell: Tell) -> None:
         axes = [ltx.axis_from_group(dist.new_group([0, 1]), name) for name in ("one", "two")]
@@ -120,6 +123,7 @@ def test_collectives_of_two_axes_in_opposite_orders(started: Started) -> None:
         assert "rank 1: psum on axis 'two' (test_deadlock.py:" in text
 
 
+@pytest.mark.full
 @pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("sockets", [False, True])
 def test_ranks_that_are_slow(sockets: bool, started: Started) -> None:

@@ -104,6 +104,7 @@ FAULTS: dict[str, tuple[list[Callable[[], Any]], Call, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize("name", FAULTS)
 def test_known_calls_that_differ(torn: OnFreshAxis, name: str) -> None:
     known, call, expected = FAULTS[name]
@@ -214,6 +215,7 @@ def test_a_rank_that_leaves_by_an_exception(torn: OnFreshAxis) -> None:
     assert "rank 1: nothing: it has left debug_checks() by ZeroDivisionError: no data at " in text
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("peer", ["new", "known", "step", "nothing"])
 def test_entered_by_one_rank(torn: OnFreshAxis, peer: str) -> None:
     def run() -> tuple[str, str]:
@@ -323,6 +325,7 @@ def everything(x: torch.Tensor) -> list[torch.Tensor]:
     return [t.detach() for t in got]
 
 
+@pytest.mark.full
 def test_calls_that_agree_are_let_through(torn: OnFreshAxis, seed: int) -> None:
     x = torch.randn(2, 3)
 
@@ -395,6 +398,7 @@ def test_one_comparison_a_call_and_a_store_that_stays_small(torn: OnFreshAxis) -
     assert torn(run).replicated() == [False] * 5 + [True]
 
 
+@pytest.mark.full
 @pytest.mark.slow_compile
 def test_compiled_calls_are_not_compared(torn: OnFreshAxis) -> None:
     def run() -> tuple[list[float], tuple[int, int]]:

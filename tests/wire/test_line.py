@@ -65,6 +65,7 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_new_signatures_that_differ(torn: OnFreshAxis, name: str) -> None:
     call, expected = MISMATCHES[name]
@@ -145,6 +146,7 @@ def test_barriers_of_which_one_is_known(torn: OnFreshAxis) -> None:
     assert "rank 0: barrier 'load'; rank 1: barrier 'save'" in torn(run).replicated()
 
 
+@pytest.mark.full
 def test_a_step_on_one_rank_and_a_new_collective_on_the_other(torn: OnFreshAxis) -> None:
     """They use different channels, but each one's wait sees where the other stands or gives up in time."""
     step = ltx.data_parallel(lambda w: (w**2).sum())
@@ -229,6 +231,7 @@ def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(torn: O
         assert torch.equal(x, torch.ones(shapes[rank]))
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("operation", ["psum", "data_parallel", "barrier 'end'"])
 def test_a_peer_that_does_not_come(torn: OnFreshAxis, operation: str, known: bool) -> None:
@@ -312,6 +315,7 @@ def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
     assert ranks(3).run(run, timeout_s=30.0).replicated() == 6.0
 
 
+@pytest.mark.full
 def test_an_axis_opened_again_and_again(ranks: Ranks) -> None:
     def run() -> list[float]:
         found = []

@@ -162,6 +162,7 @@ def test_what_is_measured_follows_from_the_times(monkeypatch: pytest.MonkeyPatch
         assert found.latency == pytest.approx(network.latency, rel=0.05)
 
 
+@pytest.mark.full
 def test_an_axis_that_was_opened_anew_is_measured_anew(ranks: Ranks) -> None:
     def before_and_after() -> Any:
         def look(axis: Axis) -> Any:

@@ -49,6 +49,7 @@ def test_some_had_completed_it(torn: OnFreshAxis) -> None:
         assert gradient == 1.5
 
 
+@pytest.mark.full
 def test_a_peer_that_does_not_leave_it(torn: OnFreshAxis) -> None:
     def run() -> str:
         _gradient()
@@ -62,6 +63,7 @@ def test_a_peer_that_does_not_leave_it(torn: OnFreshAxis) -> None:
     assert "ranks [1] haven't come to begin the next one within 2 s" in torn(run, timeout_s=2.0).rank(0)
 
 
+@pytest.mark.full
 def test_left_again_and_again(torn: OnFreshAxis) -> None:
     """The axis works each time, and keeps no more than the last pass' process groups, each of which has threads."""
 

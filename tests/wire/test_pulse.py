@@ -53,6 +53,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         each.close()
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -110,6 +111,7 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
             process.communicate()
 
 
+@pytest.mark.full
 def test_a_slow_peer_is_no_lost_one(ranks: Callable[..., Ranks]) -> None:
     """One that computes in Python, one that sleeps: both for longer than the heartbeat timeout."""
 
@@ -125,6 +127,7 @@ def test_a_slow_peer_is_no_lost_one(ranks: Callable[..., Ranks]) -> None:
     assert [world.told(rank) for rank in range(SIZE)] == ["landed"] * SIZE
 
 
+@pytest.mark.full
 def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Callable[..., Ranks]) -> None:
     def body(rank: int, tell: Callable[[str], None]) -> None:
         while rank == 1:
@@ -139,6 +142,7 @@ def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Calla
         assert "rank 1 is at issue 1 and never came to it" in text
 
 
+@pytest.mark.full
 def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
     """It was another process', such as a launcher's. Only what is new can't be compared any more."""
     dead = get_context("fork").Event()

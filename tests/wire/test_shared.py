@@ -33,6 +33,7 @@ def sums(seed: int, sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     return [ticket.wait() for ticket in tickets]
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [2, 3])
 def test_sums_are_those_of_the_buffers_in_rank_order(
@@ -57,6 +58,7 @@ def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]
     return [(ticket.total, value) for ticket in tickets for value in [ticket.wait()]]
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.complex128])
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int, dtype: Any) -> None:
@@ -116,6 +118,7 @@ def die_or_compare(rank_that_dies: int) -> str:
     return "no error"
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("how", [die_or_wait, die_or_compare])
 def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], how: Callable[[int], str]) -> None:
     note = tmp_path / "survivor"
@@ -162,10 +165,12 @@ def exchanged_beside(seed: int) -> int:
     return wrong
 
 
+@pytest.mark.full
 def test_several_threads_may_wait_at_once(torn: Callable[..., Any], seed: int) -> None:
     assert torn(lambda: exchanged_beside(seed), timeout_s=20.0).replicated() == 0
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_gradients_on() -> None:
     """Wherever it comes while a lane strides."""
     came, at = 0, 0
@@ -201,6 +206,7 @@ def test_an_interrupt_leaves_gradients_on() -> None:
         assert (torch.ones(1, requires_grad=True) * 2).requires_grad, place
 
 
+@pytest.mark.full
 def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
     assert ranks(2).run(lambda: lane_of() is not None).replicated()
     assert not [name for name in os.listdir("/dev/shm") if "ltx" in name]

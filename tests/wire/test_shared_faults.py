@@ -117,6 +117,7 @@ def interrupted(operations: dict[str, tuple[int, ...]], error: Any, event: str, 
         return faults[0].came
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])

@@ -81,6 +81,7 @@ def test_spans_of_a_step_that_raises() -> None:
     assert trace.spans[0].ended_s is not None
 
 
+@pytest.mark.full
 def test_spans_of_a_data_parallel_step_by_itself(ranks: Ranks) -> None:
     def run() -> list[list[str]]:
         step = ltx.data_parallel(loss)
