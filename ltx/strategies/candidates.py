@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache
 
 from ltx import hooks
 from ltx.errors import SyncStateError
-from ltx.strategies.ddp import DDPStrategy
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,12 @@ def candidates() -> tuple[Candidate, ...]:
     )
 
 
-@lru_cache(maxsize=64)
-def with_choice(strategy: DDPStrategy, choice: str) -> DDPStrategy:
-    """`strategy`, whose hook is "auto", with what a communication state says was chosen for it."""
+def hook_of(choice: str) -> hooks.CommHook:
+    """The hook that a communication state says was chosen.
+
+    Raises:
+        SyncStateError: there is none of that name.
+    """
     found = next((candidate for candidate in candidates() if candidate.name == choice), None)
     if found is None:
         names = ", ".join(repr(candidate.name) for candidate in candidates())
@@ -48,4 +50,4 @@ def with_choice(strategy: DDPStrategy, choice: str) -> DDPStrategy:
             f'comm_hook="auto": this communication state says that {choice!r} was chosen, and there are {names}. A '
             "state that another strategy has made says nothing of it: take that of step.init(params), on every rank."
         )
-    return replace(strategy, comm_hook=found.hook)
+    return found.hook

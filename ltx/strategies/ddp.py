@@ -9,7 +9,8 @@ buckets while the backward pass goes on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -19,6 +20,7 @@ from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.hooks.base import check_whole
 from ltx.strategies.base import Strategy, unchanging
+from ltx.strategies.candidates import hook_of
 from ltx.strategies.fields import resolve_hook
 from ltx.strategies.kinds import Kinds
 from ltx.strategies.update import Moment, States
@@ -132,9 +134,7 @@ class DDPStrategy(Strategy):
     def with_choice(self, choice: str) -> Strategy:
         if not self.auto_hook:
             return self
-        from ltx.strategies.candidates import with_choice
-
-        return with_choice(self, choice)
+        return _chosen(self, choice)
 
     def hook(self, step: int) -> hooks.CommHook | None:
         if self.start_local_sgd_step is not None and step >= self.start_local_sgd_step:
@@ -180,3 +180,9 @@ class DDPStrategy(Strategy):
         from ltx.strategies.local_sgd import mean_over
 
         return mean_over(self, params, at), states
+
+
+@lru_cache(maxsize=64)
+def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
+    """`strategy` with the hook that a state says was chosen. Kept, as every step asks for it."""
+    return replace(strategy, comm_hook=hook_of(choice))

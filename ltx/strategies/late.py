@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -25,12 +25,13 @@ from ltx.axis import Axis
 from ltx.hooks import CommHook
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.buckets import Bucket
+from ltx.sync.exchange import Exchange
 from ltx.sync.flights import Landed
 from ltx.sync.reduction import LeafState, is_plain
 from ltx.typing import Tree
 
-if TYPE_CHECKING:
-    from ltx.strategies.base import Strategy
+#: :meth:`ltx.strategies.base.Strategy.exchange`.
+Exchanging = Callable[..., Exchange]
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,15 @@ class LateHook(CommHook):
 
 
 def talked_late(
-    strategy: Strategy, hook: LateHook, update: Update, given: Tree, opt_state: Tree, states: States, at: Moment
+    exchange: Exchanging, hook: LateHook, update: Update, given: Tree, opt_state: Tree, states: States, at: Moment
 ) -> Updated:
     """The end of a step, whose optimizer has made `given` (new parameters, or whatever `hook` talks about)."""
     starts, spec = tree.flatten(update.params)
     paths = tree.leaf_paths(update.params)
     old = Old(starts, [states.get(path, {}) for path in paths], at.axis.size)
-    exchange = strategy.exchange(hook, tree.flatten(given)[0], paths, at, hook.begun(old), like=update.params)
+    talk = exchange(hook, tree.flatten(given)[0], paths, at, hook.begun(old), like=update.params)
     left: list[Callable[[], None]] = []
-    params, found = settle(hook, exchange.land_buckets(), given_away(hook, old, update.gives, opt_state), left.append)
+    params, found = settle(hook, talk.land_buckets(), given_away(hook, old, update.gives, opt_state), left.append)
     after = {**states, **{paths[member]: state for member, state in found.items() if state}}
 
     def finish() -> None:

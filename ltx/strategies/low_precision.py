@@ -94,7 +94,7 @@ class LowPrecisionDecentralized(GossipStrategy):
         params, opt_state = update.apply()
         if not self.communicates(at.step):
             return Updated(params, opt_state, states, pending)
-        return replace(talked_late(self, self._ring, update, params, opt_state, states, at), pending=pending)
+        return replace(talked_late(self.exchange, self._ring, update, params, opt_state, states, at), pending=pending)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,6 @@ def moved_together(
     else:
         given, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
         hook = AdasumOfMoves(short)
-    moved = talked_late(strategy, hook, update, given, opt_state, states, at)
+    moved = talked_late(strategy.exchange, hook, update, given, opt_state, states, at)
     kept = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
     return replace(moved, params=kept[0], opt_state=kept[1])

@@ -1,14 +1,14 @@
 """Choosing a communication hook: the time of its codec against the time that it saves on the link.
 
 What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.transforms.on_shapes`), what that takes is
-the cost model's (:mod:`ltx.transforms.plan`), and what its codec takes was measured (:mod:`ltx.transforms.prices`).
+the cost model's (:mod:`ltx.transforms.link`), and what its codec takes was measured (:mod:`ltx.transforms.prices`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,18 +17,12 @@ from ltx.axis import Axis, GroupBacking
 from ltx.errors import LtxError
 from ltx.strategies.base import Strategy
 from ltx.strategies.candidates import Candidate, candidates
-from ltx.sync.planning import chosen_sizes
-from ltx.sync.sizes import MIB
-from ltx.transforms import plan
-from ltx.transforms.cost import format_seconds
+from ltx.transforms.link import Link
 from ltx.transforms.on_shapes import Gradients
 from ltx.transforms.prices import codec
-from ltx.transforms.sync_state import SyncState
 from ltx.transforms.synchronise import in_dtype
+from ltx.transforms.tables import format_seconds
 from ltx.typing import Tree
-
-if TYPE_CHECKING:
-    from ltx.transforms.data_parallel import DataParallel
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ def choice_for(
 def _options(
     strategy: Strategy, params: Tree, ranks: int, network: wire.Network, dtype: torch.dtype | None
 ) -> list[Option]:
-    link = plan.Network(network.bandwidth, network.latency)
+    link = Link(network.bandwidth, network.latency)
     found: list[Option] = []
     for candidate in candidates():
         try:
@@ -128,18 +122,17 @@ def _options(
     return found
 
 
-def choose_on_axis(step: DataParallel, params: Tree) -> str:
+def choose_on_axis(strategy: Strategy, on: Any, params: Tree, dtype: torch.dtype | None) -> str:
     """What ``step.init(params)`` puts into the state, for its strategy "auto" in one way or the other. A collective.
 
     Gives "" for a strategy whose hook isn't chosen, whose axis is measured all the same.
     """
-    strategy, axis = step.strategy, wire.resolve(step.axis)
+    axis = wire.resolve(on)
     network = strategy.network
     if network is None and isinstance(axis.backing, GroupBacking) and axis.size > 1:
         network = _measured(strategy, axis, params)
     if not strategy.auto_hook:
         return ""
-    dtype = None if step.precision is None else step.precision.reduce
     return choice_for(strategy, params, axis.size, network, dtype).name
 
 
@@ -161,41 +154,6 @@ def network_of(strategy: Strategy, axis: Any) -> wire.Network | None:
         return strategy.network
     backing = wire.resolve(axis).backing
     return backing.line.network if isinstance(backing, GroupBacking) else None
-
-
-def explained(
-    step: DataParallel, params: Tree, state: SyncState | None, ranks: int, hook_step: int
-) -> tuple[DataParallel, list[str]]:
-    """`step` as it runs, by what is known of the network, and what was measured and chosen, and why, in sentences."""
-    strategy, notes = step.strategy, list[str]()
-    if not (strategy.auto_sizes or strategy.auto_hook) or step.blocked or ranks == 1:
-        return step, notes
-    network = network_of(strategy, step.axis)
-    if network is None:
-        notes.append(
-            "the network isn't known yet, so these are the sizes and the hook without one; step.init(params) measures "
-            "it on all ranks, or say what it is: network=ltx.Network(bandwidth=, latency=)"
-        )
-    else:
-        notes.append(f"the network, {'measured' if strategy.network is None else 'as was said'}: {network}")
-        strategy = replace(strategy, network=network)
-    if strategy.auto_hook and (network is not None or state is not None):
-        dtype = None if step.precision is None else step.precision.reduce
-        choice = choice_for(strategy, params, ranks, network, dtype)
-        name = choice.name if state is None else state.choice
-        strategy = strategy.with_choice(name)
-        said = "" if name == choice.name else f" in this state, where {choice.name!r} would be chosen now"
-        notes.append(f'comm_hook="auto" is {name!r}{said}: {choice.reason}')
-    hook = strategy.hook(hook_step)
-    if network is not None and strategy.auto_sizes and hook is not None:
-        nbytes = sum(x.numel() * x.dtype.itemsize for x in tree.flatten(params)[0])
-        bucket, first = chosen_sizes(strategy.sizes, network, hook, ranks, nbytes)
-        start_s, whole_s = network.start_s(ranks), network.sum_s(bucket, ranks)
-        notes.append(
-            f'bucket_bytes="auto" is {bucket / MIB:g} MiB, the first {first / MIB:g}: a sum of one takes '
-            f"{format_seconds(whole_s)}, of which its start {format_seconds(start_s)}"
-        )
-    return replace(step, strategy=strategy), notes
 
 
 def settled(strategy: Strategy, params: Tree, ranks: int, network: wire.Network) -> Strategy:

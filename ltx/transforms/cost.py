@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from ltx import hooks
 from ltx.strategies import Strategy
-from ltx.transforms.explain import aligned, format_bytes
+from ltx.transforms.tables import aligned, format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,6 @@ class Cost:
         import html  # a dictionary of two thousand names, for notebooks alone
 
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def format_seconds(seconds: float) -> str:
-    """Three digits, with a unit.
-
-    >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5), format_seconds(3600)
-    ('12.3 ms', '42 s', '10 us', '3,600 s')
-    """
-    unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
-    value = seconds * size
-    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
 
 
 def short(strategy: Strategy) -> str:

@@ -14,69 +14,34 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ltx import tree, wire
-from ltx.arguments import brief, check_fields
 from ltx.axis import GroupBacking
-from ltx.errors import StepError, StrategyError, SyncStateError
+from ltx.errors import StepError, SyncStateError
 from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
-from ltx.transforms import below, synchronise
+from ltx.transforms import below
 from ltx.transforms.captured import TracedValueError, nodes_made, refuse_captured
+from ltx.transforms.choosing import choose_on_axis
 from ltx.transforms.divergence import check_params_once
 from ltx.transforms.first_call import look_at_modules
 from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.recompute import in_step
 from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Marked, Run, refuse_gradients
+from ltx.transforms.step_settings import StepSettings
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
 if TYPE_CHECKING:
     from ltx.transforms.in_flight import InFlight
-    from ltx.transforms.precision import Precision
 
 
 @dataclass(frozen=True)
-class DataParallel:
-    """A step with synchronised gradients: what :func:`data_parallel` returns. An immutable value, called like the step.
+class DataParallel(StepSettings):
+    """A step with synchronised gradients: what :func:`data_parallel` returns.
 
-    Attributes:
-        fn: the user's step.
-        strategy: how gradients are reduced.
-        argnums, axis, outputs, returns: as in :func:`data_parallel`.
-        blocked: gradients stay local (:func:`ltx.block_backward_sync`).
-        precision: that of :func:`ltx.mixed_precision`, or None.
+    An immutable value, called like the step. Its attributes are those of
+    :class:`ltx.transforms.step_settings.StepSettings`.
     """
-
-    fn: Step
-    strategy: Strategy = DEFAULT
-    argnums: int | tuple[int, ...] = 0
-    axis: Any = None
-    outputs: Literal["local", "mean"] = "local"
-    returns: Literal["value", "grads"] = "value"
-    blocked: bool = False
-    precision: Precision | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, StepError, "argnums")
-        if not callable(self.fn):
-            raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
-        if isinstance(self.fn, DataParallel):
-            raise StepError(
-                "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "
-                "strategy=...) for another strategy."
-            )
-        if not isinstance(self.strategy, Strategy):
-            raise StrategyError(
-                f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {brief(self.strategy)}."
-            )
-        if self.outputs not in ("local", "mean"):
-            raise StrategyError(f'outputs must be "local" or "mean", got {brief(self.outputs)}.')
-        if self.returns not in ("value", "grads"):
-            raise StrategyError(f'returns must be "value" or "grads", got {brief(self.returns)}.')
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            if hasattr(self.fn, name):
-                object.__setattr__(self, name, getattr(self.fn, name))
-        object.__setattr__(self, "__wrapped__", self.fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
@@ -99,17 +64,6 @@ class DataParallel:
         others = [x for x in tree.flatten((args, kwargs))[0] if id(x) not in mine]
         return below.applies(tree.flatten((params, state))[0], others)
 
-    def hook(self, step: int, training: bool = False) -> CommHook | None:
-        """What is done to the gradients of synchronised step `step`; `training`: in a whole training step."""
-        if self.blocked:
-            return None
-        hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
-        return synchronise.in_dtype(hook, self.reduce_dtype)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        return None if self.precision is None else self.precision.reduce
-
     def init(self, params: Tree) -> SyncState:
         """The communication state before the first step, for strategies that have one; without leaves for others.
 
@@ -118,9 +72,7 @@ class DataParallel:
         tree.check_tensors(params, "params")
         leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
         if strategy.auto_sizes or strategy.auto_hook:
-            from ltx.transforms.choosing import choose_on_axis
-
-            choice = choose_on_axis(self, params)
+            choice = choose_on_axis(strategy, self.axis, params, self.reduce_dtype)
             strategy = strategy.with_choice(choice)
         states = {
             path: state

@@ -16,12 +16,17 @@ from ltx import hooks, tree, wire
 from ltx.arguments import brief
 from ltx.errors import InputError, StepError
 from ltx.strategies import Strategy
+from ltx.sync.planning import chosen_sizes
+from ltx.sync.sizes import MIB
+from ltx.transforms.choosing import choice_for, network_of
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.issues import BucketExplanation as BucketExplanation
 from ltx.transforms.issues import Collective as Collective
 from ltx.transforms.issues import ExchangeExplanation as ExchangeExplanation
 from ltx.transforms.issues import Issues
 from ltx.transforms.on_shapes import Gradients, Steps, collective, meta, stand_in
+from ltx.transforms.sync_state import SyncState
+from ltx.transforms.tables import aligned, format_bytes, format_seconds
 from ltx.transforms.train_state import TrainState
 from ltx.transforms.train_step import TrainStep
 from ltx.typing import Tree
@@ -152,28 +157,6 @@ def _aligned(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: 
     return aligned(header, rows, (kind == "bucket", False, True, True, False, False, True))
 
 
-def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], to_the_right: Sequence[bool]) -> list[str]:
-    """The lines of a table."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return [_line(cells, widths, to_the_right) for cells in lines]
-
-
-def format_bytes(nbytes: int) -> str:
-    """Bytes in decimal units, as links are sold; small numbers exactly.
-
-    >>> format_bytes(1200), format_bytes(48_640), format_bytes(3_303_424)
-    ('1,200 B', '48.6 kB', '3.30 MB')
-    """
-    if nbytes < 10_000:
-        return f"{nbytes:,} B"
-    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
-        if nbytes < 999.5 * size or unit == "GB":
-            break
-    value = nbytes / size
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-
-
 def _many(count: int, name: str) -> str:
     return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
@@ -184,11 +167,6 @@ def _short(paths: Sequence[str], limit: int = 40) -> str:
     if len(whole) <= limit or len(paths) == 1:
         return whole
     return f"{paths[0]} .. {paths[-1]} ({len(paths)})"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], to_the_right: Sequence[bool]) -> str:
-    columns = zip(cells, widths, to_the_right, strict=True)
-    return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip()
 
 
 def explain(
@@ -261,9 +239,7 @@ def explain(
     size, rank = wire.size_and_rank(inner.axis) if world is None else (_number("world", world, 1), 0)
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else _number("sync_step", sync_step, 0)
-    from ltx.transforms.choosing import explained  # which shows times as ltx.plan does, and that shows tables as this
-
-    given, (inner, chosen) = inner.strategy, explained(inner, params, state, size, number)
+    given, (inner, chosen) = inner.strategy, _as_it_runs(inner, params, state, size, number)
     hook = inner.hook(number, training=isinstance(step, TrainStep))
     trains, strategy, late_hook = isinstance(step, TrainStep), inner.strategy, None
     gradients = Gradients(strategy, params, size, rank)
@@ -287,6 +263,41 @@ def explain(
         notes = (*notes, 'with overlap="update" a bucket is sent once the optimizer has run on it')
     rows = issues.buckets, exchanges, issues.headers
     return Explanation(given, late_hook or hook, size, rank, number, *rows, plain_bytes, notes)
+
+
+def _as_it_runs(
+    step: DataParallel, params: Tree, state: SyncState | None, ranks: int, hook_step: int
+) -> tuple[DataParallel, list[str]]:
+    """`step` as it runs, by what is known of the network, and what was measured and chosen, and why, in sentences."""
+    strategy, notes = step.strategy, list[str]()
+    if not (strategy.auto_sizes or strategy.auto_hook) or step.blocked or ranks == 1:
+        return step, notes
+    network = network_of(strategy, step.axis)
+    if network is None:
+        notes.append(
+            "the network isn't known yet, so these are the sizes and the hook without one; step.init(params) measures "
+            "it on all ranks, or say what it is: network=ltx.Network(bandwidth=, latency=)"
+        )
+    else:
+        notes.append(f"the network, {'measured' if strategy.network is None else 'as was said'}: {network}")
+        strategy = replace(strategy, network=network)
+    if strategy.auto_hook and (network is not None or state is not None):
+        dtype = None if step.precision is None else step.precision.reduce
+        choice = choice_for(strategy, params, ranks, network, dtype)
+        name = choice.name if state is None else state.choice
+        strategy = strategy.with_choice(name)
+        said = "" if name == choice.name else f" in this state, where {choice.name!r} would be chosen now"
+        notes.append(f'comm_hook="auto" is {name!r}{said}: {choice.reason}')
+    hook = strategy.hook(hook_step)
+    if network is not None and strategy.auto_sizes and hook is not None:
+        nbytes = sum(x.numel() * x.dtype.itemsize for x in tree.flatten(params)[0])
+        bucket, first = chosen_sizes(strategy.sizes, network, hook, ranks, nbytes)
+        start_s, whole_s = network.start_s(ranks), network.sum_s(bucket, ranks)
+        notes.append(
+            f'bucket_bytes="auto" is {bucket / MIB:g} MiB, the first {first / MIB:g}: a sum of one takes '
+            f"{format_seconds(whole_s)}, of which its start {format_seconds(start_s)}"
+        )
+    return replace(step, strategy=strategy), notes
 
 
 def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import cmath
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,13 +21,11 @@ from ltx.strategies.update import Moment
 from ltx.transforms.landing import any_not_finite
 from ltx.transforms.outputs import Batch, arguments_of, outputs_of
 from ltx.transforms.replicas import with_ranks
+from ltx.transforms.settings import TrainSettings
 from ltx.transforms.sync_state import unwrapped
 from ltx.transforms.train_state import TrainState
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
-
-if TYPE_CHECKING:
-    from ltx.transforms.train_step import TrainStep
 
 _SHOWN = 4
 
@@ -85,7 +83,7 @@ def _set(states: Sequence[torch.Tensor]) -> None:
 
 
 def not_finite_error(
-    train: TrainStep,
+    train: TrainSettings,
     state: TrainState,
     batch: Batch,
     at: Moment,
@@ -125,7 +123,7 @@ def not_finite_error(
     )
 
 
-def _own_gradients(train: TrainStep, state: TrainState, batch: Batch, at: Moment, factor: Any) -> list[Any]:
+def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, at: Moment, factor: Any) -> list[Any]:
     """This rank's gradients, before anything is reduced; zeros for those it doesn't use."""
     local = replace(train.step, blocked=True)
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -97,7 +97,7 @@ class Start:
 
 def start_of(state: TrainState, fn: Any, late: bool) -> Start:
     """The start of a step `fn` on `state`. Unless `late`, everything has landed in it."""
-    flight = state.flight
+    flight = cast("InFlight | None", state.flight)
     if flight is None or flight.landed or not late or calls_compiled(fn) or under_way:
         leaves, spec = tree.flatten(state.trained)
         return Start(leaves, spec, state.sync_state)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,25 +22,23 @@ from ltx.transforms import synchronise
 from ltx.transforms.divergence import check_params_once
 from ltx.transforms.replicas import check_replicas
 from ltx.transforms.run import Marked
+from ltx.transforms.step_settings import StepSettings
 from ltx.transforms.sync_state import SyncState, kept_beside, states_of_leaves
 from ltx.typing import Tree
 
-if TYPE_CHECKING:
-    from ltx.transforms.data_parallel import DataParallel
 
-
-def marks_on_wire(step_fn: DataParallel, step: int, training: bool) -> bool:
-    """Whether an eager call will have a schedule on the wire; the arguments as in :meth:`DataParallel.hook`."""
+def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
+    """Whether an eager call will have a schedule on the wire; the arguments as in :meth:`StepSettings.hook`."""
     axis, hook = wire.resolve(step_fn.axis), step_fn.hook(step, training)
     return isinstance(axis.backing, GroupBacking) and hook is not None and not _marks_nothing(step_fn, hook, axis)
 
 
-def _marks_nothing(step_fn: DataParallel, hook: CommHook | None, axis: Axis) -> bool:
+def _marks_nothing(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
     return step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful)
 
 
 def mark(
-    step_fn: DataParallel,
+    step_fn: StepSettings,
     params: Tree,
     leaves: list[Any],
     spec: Any,
@@ -51,7 +49,7 @@ def mark(
     deferred: bool,
     ahead: bool,
 ) -> Marked:
-    """The marked parameters of an eager call of `step_fn`; the arguments as in :meth:`DataParallel.run`."""
+    """The marked parameters of an eager call of `step_fn`; the arguments as in ``DataParallel.run``."""
     axis = wire.resolve(step_fn.axis)
     if hook is None or _marks_nothing(step_fn, hook, axis):
         return _mark_nothing(step_fn, leaves, sync_state, axis)
@@ -96,7 +94,7 @@ def mark(
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
 
-def _mark_nothing(step_fn: DataParallel, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
+def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
     if sync_state is None or not any(synchronise.tracked(leaf) for leaf in leaves):
         return Marked(leaves)
     # Blocked, the state passes through unchanged; else this was a step, if one in which nobody talked.
@@ -109,7 +107,7 @@ def _mark_nothing(step_fn: DataParallel, leaves: list[Any], sync_state: SyncStat
 
 
 def mark_in_graph(
-    step_fn: DataParallel, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
+    step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
     """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
     key = synchronise.prepare_trace(

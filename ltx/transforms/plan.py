@@ -1,12 +1,8 @@
 """plan: the time of a training step on a network, before there is one.
 
-    T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
-
-and likewise for the other collectives: alpha is the latency of a message, beta the bandwidth of a rank's link (Hockney,
-"The communication challenge for MPP", 1994; Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-operations in MPICH", 2005, section 4). What is sent is what the strategy asks for when its own methods are driven on
-shapes (:mod:`ltx.transforms.on_shapes`). When it is sent is found by going through a step: a rank computes, its link
-carries one message after the other, and a rank waits where the strategy lands what it has started.
+What is sent is what the strategy asks for when its own methods are driven on shapes (:mod:`ltx.transforms.on_shapes`),
+what that takes is :mod:`ltx.transforms.link`'s. When it is sent is found by going through a step: a rank computes, its
+link carries one message after the other, and a rank waits where the strategy lands what it has started.
 """
 
 from __future__ import annotations
@@ -21,41 +17,16 @@ from ltx.errors import InputError
 from ltx.optim import Optimizer
 from ltx.strategies import Strategy
 from ltx.sync.exchange import Exchange
+from ltx.transforms.choosing import settled
 from ltx.transforms.cost import Cost, Traffic
 from ltx.transforms.issues import BucketExplanation, Collective, Issues, Lands, Starts
+from ltx.transforms.link import Link
 from ltx.transforms.on_shapes import Steps
-from ltx.transforms.prices import BESIDE_S, COPY_S, codec, sending_s, sending_share
+from ltx.transforms.prices import BESIDE_S, COPY_S, codec, sending_s
 from ltx.typing import Tree
 
 #: Parts of a step's own time: forward pass, backward pass, optimizer.
 FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1
-
-#: Messages that follow one another in a collective of n ranks, by operation.
-MESSAGES: dict[str, Callable[[int], int]] = {
-    "sum": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "exchange": lambda n: n - 1,
-    "permute": lambda n: 1,
-}
-
-
-@dataclass(frozen=True)
-class Network:
-    """What connects the ranks, as :func:`plan` is told of it."""
-
-    bandwidth: float
-    latency: float
-    send_s: float = 0.0
-
-    def seconds(self, collective: Collective) -> float:
-        """How long a collective takes, alone on the link, which is no faster than the core that feeds it."""
-        messages = MESSAGES[collective.operation](collective.ranks)
-        return messages * self.latency + max(collective.nbytes * 8 / self.bandwidth, self.core_s(collective))
-
-    def core_s(self, collective: Collective) -> float:
-        """How long it keeps a core busy."""
-        return collective.nbytes * self.send_s * sending_share(collective)
 
 
 @dataclass
@@ -95,7 +66,7 @@ class _Clock:
         traffic: by kind: bytes, collectives, seconds on the link.
     """
 
-    network: Network
+    network: Link
     compute_s: float
     codec: Callable[[hooks.CommHook], float]
     beside_s: float = 0.0
@@ -280,8 +251,6 @@ def plan(
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
     if strategy.auto_sizes or strategy.auto_hook:
-        from ltx.transforms.choosing import settled  # which takes times from here
-
         strategy = settled(strategy, params, world, wire.Network(bandwidth, latency))
     first, length = strategy.cycle
     window = range(first + length, first + 2 * length) if steps is None else steps
@@ -290,7 +259,7 @@ def plan(
     unknown: dict[str, None] = {}
     sending = sending_s(bandwidth) if send_s is None else send_s
     clock = _Clock(
-        Network(bandwidth, latency, sending),
+        Link(bandwidth, latency, sending),
         compute_s,
         lambda hook: codec(hook, unknown) if codec_s is None else codec_s,
         BESIDE_S if codec_s is None and sending else 0.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,16 +15,14 @@ from ltx.transforms.divergence import check_replicas
 from ltx.transforms.fitting import refuse_in_graph
 from ltx.transforms.guard import not_finite_error, random_states
 from ltx.transforms.outputs import Batch, arguments_of, outputs_of
+from ltx.transforms.settings import TrainSettings
 from ltx.transforms.step_parts import all_finite, kept_if_skipped, looks, loss_scale_of, next_state, raises
 from ltx.transforms.sync_state import Synced, SyncState, unwrapped
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.transforms.weighted import Weighted
 
-if TYPE_CHECKING:
-    from ltx.transforms.train_step import TrainStep
 
-
-def step_purely(train: TrainStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
     if not torch.compiler.is_compiling():
         state.check_owned()

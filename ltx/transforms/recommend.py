@@ -19,9 +19,9 @@ from ltx.strategies.diloco import DiLoCoStrategy
 from ltx.strategies.horovod import HorovodStrategy
 from ltx.strategies.local_sgd import LocalSGDStrategy
 from ltx.strategies.zero import ZeroStrategy
-from ltx.transforms.cost import Cost, format_seconds, short
-from ltx.transforms.explain import aligned, format_bytes
+from ltx.transforms.cost import Cost, short
 from ltx.transforms.plan import plan
+from ltx.transforms.tables import aligned, format_bytes, format_seconds
 from ltx.typing import Tree
 
 #: What a strategy does to the training, from nothing to most: the mean gradient itself; the same rounded; with a part

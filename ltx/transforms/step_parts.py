@@ -14,31 +14,31 @@ from ltx.optim import grad_norm
 from ltx.strategies.update import Moment, Updated, chosen
 from ltx.transforms.guard import not_finite
 from ltx.transforms.landing import any_not_finite
+from ltx.transforms.settings import TrainSettings
 from ltx.transforms.sync_state import SyncState, unwrapped
 from ltx.transforms.train_state import Metrics, TrainState
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
     from ltx.transforms.precision import DynamicLossScale
-    from ltx.transforms.train_step import TrainStep
 
 
-def scaling(train: TrainStep) -> DynamicLossScale | None:
+def scaling(train: TrainSettings) -> DynamicLossScale | None:
     """Its dynamic loss scaling."""
     return None if train.step.precision is None else train.step.precision.dynamic
 
 
-def looks(train: TrainStep) -> bool:
+def looks(train: TrainSettings) -> bool:
     """Whether steps look at their gradients."""
     return scaling(train) is not None or train.guard != "off"
 
 
-def asks(train: TrainStep, at: Moment) -> bool:
+def asks(train: TrainSettings, at: Moment) -> bool:
     """Whether ranks ask one another if gradients are finite, which they can't see themselves."""
     return looks(train) and at.axis.size > 1 and not train.step.strategy.shares_gradients(at.step)
 
 
-def loss_scale_of(train: TrainStep, state: TrainState) -> torch.Tensor | float | None:
+def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:
     """What the loss is multiplied by; None for 1."""
     if scaling(train) is None:
         return None if train.step.precision is None else train.step.precision.fixed_scale
@@ -52,7 +52,7 @@ def loss_scale_of(train: TrainStep, state: TrainState) -> torch.Tensor | float |
 
 
 def all_finite(
-    train: TrainStep, grads: Sequence[torch.Tensor], at: Moment, sums: Sequence[torch.Tensor | float] | None = None
+    train: TrainSettings, grads: Sequence[torch.Tensor], at: Moment, sums: Sequence[torch.Tensor | float] | None = None
 ) -> bool | torch.Tensor | None:
     """With dynamic loss scaling or a guard: whether all gradients of all ranks are finite, on all ranks alike."""
     if not looks(train):
@@ -67,13 +67,13 @@ def all_finite(
     return bad.logical_not() if pure else not bad
 
 
-def raises(train: TrainStep, state: TrainState) -> bool:
+def raises(train: TrainSettings, state: TrainState) -> bool:
     """Whether gradients that aren't finite raise: with dynamic loss scaling, once the scale isn't to blame."""
     return train.guard == "raise" and (scaling(train) is None or bool((unwrapped(state.loss_scale.scale) <= 1).all()))
 
 
 def kept_if_skipped(
-    train: TrainStep, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
+    train: TrainSettings, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
 ) -> tuple[Tree, Tree]:
     """The next communication state, before the strategy's work, and buffers; the old ones of a skipped step."""
     if states:  # Dynamo can't flatten an empty dict
@@ -84,7 +84,7 @@ def kept_if_skipped(
 
 
 def next_state(
-    train: TrainStep,
+    train: TrainSettings,
     state: TrainState,
     updated: Updated,
     buffers: Tree,

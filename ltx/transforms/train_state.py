@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,7 +15,6 @@ from ltx.strategies.kinds import Kinds
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
-    from ltx.transforms.in_flight import InFlight
     from ltx.wire import HeaderTicket
 
 
@@ -29,6 +28,14 @@ _LATE = ("params", "opt_state", "sync_state")
 # Which step a state's tensors were given to, if they were, or why they are torn: one cell, which copies of the state
 # share. A list, as a compiled graph can't make objects.
 _Lease = list[int | str | None]
+
+
+class PendingStep(Protocol):
+    """A step that isn't applied yet: :class:`ltx.transforms.in_flight.InFlight`."""
+
+    def result(self) -> tuple[Tree, Tree, Any]:
+        """(params, opt_state, sync_state), waited for."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +84,7 @@ class TrainState:
             object.__setattr__(self, "frozen", frozen)
 
     @staticmethod
-    def later(flight: InFlight, **others: Any) -> TrainState:
+    def later(flight: PendingStep, **others: Any) -> TrainState:
         """A state of which three parts are still in `flight`; whoever reads one of them waits for all."""
         state = object.__new__(TrainState)
         named = {f"_{name}" if name in _PARTS else name: value for name, value in others.items()}
@@ -91,9 +98,9 @@ class TrainState:
         return self.__dict__["_params"]
 
     @property
-    def flight(self) -> InFlight | None:
+    def flight(self) -> PendingStep | None:
         """What this state waits for, where it isn't whole yet."""
-        flight: InFlight | None = self.__dict__.get("_flight")
+        flight: PendingStep | None = self.__dict__.get("_flight")
         return flight
 
     def _look_at(self, part: str) -> None:

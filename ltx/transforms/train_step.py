@@ -20,7 +20,7 @@ from ltx.sync.wire_schedule import WireSchedule
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.divergence import check_replicas
 from ltx.transforms.donated import hand_over
-from ltx.transforms.fitting import check_every, check_kept, check_overlap, check_pieces
+from ltx.transforms.fitting import check_kept
 from ltx.transforms.guard import not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.interrupts import uninterrupted
@@ -29,6 +29,7 @@ from ltx.transforms.late_landing import Late
 from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.outputs import Batch, Outputs, arguments_of, outputs_of, unshared
 from ltx.transforms.pure_step import step_purely
+from ltx.transforms.settings import TrainSettings
 from ltx.transforms.step_parts import (
     all_finite,
     asks,
@@ -42,31 +43,14 @@ from ltx.transforms.step_parts import (
 from ltx.transforms.sync_state import Synced, SyncState
 from ltx.transforms.synchronise import differentiable
 from ltx.transforms.train_state import Metrics, TrainState
-from ltx.transforms.trainable import Trainable, check_trainable, split, taken_from
+from ltx.transforms.trainable import Trainable, split, taken_from
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
-class TrainStep:
+class TrainStep(TrainSettings):
     """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``."""
-
-    step: DataParallel
-    optimizer: Optimizer
-    donate: bool = True
-    guard: Literal["off", "skip", "raise"] = "off"
-    overlap: Literal["backward", "update", "step"] = "backward"
-    has_aux: bool = False
-    check_every: int | None = None
-    trainable: Trainable = None
-
-    def __post_init__(self) -> None:
-        check_trainable(self.trainable)
-        if isinstance(self.trainable, list):
-            object.__setattr__(self, "trainable", tuple(self.trainable))
-        check_pieces(self.step, self.optimizer, self.guard)
-        check_every(self.check_every, self.step.strategy)
-        check_overlap(self.overlap, self.step, self.optimizer, self.guard)
 
     def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
         """The state before the first step, with rank 0's values on every rank.

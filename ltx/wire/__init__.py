@@ -4,19 +4,18 @@ from ltx.wire.channel import Channel as Channel
 from ltx.wire.channel import Ticket as Ticket
 from ltx.wire.debug import Checks as Checks
 from ltx.wire.debug import debug_checks as debug_checks
+from ltx.wire.events import Event as Event
+from ltx.wire.events import Span as Span
 from ltx.wire.header import HEADER_BYTES as HEADER_BYTES
 from ltx.wire.header import Header as Header
 from ltx.wire.header import HeaderTicket as HeaderTicket
 from ltx.wire.header import send_header as send_header
-from ltx.wire.ledger import Event as Event
-from ltx.wire.ledger import Span as Span
-from ltx.wire.ledger import Trace as Trace
 from ltx.wire.ledger import record as record
 from ltx.wire.ledger import span as span
 from ltx.wire.line import Line as Line
-from ltx.wire.measure import Network as Network
 from ltx.wire.measure import measure_network as measure_network
 from ltx.wire.measure import measured as measured
+from ltx.wire.network import Network as Network
 from ltx.wire.notes import Notes as Notes
 from ltx.wire.operations import bytes_sent as bytes_sent
 from ltx.wire.passes import BackwardPass as BackwardPass
@@ -34,3 +33,4 @@ from ltx.wire.signature import Agreement as Agreement
 from ltx.wire.signature import Signature as Signature
 from ltx.wire.signature import list_values as list_values
 from ltx.wire.signature import mismatch as mismatch
+from ltx.wire.timeline import Trace as Trace

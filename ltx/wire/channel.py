@@ -33,6 +33,7 @@ from ltx.errors import (
 )
 from ltx.wire import ledger
 from ltx.wire.deadlock import PATIENCE_S
+from ltx.wire.events import Event
 from ltx.wire.operations import MOVES, OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
 from ltx.wire.shared import Lane, Passage, any_busy, stride_everywhere, wait_for
 from ltx.wire.signature import Agreement
@@ -68,7 +69,7 @@ class Ticket:
         work: dist.Work | Passage,
         value: torch.Tensor,
         label: str,
-        event: ledger.Event | None,
+        event: Event | None,
         finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     ):
         self._finish = finish
@@ -318,7 +319,7 @@ class Channel:
         return ticket
 
 
-def _stamp_landing(work: dist.Work, event: ledger.Event) -> None:
+def _stamp_landing(work: dist.Work, event: Event) -> None:
     def landed(_future: object) -> None:
         event.landed_s = time.perf_counter()
 

@@ -22,17 +22,14 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from ltx.errors import LtxError, RankMismatchError
 from ltx.wire.signature import list_values
-
-if TYPE_CHECKING:
-    from ltx.wire.pulse import Pulse
 
 #: Who has waited for so long, says so.
 PATIENCE_S = 1.0
@@ -113,10 +110,18 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, Wait]:
     return left
 
 
+class Beats(Protocol):
+    """What this needs of :class:`ltx.wire.pulse.Pulse`."""
+
+    def last(self, ranks: Sequence[int]) -> list[bytes]: ...
+
+    def beat(self) -> None: ...
+
+
 class Deadlocks:
     """What this process' threads wait for, and whether that may go on for ever."""
 
-    def __init__(self, pulse: Pulse, rank: int):
+    def __init__(self, pulse: Beats, rank: int):
         self._pulse, self._rank = pulse, rank
         self._serials = count()
         self._waits: dict[int, Wait] = {}

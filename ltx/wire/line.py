@@ -28,8 +28,8 @@ from ltx.wire.board import Board
 from ltx.wire.channel import Channel
 from ltx.wire.debug import under_way
 from ltx.wire.farewell import join_the_rest
-from ltx.wire.measure import Network
 from ltx.wire.meetings import Meetings
+from ltx.wire.network import Network
 from ltx.wire.notes import Notes
 from ltx.wire.operations import open_group, unregister
 from ltx.wire.passes import Passes

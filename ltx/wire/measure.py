@@ -1,4 +1,4 @@
-"""What connects the ranks of an axis: latency and bandwidth, measured once or said by hand.
+"""Measuring what connects the ranks of an axis: latency and bandwidth, once for each.
 
     T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
 
@@ -8,21 +8,17 @@ enough for latency not to count. Ranks differ in what their clocks say, and take
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ltx.arguments import brief
 from ltx.axis import GroupBacking
-from ltx.errors import InputError
+from ltx.wire.channel import Channel
+from ltx.wire.line import Line
+from ltx.wire.network import Network
+from ltx.wire.registry import resolve
 from ltx.wire.signature import Signature
-
-if TYPE_CHECKING:
-    from ltx.wire.channel import Channel
-    from ltx.wire.line import Line
 
 #: Bytes of the first large sum and of the last; each is this many times the one before it.
 _FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
@@ -30,47 +26,6 @@ _FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
 _LONG_ENOUGH_S = 0.025
 #: How often the smallest sum is taken, and the largest. The fastest counts: others of the machine slow the rest down.
 _SMALL, _LARGE = 9, 3
-
-
-@dataclass(frozen=True)
-class Network:
-    """What connects the ranks of an axis. ``ltx.measure_network()`` finds it; who knows it may say it.
-
-    Args:
-        bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
-        latency: of a message, in seconds.
-
-    Raises:
-        InputError: (a ValueError) a number that can't be.
-
-    Example:
-        >>> import ltx
-        >>> network = ltx.Network(bandwidth=1e9, latency=100e-6)
-        >>> f"{network.sum_s(4_000_000, ranks=2):.4f}"
-        '0.0322'
-    """
-
-    bandwidth: float
-    latency: float
-
-    def __post_init__(self) -> None:
-        for name, least in (("bandwidth", "more than 0"), ("latency", "at least 0")):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (name == "bandwidth" and value == 0):
-                raise InputError(f"Network.{name} must be a finite number, {least}, got {brief(value)}.")
-
-    def start_s(self, ranks: int) -> float:
-        """Seconds that a sum over so many ranks takes however small it is."""
-        return 2 * (ranks - 1) * self.latency
-
-    def sum_s(self, nbytes: float, ranks: int) -> float:
-        """Seconds that a sum of `nbytes` over so many ranks takes."""
-        return self.start_s(ranks) + 2 * (ranks - 1) / ranks * nbytes * 8 / self.bandwidth
-
-    def __str__(self) -> str:
-        unit, size = ("Gbit/s", 1e9) if self.bandwidth >= 1e9 else ("Mbit/s", 1e6)
-        return f"{self.bandwidth / size:.3g} {unit}, {self.latency * 1e6:.3g} us a message"
 
 
 def measured(line: Line) -> Network:
@@ -107,8 +62,6 @@ def measure_network(axis: Any = None) -> Network | None:
         >>> print(ltx.measure_network())  # a world of one
         None
     """
-    from ltx.wire.registry import resolve  # which imports the line
-
     backing = resolve(axis).backing
     if not isinstance(backing, GroupBacking):
         return None

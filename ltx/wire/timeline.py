@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch
 
 from ltx.arguments import checked
 from ltx.errors import InputError, UnsupportedError
-from ltx.wire.ledger import Event, Span, Trace
+from ltx.wire.events import Event, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +27,66 @@ if TYPE_CHECKING:
 _COMPUTE = "compute"
 # Profiled events of devices are kept apart from those of threads.
 _DEVICE_LANES = 1 << 32
+
+
+@dataclass
+class Trace:
+    """What a recording has seen so far; it can be read while it goes on, and pickled.
+
+    Attributes:
+        events: issues on the wire, in their order.
+        spans: stretches of computing, in the order in which they began: of a train step its parts; of a data-parallel
+            step that is called by itself "forward", and "backward" where ``torch.func.grad`` runs it.
+        rank: this process' rank.
+        epoch_s: what added to the times above gives the time of day, ``time.time()``.
+        profile: events of torch's profiler, in the form of Chrome's trace files but with ``ts`` in µs of the time of
+            day; with ``record(profiler=True)``.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    rank: int = 0
+    epoch_s: float = 0.0
+    profile: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(event.nbytes for event in self.events)
+
+    @property
+    def buckets(self) -> list[Event]:
+        """What was issued for gradients, and that :func:`ltx.explain` counts: without headers and a user's own."""
+        return [event for event in self.events if event.bucket is not None]
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds during which at least one collective was under way."""
+        spans = sorted((e.issued_s, e.landed_s) for e in self.events if e.landed_s is not None)
+        total, end = 0.0, float("-inf")
+        for start, stop in spans:
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank stood still for collectives."""
+        return sum(event.waited_s for event in self.events)
+
+    @property
+    def hidden(self) -> float:
+        """The part of the communication, 0 to 1, that went on while this rank computed; 1 if there was none."""
+        total = self.comm_s
+        return 1.0 if total <= 0.0 else max(0.0, 1.0 - self.waited_s / total)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw computing and communication over time: :meth:`ltx.timeline.plot` of this rank alone."""
+        return timeline([self]).plot(ax)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file for Perfetto: :meth:`ltx.timeline.save` of this rank alone."""
+        timeline([self]).save(path)
 
 
 @dataclass(frozen=True)

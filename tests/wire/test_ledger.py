@@ -10,7 +10,8 @@ import torch
 
 import ltx
 from ltx.runtime.pool import Pool
-from ltx.wire.ledger import Event, Trace
+from ltx.wire.events import Event
+from ltx.wire.timeline import Trace
 
 Ranks = Callable[[int], Pool]
 

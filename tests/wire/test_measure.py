@@ -16,7 +16,7 @@ from ltx import wire
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
 from ltx.runtime.pool import Pool
-from ltx.transforms import plan
+from ltx.transforms.link import Link
 from ltx.transforms.on_shapes import collective, meta
 from ltx.wire import measure
 
@@ -144,7 +144,7 @@ def test_times_are_those_of_plan(seed: int) -> None:
         bandwidth, latency = 10 ** (6 + 4 * torch.rand(())).item(), 10 ** (-5 + 3 * torch.rand(())).item()
         n, numel = int(torch.randint(2, 100, ())), int(torch.randint(1, 1000, ())) * 4950
         mine = ltx.Network(bandwidth, latency).sum_s(4 * numel, n)
-        theirs = plan.Network(bandwidth, latency).seconds(collective("sum", meta((numel,), torch.float32), n))
+        theirs = Link(bandwidth, latency).seconds(collective("sum", meta((numel,), torch.float32), n))
         assert mine == pytest.approx(theirs, rel=1e-4)
 
 

@@ -18,7 +18,8 @@ import ltx
 from ltx.errors import InputError, UnsupportedError
 from ltx.runtime.pool import Pool
 from ltx.wire import ledger
-from ltx.wire.ledger import Event, Span, Trace
+from ltx.wire.events import Event, Span
+from ltx.wire.timeline import Trace
 
 Ranks = Callable[[int], Pool]
 
