@@ -107,7 +107,7 @@ def named_error(app: Any, env: Any, node: Any, shown: Any) -> Any:
 def setup(app: Any) -> None:
     """The notebooks lie beside docs/, where they are used without it; Sphinx reads what is below docs/ alone."""
     app.connect("missing-reference", named_error)
+    shutil.rmtree(HERE / "reference" / "names", ignore_errors=True)  # autosummary writes them; those of old names stay
     for path in (HERE.parent / "notebooks").glob("*.ipynb"):
         shutil.copyfile(path, HERE / "tutorials" / path.name)
-    shutil.copyfile(HERE.parent / "benchmarks" / "results.svg", HERE / "_static" / "results.svg")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
