@@ -120,6 +120,43 @@ class WorkerError(LtxError, RuntimeError):
     """A function failed on a worker process."""
 
 
+class _OfACall:
+    """Notebooks show the message alone: the frames of the driver say nothing about what happened on the workers."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class CallFailedError(_OfACall, WorkerError):
+    """A call raised, or its process ended, on at least one rank; the fields are about the first to fail.
+
+    Attributes:
+        rank: the first rank to fail.
+        type_name: the name of its exception's class; "" if its process ended without one.
+        traceback_text: its traceback, with the frames of ltx left out.
+    """
+
+    rank: int = -1
+    type_name: str = ""
+    traceback_text: str = ""
+
+
+class CallTimeoutError(_OfACall, WorkerError, TimeoutError):
+    """A call didn't return on all ranks within its ``timeout_s``."""
+
+
+class CallInterruptedError(_OfACall, KeyboardInterrupt):
+    """Ctrl-C during a call, and where it found each rank.
+
+    Attributes:
+        kept: whether all ranks have given up, and so the workers are still there.
+    """
+
+    def __init__(self, message: str, kept: bool):
+        super().__init__(message)
+        self.kept = kept
+
+
 def message_of(error: BaseException) -> str:
     """What `error` says, also if its own ``__str__`` raises."""
     try:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from ltx import wire
 from ltx.axis import Axis, GroupBacking, axes_in_scope, set_world_axes
-from ltx.errors import WorkerError
-from ltx.runtime.failures import CallFailedError
+from ltx.errors import CallFailedError, WorkerError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from tests.covering import fast

@@ -14,9 +14,8 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from ltx.errors import LtxError
+from ltx.errors import CallFailedError, LtxError
 from ltx.notebook.cells import run_cell
-from ltx.runtime.failures import CallFailedError
 from ltx.runtime.parcels import pack
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ltx.errors import CallInterruptedError
 from ltx.runtime.crew import Crew
-from ltx.runtime.failures import CallInterruptedError, told_where
+from ltx.runtime.failures import told_where
 from ltx.runtime.messages import At, Failure, Idle, Result
 from ltx.runtime.parcels import Parcel
 

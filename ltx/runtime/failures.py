@@ -6,48 +6,11 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ltx.errors import WorkerError
+from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
 from ltx.runtime.messages import At, Failure, Idle, Result
 
 _ENDED = "The workers were ended, with what they had kept; the next run starts new ones."
 _KEPT = "The workers keep their state, and the next run begins with a new world."
-
-
-class _Rendered:
-    """Notebooks show the message alone: the frames of the driver say nothing about what happened on the workers."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
-
-
-class CallFailedError(_Rendered, WorkerError):
-    """A call raised, or its process ended, on at least one rank; the fields are about the first to fail.
-
-    Attributes:
-        rank: the first rank to fail.
-        type_name: the name of its exception's class; "" if its process ended without one.
-        traceback_text: its traceback, with the frames of ltx left out.
-    """
-
-    rank: int = -1
-    type_name: str = ""
-    traceback_text: str = ""
-
-
-class CallTimeoutError(_Rendered, WorkerError, TimeoutError):
-    """A call didn't return on all ranks within its ``timeout_s``."""
-
-
-class CallInterruptedError(_Rendered, KeyboardInterrupt):
-    """Ctrl-C during a call, and where it found each rank.
-
-    Attributes:
-        kept: whether all ranks have given up, and so the workers are still there.
-    """
-
-    def __init__(self, message: str, kept: bool):
-        super().__init__(message)
-        self.kept = kept
 
 
 def failure_error(

@@ -55,8 +55,8 @@ def launch(
         A list of what it returned, by rank.
 
     Raises:
-        CallFailedError: a :class:`ltx.errors.WorkerError` about the first rank to fail. The others are cancelled.
-        CallTimeoutError: a :class:`ltx.errors.WorkerError` and ``TimeoutError``.
+        CallFailedError: (a WorkerError) about the first rank to fail. The others are cancelled.
+        CallTimeoutError: (a WorkerError and TimeoutError) that took too long.
         WorkerError: the processes don't start, or this one is itself a worker.
 
     Example:

@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ltx.arguments import checked
-from ltx.errors import WorkerError
+from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import name_of, pack_call
 from ltx.runtime.collecting import collect
 from ltx.runtime.crew import Crew
-from ltx.runtime.failures import CallInterruptedError, failure_error
+from ltx.runtime.failures import failure_error
 from ltx.runtime.messages import Failure, Result
 from ltx.runtime.parcels import Parcel
 from ltx.runtime.per_rank import PerRank
@@ -135,9 +135,9 @@ class Pool:
             What it returned on each rank.
 
         Raises:
-            CallFailedError: a :class:`ltx.errors.WorkerError` about the first rank to fail, with the exception there
+            CallFailedError: (a WorkerError) about the first rank to fail, with the exception there
                 as its ``__cause__`` if that could be sent.
-            CallTimeoutError: a :class:`ltx.errors.WorkerError` and ``TimeoutError``.
+            CallTimeoutError: (a WorkerError and TimeoutError) that took too long.
             WorkerError: `fn` or its arguments can't be pickled, the pool is closed, or workers don't start.
         """
         __tracebackhide__ = True

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.errors import WorkerError
+from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
 from ltx.runtime.described import failure_of
-from ltx.runtime.failures import CallFailedError, CallTimeoutError
 from ltx.runtime.init import init, shutdown, world
 from ltx.runtime.pool import Pool
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.errors import WorkerError
-from ltx.runtime.failures import CallFailedError, CallTimeoutError
+from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
 from ltx.runtime.pool import Pool
 from tests.covering import some
 

@@ -17,8 +17,7 @@ from torch import Tensor
 import ltx
 from ltx import wire
 from ltx.axis import axes_in_scope
-from ltx.errors import CollectiveTimeoutError, RankMismatchError
-from ltx.runtime.failures import CallFailedError
+from ltx.errors import CallFailedError, CollectiveTimeoutError, RankMismatchError
 from ltx.runtime.pool import Pool
 
 from .conftest import OnFreshAxis
