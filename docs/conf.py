@@ -72,8 +72,6 @@ intersphinx_mapping = {
 # --- looks
 html_theme = "furo"
 html_title = f"ltx {release}"
-html_static_path = ["_static"]
-html_css_files = ["wide.css"]
 html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False
