@@ -113,7 +113,8 @@ class LtxMagics(Magics):
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"%%ltx --in: the notebook has no {', '.join(map(repr, missing))}.")
-        name = f"Cell In[{self.shell.execution_count}]"
+        # Not execution_count, which is one ahead while a cell runs.
+        name = f"Cell In[{len(self.shell.history_manager.input_hist_parsed) - 1}]"
         # Line 1, on the screen, is the magic itself, and IPython drops blank lines after it.
         blank = len(cell) - len(cell.lstrip("\n"))
         source = "\n" * (1 + blank) + self.shell.transform_cell(cell)

@@ -169,6 +169,13 @@ def test_cells_that_are_not_python(kernel: Kernel) -> None:
     assert "interactiveshell" not in text
 
 
+def test_a_cell_is_called_by_the_number_beside_it(kernel: Kernel) -> None:
+    kernel.run("'a value'")
+    [(_, number)] = kernel.run("max(Out)")  # of the cell before
+    [(_, text)] = kernel.run("%%ltx --rank 0\n\n1 / 0")
+    assert f'File "Cell In[{int(number) + 2}]", line 3, in <module>' in text
+
+
 def test_bad_arguments_end_no_workers(kernel: Kernel) -> None:
     before = _pids(kernel)
     for arguments, said in {
