@@ -71,6 +71,8 @@ intersphinx_mapping = {
 
 # --- looks
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_title = f"ltx {release}"
 html_show_copyright = False
 html_copy_source = False
