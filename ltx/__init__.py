@@ -151,7 +151,7 @@ _LATER = {
 
 _SUBMODULES = ("checkpoint",)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

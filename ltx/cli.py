@@ -11,8 +11,10 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
+from ltx import __version__
 from ltx.demo import options as demo_options
 
 
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ltx", description="Data-parallel training as function transformations.")
+    parser.add_argument("--version", action="version", version=f"ltx {__version__}, torch {version('torch')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser(
         "run",

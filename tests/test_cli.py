@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         ltx.cli.main(arguments)
     assert stopped.value.code == 0
     assert capsys.readouterr().out.startswith("usage: ltx")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        ltx.cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"ltx {ltx.__version__}, torch {version('torch')}\n"
 
 
 @pytest.mark.parametrize(
