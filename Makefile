@@ -85,5 +85,5 @@ $(VENV)/.bench: $(VENV)/.python $(DEPENDENCIES)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[demo,docs,models,notebook,test]'
+	$(INSTALL) --editable '.[browser,demo,docs,models,notebook,test]'
 	touch $@

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from ltx.errors import UnsupportedError
@@ -32,6 +34,7 @@ def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool
     """
     if "inline" in os.environ.get("MPLBACKEND", "inline"):  # the notebook's own, which shows nothing here
         os.environ["MPLBACKEND"] = "module://ltx.notebook.figures"
+    sys.modules.setdefault("tqdm.notebook", _TextBars("tqdm.notebook"))
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = vars(sys.modules["__main__"])
     namespace.setdefault("display", show)
@@ -62,16 +65,34 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+class _TextBars(ModuleType):
+    """tqdm.notebook on a worker, which has no kernel that a widget could talk to: tqdm's bars of text."""
+
+    def __getattr__(self, name: str) -> Any:
+        names = {"tqdm_notebook": "tqdm", "tnrange": "trange"}
+        return getattr(import_module("tqdm.std"), names.get(name, name))
+
+
+def _filled(command: str) -> str:
+    """`command` with ``{expression}`` and ``$name`` filled in from the names of this worker, as IPython does it."""
+    from IPython.utils.text import DollarFormatter
+
+    try:
+        return DollarFormatter().vformat(command, (), vars(sys.modules["__main__"]))
+    except Exception:  # IPython too leaves it to the shell then: ${HOME}, awk '{print $1}'
+        return command
+
+
 class _Shell:
     """What ``!command`` and ``%time`` in a cell come to: IPython makes calls of ``get_ipython()`` of them."""
 
     def system(self, command: str) -> None:
         """``!command``."""
-        subprocess.run(command, shell=True, check=False)
+        subprocess.run(_filled(command), shell=True, check=False)
 
     def getoutput(self, command: str) -> list[str]:
         """``lines = !command``."""
-        done = subprocess.run(command, shell=True, check=False, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(_filled(command), shell=True, check=False, stdout=subprocess.PIPE, text=True)
         return done.stdout.splitlines()
 
     def run_line_magic(self, magic: str, line: str, *_: Any, **__: Any) -> Any:

@@ -197,6 +197,26 @@ def test_bad_arguments_end_no_workers(kernel: Kernel) -> None:
     assert _pids(kernel) == before
 
 
+def test_commands_take_the_names_of_the_worker(kernel: Kernel) -> None:
+    """As IPython fills them in; what it can't fill in is the shell's."""
+    kernel.run("rank = 'of the notebook'")
+    kernel.run("%%ltx\nword = f'of rank {rank}'")
+    [(kind, text)] = kernel.run("%%ltx\n!echo {rank + 10} $word")
+    assert (kind, sorted(text.splitlines())) == ("stdout", ["[rank 0] 10 of rank 0", "[rank 1] 11 of rank 1"])
+    assert kernel.run("%%ltx --rank 1\n!echo {nowhere}") == [("stdout", "[rank 1] {nowhere}\n")]
+    cell = "%%ltx --rank 1\nlines = !echo {rank + 10} $word\nlines"
+    assert kernel.run(cell) == [("display", "[rank 1] ['11 of rank 1']")]
+
+
+@pytest.mark.parametrize("module", ["auto", "notebook"])
+def test_tqdm_of_notebooks(kernel: Kernel, module: str) -> None:
+    """Workers have no kernel to put a widget into: the bar is text."""
+    pytest.importorskip("tqdm", reason="no tqdm")
+    shown = kernel.run(f"%%ltx --rank 1\nfrom tqdm.{module} import tqdm\nfor _ in tqdm(range(3)): pass")
+    assert "3/3" in shown[-1][1], shown
+    assert all(text.startswith("[rank 1] ") for _, text in shown), shown
+
+
 def test_what_ipython_knows(kernel: Kernel) -> None:
     """await, !command, %time, display, plt.show(); other magics say where they work."""
     cell = "%%ltx --rank 1\nfrom asyncio import *\nx = await sleep(0, 4)\ny = ensure_future(sleep(0, 2))\nx + await y"

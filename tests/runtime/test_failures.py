@@ -127,6 +127,27 @@ def test_a_peer_that_computes_is_asked_to_give_up(ranks: Ranks) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("grace_s", "kept"), [(0.5, False), (1.5, False), (40.0, True)])
+def test_patience_is_the_pools(grace_s: float, kept: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """With code that Python can't interrupt; where it is more than a second, it is told first what will be lost."""
+
+    def stuck() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        time.sleep(4)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    with Pool(2, grace_s=grace_s) as pool:
+        before = list(pool.run(os.getpid))
+        with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one"):
+            pool.run(stuck)
+        assert (list(pool.run(os.getpid)) == before) == kept
+    told = "Unless they end within" in capfd.readouterr().err
+    assert told == (grace_s > 1)
+
+
+@pytest.mark.full
 def test_a_peer_that_python_cannot_interrupt_is_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ltx.runtime.collecting.GRACE_S", 0.5)
 

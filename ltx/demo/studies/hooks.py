@@ -259,14 +259,17 @@ def table(runs: list[dict[str, Any]], task: str, ranks: int) -> list[str]:
 def main() -> None:
     """Parse, run what isn't in the file, print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--out", type=Path, default=Path(RESULTS.name), help="begins with the package's own: hooks.json here"
+    )
     parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
     parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("error")
 
-    runs = load(arguments.out)["runs"] if arguments.out.exists() and not arguments.fresh else []
+    known = load(arguments.out if arguments.out.exists() else RESULTS)
+    runs = [] if arguments.fresh else known["runs"]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     made: dict[str, Task] = {}
     pools: list[ltx.Pool] = []

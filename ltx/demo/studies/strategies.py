@@ -317,7 +317,8 @@ def _outcomes(todo: list[Case], jobs: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Parse, run what isn't in the file, count bytes, print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    here = Path(RESULTS.name)
+    parser.add_argument("--out", type=Path, default=here, help="begins as the package's own (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
     parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
@@ -325,8 +326,8 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=list(ROWS), default=list(ROWS))
     arguments = parser.parse_args()
 
-    found = load(arguments.out) if arguments.out.exists() and not arguments.fresh else {"runs": [], "sent": []}
-    runs, traffic = found["runs"], found["sent"]
+    known = load(arguments.out if arguments.out.exists() else RESULTS)
+    runs, traffic = ([], []) if arguments.fresh else (known["runs"], known["sent"])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     wanted = [] if arguments.table else [c for c in cases(tuple(arguments.seeds)) if c.strategy in arguments.strategies]
     todo = [case for case in wanted if not _of(runs, **json.loads(json.dumps(_settings(case))))]
