@@ -69,6 +69,7 @@ def test_there_are_blocks_to_run() -> None:
     assert sum(len(blocks_of(page)) for page in PAGES) >= 40
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("block", blocks_of(README), ids=lambda block: f"line {block.line}")
 def test_each_block_of_the_readme_runs_by_itself(block: Block, ranks: Ranks, tmp_path: Path) -> None:
     if block.runs == "driver":
@@ -77,6 +78,7 @@ def test_each_block_of_the_readme_runs_by_itself(block: Block, ranks: Ranks, tmp
         ranks(2).run(lambda: run_in_order("README.md", [block], str(tmp_path)))
 
 
+@pytest.mark.full(but=10)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_a_page_runs_from_top_to_bottom(page: Path, ranks: Ranks, tmp_path: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.runs == "ranks"]
@@ -94,8 +96,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", ["ltx", *(pytest.param(x, marks=pytest.mark.full) for x in ("torchrun", "alone"))])
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("launcher", ["ltx", "torchrun", "alone"])
 def test_the_program_of_the_readme(launcher: str, tmp_path: Path) -> None:
     """It trains, leaves a model that a bare module loads, and goes on from its checkpoint when it is started again."""
     program = blocks_of(README)[0].code
@@ -105,7 +108,7 @@ def test_the_program_of_the_readme(launcher: str, tmp_path: Path) -> None:
 
     def run() -> list[str]:
         done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=110
+            command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return re.findall(r"^epoch (\d): loss [\d.]+, accuracy ([\d.]+)%$", done.stdout, re.MULTILINE)
