@@ -144,7 +144,6 @@ def test_generators_may_be_left_alone(tmp_path: Path) -> None:
         assert torch.equal(drawn, torch.rand(1))
 
 
-@pytest.mark.full
 def test_generators_go_on_where_there_are_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
     def plain() -> ltx.TrainState:
         step = ltx.data_parallel(lambda w, x: (w * x).sum())

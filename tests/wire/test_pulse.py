@@ -53,7 +53,6 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         each.close()
 
 
-@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("stopped", [0, 1])
