@@ -11,8 +11,9 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 from ltx import __version__
 from ltx.demo import options as demo_options
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ltx", description="Data-parallel training as function transformations.")
-    parser.add_argument("--version", action="version", version=f"ltx {__version__}, torch {version('torch')}")
+    parser.add_argument("--version", action="version", version=f"ltx {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser(
         "run",

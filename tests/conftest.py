@@ -94,11 +94,15 @@ def tidied(pools: dict[int, Pool]) -> Iterator[None]:
 
 
 def _count_threads() -> None:
-    for do in (gc.collect, lambda: None):  # which takes a second in a worker that has seen many tests
-        if sys.platform != "linux" or len(os.listdir("/proc/self/task")) <= MANY_THREADS:
-            return
-        do()
-    raise RuntimeError("more threads than a world needs")
+    if _threads() > MANY_THREADS:
+        gc.collect()  # not each time: in a worker that has seen many tests it takes a second
+        if _threads() > MANY_THREADS:
+            raise RuntimeError("more threads than a world needs")
+
+
+def _threads() -> int:
+    """Of this process; 0 where there is no telling."""
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
 @pytest.fixture(scope="session")

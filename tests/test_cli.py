@@ -8,10 +8,10 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 import ltx.cli
@@ -51,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         ltx.cli.main(["--version"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"ltx {ltx.__version__}, torch {version('torch')}\n"
+    assert capsys.readouterr().out == f"ltx {ltx.__version__}, torch {torch.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +35,8 @@ def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool
     """
     if "inline" in os.environ.get("MPLBACKEND", "inline"):  # the notebook's own, which shows nothing here
         os.environ["MPLBACKEND"] = "module://ltx.notebook.figures"
-    sys.modules.setdefault("tqdm.notebook", _TextBars("tqdm.notebook"))
+    if "tqdm.notebook" not in sys.modules and find_spec("tqdm") is not None:
+        sys.modules["tqdm.notebook"] = _TextBars("tqdm.notebook")
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = vars(sys.modules["__main__"])
     namespace.setdefault("display", show)
@@ -69,8 +71,10 @@ class _TextBars(ModuleType):
     """tqdm.notebook on a worker, which has no kernel that a widget could talk to: tqdm's bars of text."""
 
     def __getattr__(self, name: str) -> Any:
-        names = {"tqdm_notebook": "tqdm", "tnrange": "trange"}
-        return getattr(import_module("tqdm.std"), names.get(name, name))
+        text = {"tqdm": "tqdm", "tqdm_notebook": "tqdm", "trange": "trange", "tnrange": "trange"}.get(name)
+        if text is None:  # pickle and inspect ask every module for names: that mustn't import tqdm
+            raise AttributeError(f"on workers tqdm.notebook has tqdm and trange, not {name!r}")
+        return getattr(import_module("tqdm.std"), text)
 
 
 def _filled(command: str) -> str:

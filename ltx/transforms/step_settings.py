@@ -25,7 +25,7 @@ class StepSettings:
     Attributes:
         fn: the user's step.
         strategy: how gradients are reduced.
-        argnums, axis, outputs, returns: as in :func:`data_parallel`.
+        argnums, axis, outputs, returns: as in :func:`ltx.data_parallel`.
         blocked: gradients stay local (:func:`ltx.block_backward_sync`).
         precision: that of :func:`ltx.mixed_precision`, or None.
     """

@@ -21,10 +21,10 @@ Params = dict[str, Any]
 pytestmark = [pytest.mark.slow_compile, pytest.mark.timeout(600)]
 
 STEPS = 3
-# One of each kind; those with a schedule can't be held by a graph, as test_refused says.
-FIRST = ["powersgd 1"]
+# Of each kind; those with a schedule can't be held by a graph, as test_refused says.
 RANDOM = ["randomk", "randomk, unbiased", "batched powersgd", "powersgd, cold", "randomk in eight bits"]
-REST = [
+NAMES = [
+    "powersgd 1",
     *RANDOM,
     "qsgd",
     "onebit",
@@ -36,8 +36,8 @@ REST = [
     "powersgd in bf16",
 ]
 CASES = [
-    *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in [*FIRST, *REST]),
-    *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in [*FIRST, *REST]),
+    *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in NAMES),
+    *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in NAMES),
 ]
 EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
 

@@ -217,6 +217,12 @@ def test_tqdm_of_notebooks(kernel: Kernel, module: str) -> None:
     assert all(text.startswith("[rank 1] ") for _, text in shown), shown
 
 
+def test_who_asks_every_module_for_names_gets_an_answer(kernel: Kernel) -> None:
+    """As pickle and inspect do."""
+    cell = "import sys\n'tqdm.notebook' in sys.modules, hasattr(sys.modules['tqdm.notebook'], 'no_such_name')"
+    assert kernel.run(f"%%ltx --rank 1\n{cell}") == [("display", "[rank 1] (True, False)")]
+
+
 def test_what_ipython_knows(kernel: Kernel) -> None:
     """await, !command, %time, display, plt.show(); other magics say where they work."""
     cell = "%%ltx --rank 1\nfrom asyncio import *\nx = await sleep(0, 4)\ny = ensure_future(sleep(0, 2))\nx + await y"

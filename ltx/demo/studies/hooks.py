@@ -259,9 +259,8 @@ def table(runs: list[dict[str, Any]], task: str, ranks: int) -> list[str]:
 def main() -> None:
     """Parse, run what isn't in the file, print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path(RESULTS.name), help="begins with the package's own: hooks.json here"
-    )
+    here = Path(RESULTS.name)
+    parser.add_argument("--out", type=Path, default=here, help="begins as the package's own (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
     parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
     arguments = parser.parse_args()
