@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import optree
 import torch
 
@@ -173,7 +173,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def _inside(node: Any) -> Iterator[Any]:
-    if isinstance(node, type | types.ModuleType | types.FunctionType | np.ndarray):
+    if isinstance(node, type | types.ModuleType | types.FunctionType) or _is_array(node):
         return
     if isinstance(node, dict | UserDict | types.MappingProxyType):
         yield from list(node.values())
@@ -218,7 +218,7 @@ def check_open(leaves: Sequence[Any], paths: Callable[[], list[str]], what: str,
 
 def _closed(leaf: Any, tensors_only: bool) -> tuple[str, str] | None:
     """(what is wrong with a leaf, what to do)"""
-    if isinstance(leaf, np.ndarray):
+    if _is_array(leaf):
         return ("a NumPy array", "Pass torch.as_tensor(array).") if leaf.ndim and not tensors_only else None
     source = isinstance(leaf, torch.utils.data.DataLoader | torch.utils.data.Dataset)
     if not tensors_only and (source or hasattr(type(leaf), "__next__")):
@@ -240,3 +240,9 @@ def _register(cls: type) -> str:
         f"Pass a dict, or say once what is inside: optree.register_pytree_node({cls.__qualname__}, to_children, "
         'from_children, namespace="ltx").'
     )
+
+
+def _is_array(x: object) -> bool:
+    """Whether `x` is numpy's array, which there are none of where nobody has imported numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.ndarray)
