@@ -65,7 +65,7 @@ def test_it_runs_where_no_checkout_is(built: tuple[Path, Path], tmp_path: Path) 
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, ltx\nwith ltx.init() as world:\n    total = ltx.psum(torch.tensor(world.rank + 1.0))\n"
-        "    print(ltx.__file__, ltx.__version__, total.item())\n"
+        '    print(f"{ltx.__file__} {ltx.__version__} {total.item()}")\n'
     )
     command = [str(env / "bin" / "python"), "-m", "ltx", "run", "-n", "2", str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
