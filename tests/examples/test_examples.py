@@ -1,0 +1,122 @@
+"""Every example comes to what its twin in plain torch comes to, and runs as a script."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import ltx
+from tests.covering import some
+
+Ranks = Callable[[int], ltx.Pool]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+# The file: for how many steps it is compared, and how near it comes. Sums in another order make the difference, and
+# batch norm and Adam magnify it.
+TWINS = {
+    "train_gpt": (6, 1e-4),
+    "resnet_digits": (6, 1e-3),
+    "hf_finetune": (6, 1e-4),
+    "maml": (20, 1e-4),
+    "dp_sgd": (10, 1e-4),
+    "clip": (20, 1e-4),
+    "fedavg": (5, 1e-4),
+    "hessian_spectrum": (30, 1e-6),
+    "compare_hooks": (10, 1e-4),
+}
+
+
+def main_of(name: str, *args: Any) -> Any:
+    """What main() of an example returns, which is imported as Python does where it is started as a script."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        try:
+            return importlib.import_module(name).main(*args)
+        finally:
+            for new in {each for each in sys.modules if each.partition(".")[0] in ("plain", name)} - before:
+                del sys.modules[new]
+
+
+def script(*command: str, folder: Path) -> str:
+    """What Python prints with these arguments."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's, of transformers
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", some(TWINS, "dp_sgd", "clip"))
+def test_two_ranks_come_to_what_plain_torch_comes_to(name: str, ranks: Ranks) -> None:
+    steps, rtol = TWINS[name]
+    plain = main_of(f"plain.{name}", steps)
+    for found in ranks(2).run(main_of, name, steps):
+        if isinstance(found, dict):
+            found = found["AllReduce()"]  # the others lose something
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=rtol, atol=0.0)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", TWINS)
+def test_it_runs_as_a_script(name: str, tmp_path: Path) -> None:
+    script("-m", "ltx", "run", "-n", "2", str(EXAMPLES / f"{name}.py"), "--steps", "2", folder=tmp_path)
+    assert not list(tmp_path.iterdir()), "an example leaves files behind where it is started"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_the_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    command = ["-m", "ltx", "run", "-n", "2", str(EXAMPLES / "train_gpt.py"), "--checkpoints", "here", "--steps"]
+    assert "step 2: loss" in script(*command, "3", folder=tmp_path)
+    assert re.findall(r"step (\d+): loss", script(*command, "5", folder=tmp_path)) == ["4"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_ray_train(tmp_path: Path) -> None:
+    """The group that Ray makes is adopted, and the loss is that of one process."""
+    pytest.importorskip("ray", reason="Ray isn't installed: pip install 'ltx[ray]'")
+    printed = script(str(EXAMPLES / "ray_train.py"), "--steps", "5", folder=tmp_path)
+    found = float(re.findall(r"^loss ([\d.]+)$", printed, re.MULTILINE)[-1])
+    assert found == pytest.approx(main_of("plain.clip", 5)[-1], rel=1e-3)
+
+
+def test_clusters_files_start_what_there_is() -> None:
+    batch = (EXAMPLES / "slurm.sbatch").read_text(encoding="utf-8")
+    subprocess.run(["bash", "-n"], input=batch, text=True, check=True)
+    job = list(yaml.safe_load_all((EXAMPLES / "k8s.yaml").read_text(encoding="utf-8")))[1]
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    started = re.search(r"python (examples/\S+) (.*?) \|\|", batch)
+    assert started is not None
+    for path, options in ((started[1], started[2]), (command[6], " ".join(command[7:]))):
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for option in re.findall(r"--[a-z]+", options):
+            assert f'add_argument("{option}"' in source
+
+
+def test_the_gallery_shows_every_example() -> None:
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md", "gallery.py"}
+    assert {f"{name}.py" for name in TWINS} | {"slurm.sbatch", "k8s.yaml", "ray_train.py"} == files
+    assert {path.stem for path in (EXAMPLES / "plain").glob("*.py")} == set(TWINS)
+    for file in files:
+        assert f"]({file})" in page
+    for name in TWINS:
+        assert f"![](pictures/{name}.svg)" in page
+        assert (EXAMPLES / "pictures" / f"{name}.svg").exists()
