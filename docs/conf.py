@@ -96,6 +96,28 @@ def returned(name: str) -> str:
 autosummary_context = {"returned": returned}
 
 
+#: What classes that users hold do for the train step, or a step for its transformations.
+INTERNAL = {
+    "DataParallel": {"params_of", "run", "settled"},
+    "DynamicLossScale": {"after", "start"},
+    "Metrics": {"later"},
+    "SyncState": {"advanced", "checked_step", "new"},
+    "TrainState": {"become", "check_owned", "donate", "flight", "later", "parts", "renew", "seen", "tear", "unseen"},
+    "Weighted": {"checked"},
+}
+
+
+def skipped(app: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """What a hook or strategy does otherwise than others is on the base's page, once; what is internal on none."""
+    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    owner, _, method = getattr(function, "__qualname__", "").rpartition(".")
+    if method in INTERNAL.get(owner, ()):
+        return True
+    cls = getattr(inspect.getmodule(function), owner, None)
+    bases = cls.__mro__[1:] if inspect.isclass(cls) else ()
+    return True if any(method in vars(base) for base in bases if base.__module__.startswith("ltx.")) else None
+
+
 def named_error(app: Any, env: Any, node: Any, shown: Any) -> Any:
     """``Raises:`` sections name errors without their module: a link to ltx.errors if there is one of that name."""
     if node.get("reftype") in ("exc", "class", "obj") and hasattr(ltx.errors, str(node.get("reftarget"))):
@@ -107,6 +129,7 @@ def named_error(app: Any, env: Any, node: Any, shown: Any) -> Any:
 def setup(app: Any) -> None:
     """The notebooks lie beside docs/, where they are used without it; Sphinx reads what is below docs/ alone."""
     app.connect("missing-reference", named_error)
+    app.connect("autodoc-skip-member", skipped)
     shutil.rmtree(HERE / "reference" / "names", ignore_errors=True)  # autosummary writes them; those of old names stay
     for path in (HERE.parent / "notebooks").glob("*.ipynb"):
         shutil.copyfile(path, HERE / "tutorials" / path.name)

@@ -75,6 +75,7 @@ def test_runs_from_a_fresh_kernel(path: Path, runs: Runs) -> None:
 RUNS = test_runs_from_a_fresh_kernel.__name__
 
 
+@pytest.mark.full(but=1)
 @each_notebook
 def test_is_committed_with_clean_outputs(path: Path) -> None:
     notebook = read(path)

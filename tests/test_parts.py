@@ -95,6 +95,7 @@ def reduced(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return grads[0], exchanged[0]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_hooks_may_ask_among_parts(size: int, ranks: Ranks, seed: int) -> None:
     x = torch.randn(4, 3)
@@ -124,6 +125,7 @@ def test_data_parallel_within_a_node(ranks: Ranks) -> None:
     assert list(ranks(4).run(within)) == [1.5, 1.5, 3.5, 3.5]
 
 
+@pytest.mark.full
 def test_parts_are_closed_with_their_axis(ranks: Ranks) -> None:
     def run() -> tuple[int, int]:
         group = torch.distributed.new_group([0, 1, 2, 3])

@@ -69,7 +69,7 @@ def test_there_are_blocks_to_run() -> None:
     assert sum(len(blocks_of(page)) for page in PAGES) >= 40
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("block", blocks_of(README), ids=lambda block: f"line {block.line}")
 def test_each_block_of_the_readme_runs_by_itself(block: Block, ranks: Ranks, tmp_path: Path) -> None:
     if block.runs == "driver":
@@ -78,7 +78,7 @@ def test_each_block_of_the_readme_runs_by_itself(block: Block, ranks: Ranks, tmp
         ranks(2).run(lambda: run_in_order("README.md", [block], str(tmp_path)))
 
 
-@pytest.mark.full(but=10)
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_a_page_runs_from_top_to_bottom(page: Path, ranks: Ranks, tmp_path: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.runs == "ranks"]
@@ -135,6 +135,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_bytes_of_each_hook() -> None:
     from benchmarks.models import Transformer
     from ltx import hooks

@@ -123,6 +123,7 @@ def test_each_bad_value_at_each_place(calls: dict[str, list[public.Call]], name:
     assert not failed
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ltx.psum", "ltx.all_gather", "ltx.ppermute", "ltx.sync_gradients", "ltx.train_step"])
 def test_on_simulated_ranks(calls: dict[str, list[public.Call]], name: str) -> None:
     failed = []

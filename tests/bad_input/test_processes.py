@@ -35,7 +35,7 @@ BAD_ON_ONE: dict[str, Callable[[bool], Any]] = {
 }
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("case", BAD_ON_ONE)
 def test_bad_input_on_one_rank(torn: Callable[..., Any], case: str) -> None:
     """The one that was given it says so, its peer that it waits for nothing; the world may be torn by then."""

@@ -184,7 +184,7 @@ def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
     assert re.search("rank 1 has written .*, and rank 0 sees no such file: all ranks need the same file system", said)
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["step", "psum", "barrier"])
 def test_one_rank_that_saves_alone_is_told(then: str, torn: Torn, tmp_path: Path) -> None:
     """The mistake that everyone makes once: `if rank == 0: save(...)`, and then the next step, which all ranks know."""

@@ -40,7 +40,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(x, y), path
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=2)
 @pytest.mark.covering(1, of=lambda name, how: (KINDS[name], how))
 @pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize("name", ROWS)
@@ -247,6 +247,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_what_hooks_carry_goes_on(hook: Any, ranks: Ranks, seed: int, tmp_path: Path) -> None:
     def on_a_rank() -> Any:

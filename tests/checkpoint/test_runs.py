@@ -55,6 +55,7 @@ def test_who_goes_on_from_them_continues_the_run(of_others: Path) -> None:
     assert directory.steps(of_others) == [6, 5]
 
 
+@pytest.mark.full
 def test_a_directory_in_use_is_locked_against_a_second_run(started: Callable[..., Ranks], tmp_path: Path) -> None:
     """Also after rank 0, which has locked it, is gone; when all are, it is free again."""
     go = get_context("fork").Semaphore(0)

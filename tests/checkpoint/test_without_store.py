@@ -52,7 +52,7 @@ def without_store(before: Callable[[], Any], after: Callable[[Any], Any]) -> lis
         world.close()
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_steps_go_on_and_are_saved(how: str, tmp_path: Path) -> None:
     def before() -> Any:

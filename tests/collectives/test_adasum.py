@@ -45,6 +45,7 @@ def test_processes(n: int, dtype: torch.dtype, ranks: Ranks) -> None:
         torch.testing.assert_close(found.rank(0)[name], of_stack(xs), rtol=max(few, 1e-12), atol=max(few, 1e-12))
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [1, 2, 8, 64])
 def test_simulated(n: int, seed: int) -> None:
     given = drawn(n)

@@ -75,6 +75,7 @@ def _assert_same(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("outer", ["node", "data"], ids=["outermost first", "innermost first"])
 def test_nested_simulated_axes_are_as_a_flat_one(outer: str, seed: int) -> None:
     """Whichever is nested in the other: the order of ranks is that of the tuple."""
@@ -172,6 +173,7 @@ def test_processes_of_a_mesh_are_as_a_flat_world(ranks: Ranks, seed: int) -> Non
         assert "axis=('data', 'r') mixes axes of processes with simulated ones" in text
 
 
+@pytest.mark.full
 def test_some_axes_of_a_mesh(ranks: Ranks) -> None:
     """Axes of one rank count as axes, for names and for what None means."""
 

@@ -78,6 +78,7 @@ def test_means_of_integers(ranks: Ranks, values: list[int], mean: float, truncat
     assert kept.dtype == torch.int64
 
 
+@pytest.mark.full
 def test_the_gradient_of_a_product(ranks: Ranks) -> None:
     """A zero on one rank has a gradient all the same."""
     xs = torch.tensor([[2.0, 0.0], [3.0, 4.0], [5.0, 6.0]])

@@ -36,6 +36,7 @@ def test_gather_all_tensors(ranks: Ranks, shapes: list[tuple[int, ...]], dtype: 
     assert all(torch.equal(got, x) and got.dtype == x.dtype for got, x in zip(found, xs, strict=True))
 
 
+@pytest.mark.full
 def test_gradients_flow_through_gather_all_tensors(ranks: Ranks) -> None:
     """Each rank weighs each tensor otherwise; a second derivative and a transform on the way."""
     xs = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES["rows"]]
@@ -140,6 +141,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("call", list(CALLS))
 def test_no_simulated_and_no_compiled_form(call: str) -> None:
     fn, message = CALLS[call]
@@ -216,6 +218,7 @@ MISFITS: dict[str, tuple[Callable[[int, tuple[int, ...]], Any], int, str]] = {
 }
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("op", MISFITS)
 @pytest.mark.parametrize("known", [False, True])
 def test_a_tensor_that_does_not_fit_raises_on_all_ranks(torn: Callable[..., Any], op: str, known: bool) -> None:

@@ -93,7 +93,7 @@ def check(row: Row, got: Values) -> None:
         )
 
 
-@pytest.mark.full(but=12)
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_simulated_ranks(op: str, n: int) -> None:
@@ -109,6 +109,7 @@ def test_simulated_ranks_from_outside(op: str, n: int) -> None:
         check(row, derivatives(ltx.vmap(call(row)), *tensors(row, GIVEN)))
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("op", OPS)

@@ -113,7 +113,7 @@ def _all_cases(drawn: list[tuple[Tensor, Tensor]]) -> list[Found]:
     return [_maps(case, xs[rank], bars[rank]) for case, (xs, bars) in zip(CASES, drawn, strict=True)]
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3])
 @losses
 def test_processes_and_the_same_as_simulated(ranks: Ranks, n: int, equal: bool, seed: int) -> None:

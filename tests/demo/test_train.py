@@ -70,6 +70,7 @@ def test_accumulation_is_the_larger_batch(lesson: Lesson) -> None:
         torch.testing.assert_close(accumulated[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_training_learns_and_is_written_down(name: str, lesson: Lesson, tmp_path: Path) -> None:
     stream = io.StringIO()

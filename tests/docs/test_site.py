@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -40,6 +41,11 @@ def test_every_public_name_has_one_page() -> None:
     documented = documented_names()
     wanted = set().union(*map(public_names, PUBLIC)) - {"ltx.errors.message_of"}  # a help for errors of others
     assert sorted(documented) == sorted(wanted)
+
+
+def test_methods_that_pages_leave_out_are_there() -> None:
+    for name, methods in runpy.run_path(str(DOCS / "conf.py"))["INTERNAL"].items():
+        assert methods <= set(dir(getattr(ltx, name))), name
 
 
 def test_every_error_has_a_cause_and_a_cure() -> None:

@@ -31,6 +31,7 @@ def expected(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.tensor(adasum([x.numpy() for x in xs])) for name, xs in given.items()}
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("bucket_bytes", [8, 200, 1 << 20])
 @pytest.mark.parametrize("n", [2, 4])
 def test_processes(n: int, bucket_bytes: int, ranks: Ranks) -> None:

@@ -102,6 +102,7 @@ def test_top_k_leaves_the_smallest(name: str, ratio: float, seed: int) -> None:
     torch.testing.assert_close(left, smallest, rtol=1e-12, atol=0)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("levels", [1, 4, 127])
 def test_qsgd_is_unbiased_within_its_variance(levels: int, seed: int) -> None:
     """E|Q(x) - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2, lemma 3.1."""

@@ -11,6 +11,7 @@ from ltx import hooks
 POWER = hooks.PowerSGD(1, start_step=0)
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize(
     ("hook", "bytes_of"),
     [

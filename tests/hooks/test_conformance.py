@@ -90,6 +90,7 @@ def test_equals_its_slow_twin(name: str, n: int) -> None:
             torch.testing.assert_close(of_rank(entries, rank), states[rank][path], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", MOST)
 def test_processes_equal_simulated_ranks_and_one_another(name: str, ranks: Ranks) -> None:
     hook, grads = HOOKS[name], gradients(2)
@@ -108,6 +109,7 @@ def test_processes_equal_simulated_ranks_and_one_another(name: str, ranks: Ranks
             assert torch.equal(mine, first)  # to the last bit
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", FED_BACK)
@@ -129,6 +131,7 @@ def test_error_of_one_step(name: str) -> None:
     assert 0 < error.norm() <= row.error * flat(mean).norm()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some([name for name, row in ROWS.items() if row.unbiased], "randomk, unbiased"))
 def test_the_mean_is_preserved(name: str) -> None:
     hook, (given,) = ROWS[name].hook, gradients(2, steps=1)
@@ -165,7 +168,7 @@ def test_zeros_stay_zeros_and_are_no_dead_end(name: str) -> None:
     assert all(x.any() for path, x in results[-1].items() if path in ("weight", "kernel"))
 
 
-@pytest.mark.full(but=10)
+@pytest.mark.full(but=3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", HOOKS)

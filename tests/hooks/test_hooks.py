@@ -36,6 +36,7 @@ def reduce(name: str, grad: Tensor) -> Tensor:
     return ltx.sync_gradients([grad], ltx.DDPStrategy(comm_hook=name))[0][0]
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", HOOKS)
 def test_mean(name: str, dtype: torch.dtype, ranks: Ranks, seed: int) -> None:

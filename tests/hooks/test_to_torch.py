@@ -166,7 +166,7 @@ def assert_equal(got: Any, want: Any, **tolerance: float) -> None:
     torch.testing.assert_close(got, want, **(tolerance or {"rtol": 0, "atol": 0}))
 
 
-@pytest.mark.full(but=8)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("views", [False, True], ids=["", "gradient_as_bucket_view"])
 @pytest.mark.parametrize("small", [False, True], ids=["one bucket", "several"])
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_as_data_parallel(hook: CommHook, small: bool, views: bool, ranks: Ranks
             assert_equal(under_ddp, plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", MOST)
 def test_every_compressor(name: str, ranks: Ranks, seed: int) -> None:
     """To the last bit where the buckets are the same: one for each tensor, from the first step on."""
@@ -215,6 +215,7 @@ def test_three_ranks(ranks: Ranks, seed: int) -> None:
     assert_equal(several, ranks(3).run(with_ddp, None, seed).replicated(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("hook", [Feedback(), InPhases()], ids=lambda hook: type(hook).__name__)
 def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
     """Ranks reach their buckets at random times, while others are between two phases."""
@@ -291,6 +292,7 @@ def test_no_sync_accumulates(ranks: Ranks, seed: int) -> None:
     assert_equal(got, ranks(2).run(run, None).replicated()[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("how", ["find_unused_parameters", "static_graph"])
 def test_unused_parameters(how: str, ranks: Ranks, seed: int) -> None:
     def run(hook: CommHook | None) -> list[dict[str, Any]]:
@@ -518,6 +520,7 @@ def nested(seed: int, hook: Callable[[], Any], delays: random.Random | None = No
     return inner, outer
 
 
+@pytest.mark.full
 def test_two_modules_in_one_backward_pass(ranks: Ranks, seed: int) -> None:
     """Their buckets interleave: the phases of one don't mix with those of the other."""
 

@@ -31,6 +31,7 @@ def test_code_that_has_changed_is_told() -> None:
         mutant.applied("x = 1")
 
 
+@pytest.mark.full
 def test_the_first_test_that_fails_is_the_killer(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text("def test_a():\n    pass\n\n\ndef test_b():\n    assert False\n")

@@ -86,6 +86,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_statistics_and_gradients_are_those_of_the_whole_batch(name: str, ranks: Ranks, seed: int) -> None:
     xs, rest = drawn(SHAPES[name])
@@ -494,6 +495,7 @@ def bare_loop(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Any:
     return torch.stack(losses), params, dict(module.named_buffers())
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("sizes", [(4, 4), (7, 2), (5, 0), (0, 3)], ids=str)
 def test_training_with_buffers_is_one_process_with_the_whole_batch(
     sizes: tuple[int, int], ranks: Ranks, seed: int

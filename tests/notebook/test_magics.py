@@ -116,6 +116,7 @@ def test_values_go_in_and_out(kernel: Kernel) -> None:
     assert "--in: the notebook has no 'nowhere'" in shown[0][1]
 
 
+@pytest.mark.full
 def test_show_and_progress(kernel: Kernel) -> None:
     shown = kernel.run("%%ltx\nprint('before')\nltx.show({'at': rank}, rank=1)\nprint('after')")
     mine = [line for kind, text in shown for line in text.splitlines() if line.startswith("[rank 1]")]
@@ -145,6 +146,7 @@ def test_a_failing_cell_shows_its_own_lines_and_the_workers_stay(kernel: Kernel)
     assert _pids(kernel) == before
 
 
+@pytest.mark.full
 def test_functions_of_cells_show_their_lines_under_the_cells_number(kernel: Kernel) -> None:
     [(_, text)] = kernel.run(
         "def f(x):\n    return 1 / x\n\nwith ltx.Pool(1) as pool:\n    pool.run(lambda: f(0))  # zero\n"
@@ -255,6 +257,7 @@ def test_a_line_that_is_written_over_moves(kernel: Kernel) -> None:
     assert len(lines) > 2
 
 
+@pytest.mark.full
 def test_many_lines_come_in_batches(kernel: Kernel) -> None:
     shown = kernel.run(
         "%%ltx --rank 0\nfor i in range(5000): print(i)",

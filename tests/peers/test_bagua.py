@@ -466,13 +466,14 @@ COMMUNICATOR: dict[str, Case | Refusal] = {
 TABLES: dict[str, Cases] = {"training": TRAINING, "communicator": COMMUNICATOR}
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
 def test_on_ranks(table: str, n: int, ranks: Ranks, seed: int) -> None:
     cases = TABLES[table]
     check(failures(cases, lambda xs, bars: on_rank(cases, xs, bars), ranks, n))
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("table", TABLES)
 def test_on_simulated_ranks(table: str, seed: int) -> None:
     check(failures_simulated(TABLES[table]))
@@ -520,6 +521,7 @@ def test_codes_are_baguas_where_0_is_in_the_range(draw: Callable[[], Tensor], se
     assert float((decoded - x).abs().max()) <= 1.001 / float(theirs.scale)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_error_of_codes(dtype: torch.dtype, seed: int) -> None:
     """At most one step, whatever the dtype, of the range's 255; nothing wraps around."""

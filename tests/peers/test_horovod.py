@@ -814,11 +814,13 @@ def test_collectives(table: str, n: int, ranks: Ranks, seed: int) -> None:
     check(failures(cases, lambda xs, bars: on_rank(cases, xs, bars), ranks, n))
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("table", [name for name in TABLES if name != "refusals"])
 def test_simulated_collectives(table: str, seed: int) -> None:
     check(failures_simulated(TABLES[table]))
 
 
+@pytest.mark.full
 def test_process_sets(ranks: Ranks, seed: int) -> None:
     def run(xs: Any, bars: Any) -> dict[str, Any]:
         with process_sets():

@@ -333,7 +333,7 @@ def test_collectives(table: str, n: int, ranks: Ranks, seed: int) -> None:
     check(failures(cases, lambda xs, bars: on_rank(cases, xs, bars), ranks, n))
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("table", [name for name in TABLES if name != "refusals"])
 def test_simulated_collectives(table: str, seed: int) -> None:
     check(failures_simulated(TABLES[table]))

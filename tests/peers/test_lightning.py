@@ -398,7 +398,7 @@ REFUSALS: dict[str, Case | Refusal] = {
 TABLES: dict[str, Cases] = {"reductions": REDUCTIONS, "gathers": GATHERS, "fit": FIT, "refusals": REFUSALS}
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
 def test_on_ranks(table: str, n: int, ranks: Ranks, seed: int) -> None:
     cases = TABLES[table]

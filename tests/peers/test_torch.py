@@ -295,6 +295,7 @@ def check_moved(by_rank: Any, xs: dict[torch.dtype, Tensor]) -> None:
             assert torch.equal(got if dtype.is_complex else got.float(), want), (name, dtype)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
 def test_a_failed_collective_leaves_later_ones_right(transport: str, ranks: Ranks, torn: Callable[..., Any]) -> None:
     by_rank = ranks(2).run(after_failures) if transport == "shared memory" else torn(after_failures, 30.0, sockets=True)
@@ -306,6 +307,7 @@ def test_dtypes_without_sums_alone() -> None:
     check_after_failures(after_failures())
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
 def test_what_moves_is_of_any_dtype(transport: str, ranks: Ranks, torn: Callable[..., Any], seed: int) -> None:
     xs = to_move()
@@ -685,7 +687,7 @@ TABLES: dict[str, Cases] = {
 }
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
 def test_on_ranks(table: str, n: int, ranks: Ranks, seed: int) -> None:
     cases = TABLES[table]

@@ -128,6 +128,7 @@ def test_an_interrupt_reaches_the_driver_and_the_pool_works_after(drivers: list[
     assert list(temp.iterdir()) == []
 
 
+@pytest.mark.full
 def test_close_leaves_nothing() -> None:
     sockets = len(os.listdir("/proc/self/fd"))
     began = time.monotonic()

@@ -104,6 +104,7 @@ def test_a_rank_that_is_killed_or_stopped(how: signal.Signals, sockets: bool, st
         assert "the others have gone on without this rank" in world.told(1)
 
 
+@pytest.mark.full
 def test_two_losses_until_one_is_left(started: Start) -> None:
     def trouble(rank: int, step: int) -> None:
         if (rank, step) in ((0, 3), (2, 9)):
@@ -116,6 +117,7 @@ def test_two_losses_until_one_is_left(started: Start) -> None:
     assert close_to(end["state"], undisturbed())
 
 
+@pytest.mark.full
 def test_a_connection_that_breaks_costs_no_rank(started: Start) -> None:
     """Every process lives: all meet anew, and the end is that of an undisturbed run, bit for bit."""
 
@@ -151,6 +153,7 @@ def test_a_rank_that_lives_and_doesnt_come_is_left_behind_at_the_limit(started: 
     assert "rank 1: the others have gone on without this rank, which they took for lost" in world.told(1)
 
 
+@pytest.mark.full
 def test_a_loss_that_comes_again_and_again_is_raised_on_all(started: Start) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 4:
@@ -161,7 +164,7 @@ def test_a_loss_that_comes_again_and_again_is_raised_on_all(started: Start) -> N
     assert "rank 1 has left axis 'data' because of an exception (PeerLostError: this link" in world.told(0)
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_replicas_that_come_apart(snapshots: bool, started: Start, tmp_path: Path) -> None:
     """Of three, the one that differs gets the others' state; of two that differ, a snapshot knows what is right."""
@@ -197,6 +200,7 @@ def test_two_that_differ_and_no_snapshot(started: Start) -> None:
         assert f"ReplicaDivergedError: elastic: rank {rank}: ranks have done as many steps" in world.told(rank)
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_is_left_behind_at_once(started: Start) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 4:
@@ -346,6 +350,7 @@ def test_a_snapshot_that_a_loss_has_interrupted_is_made_up_for_at_the_end(starte
     assert ltx.checkpoint.load(tmp_path, make()[1], rng=False).step == STEPS
 
 
+@pytest.mark.full
 def test_a_loss_while_the_snapshot_is_read(started: Start, tmp_path: Path) -> None:
     ltx.elastic(*make(), batch, START, epochs=1, snapshots=tmp_path)
 
@@ -418,6 +423,7 @@ def test_a_step_that_doesnt_commit_whole_is_refused() -> None:
         ltx.elastic(train, state, batch, START, epochs=1)
 
 
+@pytest.mark.full
 def test_what_a_rank_keeps_for_itself_needs_snapshots(started: Start, tmp_path: Path) -> None:
     def body(tell: Callable[[Any], None]) -> Any:
         for strategy in (ltx.ZeroStrategy(), ltx.LocalSGDStrategy(period=2)):

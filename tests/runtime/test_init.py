@@ -226,6 +226,7 @@ def test_malformed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         init()
 
 
+@pytest.mark.full
 def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -400,6 +400,7 @@ values = st.one_of(
 bases = st.sampled_from([{}, JOB, STEP, OPENMPI, HYDRA, MVAPICH2, TORCHRUN])
 
 
+@pytest.mark.full
 @settings(max_examples=500, deadline=None)
 @given(bases, st.dictionaries(st.sampled_from(ALL_NAMES), st.none() | values, max_size=6), st.sampled_from([0, 1, 4]))
 def test_whatever_is_set_gives_a_world_or_an_error_with_a_name(

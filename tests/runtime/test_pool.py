@@ -201,6 +201,7 @@ def test_runs_from_several_threads_do_not_mix(ranks: Ranks) -> None:
     assert sums == {number: 2.0 * number for number in range(8)}
 
 
+@pytest.mark.full
 def test_what_workers_print_is_shown_with_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         print(f"one\ntwo of {world().size}")

@@ -270,6 +270,7 @@ def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
         assert "background 0 on axis 'data'" in told.read_text()
 
 
+@pytest.mark.full
 def test_a_peer_that_begins_no_round(torn: Torn) -> None:
     """It counts as lost after the axis' timeout; until then steps go on."""
 

@@ -189,6 +189,7 @@ def recorded(strategy: ltx.BaguaStrategy) -> tuple[bool, int, list[tuple[str, in
     return said.matches(trace), said.bytes, [(e.operation, e.nbytes) for e in trace.buckets]
 
 
+@pytest.mark.full
 def test_a_node_sends_as_much_to_others_as_one_rank_would(ranks: Ranks) -> None:
     """Of float32: a rank gets half of its node's sum, shares it with the other node, gives its node the result."""
     nodes = {"hierarchical": True, "node_size": 2}

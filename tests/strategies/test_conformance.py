@@ -56,7 +56,7 @@ def assert_is(history: Trained, expected: list[list[Params]], rank: int, toleran
             )
 
 
-@pytest.mark.full(but=10)
+@pytest.mark.full(but=3)
 @pytest.mark.covering(1, of=lambda name, n: (name,))
 @pytest.mark.parametrize(("name", "n"), PROCESSES)
 def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, seed: int) -> None:
@@ -73,7 +73,7 @@ def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, s
         assert row.strategy.kinds.params == "per_rank"
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1, of=lambda name: (KINDS[name],))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_may_be_kept_or_saved_halfway(name: str, ranks: Ranks, seed: int) -> None:
@@ -89,6 +89,7 @@ def test_a_state_may_be_kept_or_saved_halfway(name: str, ranks: Ranks, seed: int
             assert all(map(torch.equal, ltx.tree.flatten(end)[0], ltx.tree.flatten(other_end)[0])), kwargs
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.covering(1, of=lambda name, n: (KINDS[name], n))
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", NAMES)

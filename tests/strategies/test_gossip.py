@@ -140,12 +140,14 @@ def odd_loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return sum(((p.double() - x) * (1 + x)).square().sum() for p in params.values())
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_neighbours_know_each_other_to_the_last_bit(n: int, ranks: Ranks, seed: int) -> None:
     results = list(ranks(n).run(trained, "low_precision_decentralized", seed, first_bucket_bytes=40, bucket_bytes=40))
     assert_ring(results)
 
 
+@pytest.mark.full
 def test_nodes_know_each_other_to_the_last_bit(ranks: Ranks, seed: int) -> None:
     results = list(ranks(4).run(trained, "low_precision_decentralized", seed, **NODES))
     assert_ring(results[::2])
@@ -166,6 +168,7 @@ def assert_ring(results: list[list[tuple[Any, Any]]]) -> None:
     assert not torch.equal(params[0]["turned"], params[1]["turned"])  # they are each one's own
 
 
+@pytest.mark.full
 def test_ranks_without_data_come_to_agree(ranks: Ranks) -> None:
     """Where nobody learns anything, gossip makes weights equal."""
 
@@ -266,7 +269,7 @@ def test_means_over_different_steps_are_refused(fields: dict[str, Any], torn: To
         assert kept
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -102,6 +102,7 @@ def test_half_precision_doesnt_overflow_where_the_mean_doesnt() -> None:
     assert reduced(g, op="sum").tolist() == [160000.0, 160000.0]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("hook", [hooks.ByteGrad(), hooks.TopK(0.5), hooks.PowerSGD(1, start_step=0)], ids=repr)
 def test_any_hook_compresses(hook: hooks.CommHook) -> None:
     """A sum is n times the mean, by whatever hook, and so are its states."""
@@ -194,6 +195,7 @@ def test_several_passes_and_what_they_dont_go_with() -> None:
         complex_one(complex_one.init({"c": torch.ones(2, dtype=torch.complex64)}))
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -275,6 +277,7 @@ def test_groups_are_buckets() -> None:
     assert buckets_of([["[w-x]"], ["z", "y"]]) == [("v",), ("w", "x"), ("y", "z")]
 
 
+@pytest.mark.full
 def test_groups_reduce_as_ever(ranks: Ranks) -> None:
     x = torch.randn(2, 3)
 

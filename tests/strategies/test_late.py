@@ -91,7 +91,7 @@ def clipped() -> ltx.optim.Optimizer:
     return ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adam())
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [adam, clipped])
 @pytest.mark.parametrize("name", LATE)
@@ -135,6 +135,7 @@ class BrokenError(Exception):
     """What a rank's own program raises."""
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2", "adasum"])
 def test_a_peer_that_fails_leaves_everything_as_it_was(name: str, torn: Torn, seed: int) -> None:
     """Rank 1 fails at a step, before it talks; both do that step again."""
@@ -168,6 +169,7 @@ def test_a_peer_that_fails_leaves_everything_as_it_was(name: str, torn: Torn, se
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2", "adasum"])
 def test_an_interrupt_meanwhile_waits_until_the_state_is_whole(name: str, ranks: Ranks, seed: int) -> None:
     strategy = LATE[name][1]

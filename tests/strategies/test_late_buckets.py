@@ -57,7 +57,7 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [adam, stepped])
 @pytest.mark.parametrize("name", IN_BUCKETS)
@@ -65,7 +65,7 @@ def test_it_comes_to_the_same(name: str, make: Callable[[], ltx.optim.Optimizer]
     compare(ranks, name, seed, make)
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_with_micro_batches(name: str, ranks: Ranks, seed: int) -> None:
     def of_samples(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -87,14 +87,14 @@ def test_with_weights(ranks: Ranks, seed: int) -> None:
     compare(ranks, "zero", seed, fn=weighted)
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_in_half_precision(name: str, ranks: Ranks, seed: int) -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=64.0)
     compare(ranks, name, seed, wrap=lambda step: ltx.mixed_precision(step, precision))
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_parameters_unused_on_a_rank_used_twice_and_detached(name: str, ranks: Ranks, seed: int) -> None:
     def odd(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_parameters_unused_on_a_rank_used_twice_and_detached(name: str, ranks: R
     compare(ranks, name, seed, fn=odd)
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_under_debug_checks(name: str, ranks: Ranks, seed: int) -> None:
     n, strategy = LATE[name]
@@ -119,7 +119,7 @@ def test_under_debug_checks(name: str, ranks: Ranks, seed: int) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2, small buckets", "adasum, small buckets"])
 @pytest.mark.parametrize("sockets", [False, True])
 def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_torn(

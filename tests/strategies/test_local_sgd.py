@@ -111,6 +111,7 @@ def by_ltx(seed: int, strategy: ltx.Strategy) -> list[list[Tensor]]:
     return history
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     "strategy",
     [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)],

@@ -159,6 +159,7 @@ def assert_like(got: Params, expected: Params) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [

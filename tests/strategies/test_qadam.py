@@ -31,6 +31,7 @@ def mean_loss(module: nn.Module) -> Callable[..., Tensor]:
     return lambda p, x: torch.func.functional_call(module, p, x).square().mean()
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_warm_up_is_adam_under_ddp_bit_for_bit(n: int, ranks: Ranks) -> None:
     """With torch's fused kernel, which ltx uses where there is one; its default differs in the last bits."""

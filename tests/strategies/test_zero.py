@@ -94,7 +94,7 @@ def assert_close(got: Params, expected: Params, tolerance: float = 1e-5) -> None
         torch.testing.assert_close(got[name], value, rtol=close, atol=close, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_ddp_does(case: str, ranks: Ranks) -> None:
     kwargs = CASES[case]
@@ -107,6 +107,7 @@ def test_two_ranks_train_as_ddp_does(case: str, ranks: Ranks) -> None:
         torch.testing.assert_close(norm, expected_norm, rtol=1e-2, atol=0)
 
 
+@pytest.mark.full
 def test_three_ranks_train_as_ddp_does(ranks: Ranks) -> None:
     params, _, _ = ranks(3).run(trained, ltx.ZeroStrategy(**BUCKETS), SGD).replicated()
     expected, _, _ = ranks(3).run(trained, ltx.DDPStrategy(**BUCKETS), SGD).replicated()
@@ -136,6 +137,7 @@ def test_a_world_of_one_is_ddps(optimizer: Any) -> None:
     assert all(torch.equal(params[name], expected[name]) for name in expected)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3])
 def test_simulated_ranks_train_as_ddps_do(n: int, seed: int) -> None:
     x = torch.randn(3, n, 8, 6)
@@ -314,6 +316,7 @@ def test_parts_dont_collide_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> Non
         assert names == [f"{shard}.exp_avg", f"{shard}.exp_avg_sq"]
 
 
+@pytest.mark.full
 def test_a_gathered_state_goes_to_any_number_of_ranks(ranks: Ranks) -> None:
     """Saved by two ranks, and gone on with by one, two and three, as DDP's own state would be."""
 

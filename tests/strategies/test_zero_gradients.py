@@ -82,7 +82,7 @@ def distances(request: pytest.FixtureRequest, ranks: Callable[[int], Any]) -> li
     return list(ranks(2).run(moved, {name: CASES[name] for name in names}, 7))
 
 
-@pytest.mark.full(but=16)
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_no_gradient_stays(name: str, distances: list[dict[str, tuple[float, float]]]) -> None:
     print(name, [of_rank[name] for of_rank in distances])

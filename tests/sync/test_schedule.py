@@ -207,7 +207,7 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError("no derivative")
 
 
-@pytest.mark.full(but=6)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("where", list(NAMES))
 @pytest.mark.parametrize("how", ["backward", "func.grad", "train_step"])
 def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, how: str) -> None:
@@ -263,6 +263,7 @@ def test_gradients_of_the_batch_alone_leave_the_axis_in_step(ranks: Ranks) -> No
         torch.testing.assert_close(found, [torch.ones(3), torch.full((3,), 1.5)] * 3)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: type(hook).__name__)
 @pytest.mark.parametrize("n", [2, 3])
 def test_simulated(hook: CommHook, n: int, seed: int) -> None:
@@ -334,7 +335,7 @@ def test_a_graph_that_is_used_twice(ranks: Ranks) -> None:
         assert ranks(2).run(run, hook).replicated() == [9.0, 9.0, 9.0]
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("hook", [InTwoPhases(), InThreePhases()], ids=["two phases", "three phases"])
 def test_two_steps_in_one_loss_whose_hooks_take_several_phases(hook: CommHook, ranks: Ranks, seed: int) -> None:
     """Later phases are issued whenever something has landed; those of one step mustn't pair with the other's."""

@@ -83,6 +83,7 @@ def test_known_links(network: Network, size: int) -> None:
     assert bucket_sizes(network, 2, 21_000_000, MIB) == (size, min(size // 4, MIB))
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("hook", "sizes"),
     [

@@ -43,6 +43,7 @@ def setting() -> tuple[Params, Callable[[Params, Tensor], Tensor], Tensor]:
     return {f"w{k}": torch.randn(256, 300 if k == 3 else 256) / 16 for k in range(4)}, loss, torch.randn(128, 256)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("overlap", ["backward", "update", "step"])
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_training_step(ranks: Ranks, overlap: Any, donate: bool) -> None:

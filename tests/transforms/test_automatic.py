@@ -51,6 +51,7 @@ def on(network: ltx.Network | None, **fields: Any) -> ltx.DDPStrategy:
 # --- what is chosen --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("bandwidth", "chosen"), [(100e9, "none"), (10e9, "bf16"), (1e9, "bytegrad"), (1e8, "powersgd"), (1e6, "powersgd")]
 )
@@ -147,7 +148,7 @@ def loss_of(module: nn.Module) -> Callable[[Params, Tensor], Tensor]:
     return lambda p, x: torch.func.functional_call(module, p, (x,)).square().mean()
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("overlap", ["backward", "update", "step"])
 @pytest.mark.parametrize("network", [FAST, GIGABIT, SLOW])
 def test_training_is_that_of_the_hook_that_was_chosen(
@@ -296,7 +297,7 @@ def test_one_rank_that_measures_alone(ranks: Ranks) -> None:
         assert "rank 1: data_parallel" in text
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     "make",
     [

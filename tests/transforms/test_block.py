@@ -50,6 +50,7 @@ def on_a_rank(name: str, way: str, strategy: ltx.Strategy | None, seed: int) -> 
     return local, reduced, differentiate(step), len(trace.events)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("way", WAYS)

@@ -61,6 +61,7 @@ def test_inductor(ranks: Ranks) -> None:
         assert_alike(state, other)
 
 
+@pytest.mark.full
 def test_a_schedule_of_the_learning_rate_is_refused() -> None:
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step), momentum=0.9)
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)

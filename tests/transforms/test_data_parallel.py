@@ -43,7 +43,7 @@ def on_a_rank(case: Case, way: str, seed: int) -> tuple[Params, Params | None]:
     return mine, cases.ddp_gradient(case, seed) if case.ddp is not None else None
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "way"), TABLE)
 def test_equal_to_ddp_and_to_one_process(name: str, way: str, ranks: Ranks, seed: int) -> None:
@@ -55,6 +55,7 @@ def test_equal_to_ddp_and_to_one_process(name: str, way: str, ranks: Ranks, seed
         assert_close(mine, ddp)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", FUNC_WAYS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.transforms])

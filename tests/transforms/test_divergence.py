@@ -25,6 +25,7 @@ def start(train: Any) -> Any:
     return train.init({"w": torch.linspace(-1, 1, 5000), "b": torch.ones(())})
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("n", "odd", "said"),
     [

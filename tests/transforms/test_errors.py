@@ -382,7 +382,7 @@ MISMATCHES: dict[str, tuple[Callable[[int], tuple[Any, Any]], str]] = {
 }
 
 
-@pytest.mark.full(but=9)
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize(
     ("how", "known"),
     [("grad", False), ("sync_gradients", False), ("grad", True)],

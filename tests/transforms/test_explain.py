@@ -140,7 +140,7 @@ WAYS: dict[str, Callable[[ltx.DataParallel, Params, Tensor], Any]] = {
 }
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: type(hook).__name__)
 def test_is_what_is_recorded(ranks: Ranks, hook: CommHook, n: int, seed: int) -> None:
@@ -172,6 +172,7 @@ def test_is_what_is_recorded(ranks: Ranks, hook: CommHook, n: int, seed: int) ->
         assert found == [here] * len(WAYS)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_train_steps_whose_hook_changes(ranks: Ranks, n: int, overlap: Any, seed: int) -> None:
@@ -388,6 +389,7 @@ class InNodes(ltx.Strategy):
         return params, states
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", TWINS)
 def test_training_steps_send_what_is_explained(ranks: Ranks, name: str, n: int) -> None:

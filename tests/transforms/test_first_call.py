@@ -73,6 +73,7 @@ def writing(how: str, module: nn.Module) -> Any:
     return texts
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("how", ["closure", "method", "partial", "ltx"])
 @pytest.mark.parametrize("module", [lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Stats])
 def test_a_module_that_writes_to_its_own_buffers(how: str, module: Any, ranks: Ranks) -> None:
@@ -142,6 +143,7 @@ def later() -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_leaves_of_the_step_and_late_captures(ranks: Ranks) -> None:
     results = ranks(2).run(lambda: (penalised(), later()))
     want = ltx.vmap(lambda _: penalised_by_hand())(torch.zeros(2))[0]

@@ -293,6 +293,7 @@ def with_buffers(seed: int, reentrant: bool | None = False, sync: bool = False) 
     return state.params, state.buffers
 
 
+@pytest.mark.full
 def test_the_second_pass_doesnt_count_a_batch_twice(ranks: Ranks, seed: int) -> None:
     for results in (*ranks(2).run(lambda: [with_buffers(seed, kind) for kind in (False, True, None)]),):
         torch.testing.assert_close(results[0], results[2])

@@ -69,7 +69,7 @@ def torchs(step: Any, params: Any, *args: Any, sync_state: ltx.SyncState | None 
     return (synced.params, replace(synced.sync_state, clock=sync_state.clock, step=sync_state.step + 1)), value
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if case.transforms])
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), STRATEGY], ids=["stateless", "stateful"])

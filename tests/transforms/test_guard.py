@@ -40,7 +40,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 # --- every strategy --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1, of=lambda name, value: (KINDS[name], value))
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("name", ROWS)
@@ -70,7 +70,7 @@ def test_every_strategy_skips_on_all_ranks(name: str, value: float, ranks: Ranks
         assert all(x.isfinite().all() for x in end)
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1, of=lambda name: (KINDS[name],))
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if 2 in row.ranks])
 def test_simulated_ranks_skip_as_processes_do(name: str, ranks: Ranks, seed: int) -> None:
@@ -135,7 +135,7 @@ RAISING = {
 }
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kwargs", [{}, {"donate": False}], ids=str)
 @pytest.mark.parametrize("name", RAISING)
@@ -295,7 +295,7 @@ COMBINED: dict[str, Callable[[ltx.Strategy], Any]] = {
 }
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.slow_compile
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=["ddp", "zero"])
 @pytest.mark.parametrize("name", COMBINED)

@@ -130,6 +130,7 @@ def test_ranks_that_were_interrupted_in_different_steps_are_told(ranks: Ranks) -
     assert text.startswith("2 axis 'data': leaf 'params.w' (float32[2]) should be the same on every rank")
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()])
 def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, donate: bool, ranks: Ranks) -> None:

@@ -108,6 +108,7 @@ def test_peers_of_a_stopped_one_hold_the_last_whole_step(sockets: bool, started:
         assert world.told(rank) == expected[rank]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_failure_between_two_buckets_leaves_no_state_that_is_neither(
     donate: bool, ranks: Callable[[int], ltx.Pool]

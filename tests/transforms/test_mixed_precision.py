@@ -107,7 +107,7 @@ def test_torch_func(transform: str, seed: int) -> None:
     )
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("inside", [True, False])
 def test_micro_batches_add_up_in_the_parameters_dtype(inside: bool) -> None:
     """512 gradients of 1 + 2^-7, a sum that bfloat16 can't hold."""
@@ -164,7 +164,7 @@ TRAINS: dict[str, Callable[[ltx.DataParallel], ltx.transforms.TrainStep]] = {
 }
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(TRAINS, "scaled", "accumulated", "dynamic"))
 def test_training_in_bfloat16_is_near_training_in_float32(name: str, ranks: Ranks, seed: int) -> None:
     scale = DYNAMIC if "dynamic" in name else 1024.0 if name in ("scaled", "overlap") else None
@@ -306,6 +306,7 @@ def with_ltx(
 SKIPPED = [any((step, rank) in OVERFLOWS for rank in (0, 1)) for step in range(STEPS)]
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("kwargs", [{}, {"donate": False}, {"reload_at": 5}], ids=str)
 def test_scales_and_skips_are_those_of_gradscaler(kwargs: dict[str, Any], ranks: Ranks) -> None:
     def both() -> Any:
@@ -328,6 +329,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_overflows_on_one_rank_is_skipped_by_all(name: str, ranks: Ranks) -> None:
     results = ranks(2).run(lambda: with_ltx(STRATEGIES[name], ltx.world().rank))
@@ -373,6 +375,7 @@ def test_a_skipped_step_still_averages(ranks: Ranks) -> None:
     assert first[6][1]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", some(STRATEGIES, "zero", "ByteGrad"))
 def test_simulated_ranks_skip_as_real_ones(name: str, ranks: Ranks) -> None:
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(loss, STRATEGIES[name]), FP16), adamw())
@@ -575,6 +578,7 @@ def test_values() -> None:
     assert Gossip().shares_gradients(0) is False
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [("b*",), lambda path: path == "b"], ids=["patterns", "function"])
 @pytest.mark.parametrize("wrap", ["plain", "accumulated", "compiled"])

@@ -23,6 +23,7 @@ def in_all_worlds(f: Callable[[Tensor], Any], ranks: Ranks, xs: Tensor) -> list[
     return [list(real), [torch.utils._pytree.tree_map(lambda x, r=r: x[r], simulated) for r in range(2)]]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("outputs", ["local", "mean"])
 def test_aux_and_buffers(outputs: Any, weighted: bool, ranks: Ranks) -> None:

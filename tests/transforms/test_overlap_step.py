@@ -297,7 +297,7 @@ def both(seed: int, options: dict[str, Any]) -> tuple[Any, Any, bool]:
     return expected, got, flew
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -307,7 +307,7 @@ def test_every_model_is_trained_as_without(loss: str, accumulate: int, torn: Tor
         assert flew
 
 
-@pytest.mark.full(but=3)
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -318,7 +318,7 @@ def test_every_hook_gives_what_it_gives_without(hook: str, accumulate: int, torn
         assert flew
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("hook", ["powersgd", "bytegrad", "topk with feedback"])
 def test_a_hook_is_not_disturbed_by_where_it_lands(hook: str, torn: Torn, seed: int) -> None:
     for expected, got, flew in torn(lambda: both(seed, {"hook": HOOKS[hook], "loss": "under modes"}), sockets=True):
@@ -452,6 +452,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.full
 def test_an_interrupt_while_it_lands(torn: Torn, seed: int) -> None:
     torn(lambda: interrupt_while_landing(seed), sockets=True).replicated()
 

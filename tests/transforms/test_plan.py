@@ -249,6 +249,7 @@ STRATEGIES: dict[str, ltx.Strategy] = {
 }
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_are_those_that_are_explained(name: str) -> None:
     strategy, sgd = STRATEGIES[name], ltx.optim.from_torch(torch.optim.SGD, lr=0.1)

@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
 }
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_that_differ(torn: OnFreshAxis, way: str) -> None:
     def run() -> tuple[str, list[float]]:
@@ -131,7 +131,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
 }
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", VALUES)
 def test_every_dtype_and_layout(torn: OnFreshAxis, name: str) -> None:
     """The differing leaf is frozen, so that integers may be tried too."""
@@ -262,6 +262,7 @@ def test_each_step_is_compared_once(torn: OnFreshAxis) -> None:
     assert caught
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("simulated", [False, True])
 def test_nodes_whose_parameters_may_differ(simulated: bool, ranks: Ranks) -> None:
     """Ranks that share gradients within their nodes are compared within them; a stray rank of a node is found."""

@@ -56,6 +56,7 @@ def on_a_rank(way: str, seed: int, strategy: ltx.Strategy = STRATEGY, after: int
     return reduced, errors_of(state), state.checked_step()
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_real_ranks(way: str, ranks: Ranks, seed: int) -> None:
     results = ranks(2).run(on_a_rank, way, seed)
@@ -67,6 +68,7 @@ def test_real_ranks(way: str, ranks: Ranks, seed: int) -> None:
         torch.testing.assert_close(got_errors, errors[rank], rtol=0, atol=1e-12)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("way", FUNC_WAYS)
 def test_simulated_ranks(way: str, seed: int) -> None:
     module, batches = problem(seed, 3)
@@ -106,6 +108,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_bit_equal(name: str, ranks: Ranks, seed: int) -> None:
     strategy, after = OTHERS[name]
@@ -139,6 +142,7 @@ def by_hand(seed: int) -> Any:
     return losses, params, errors_of(state), state.step
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("kwargs", [{}, {"overlap": "update"}, {"donate": False}, {"restart": True}], ids=str)
 def test_train_step(kwargs: dict[str, Any], ranks: Ranks, seed: int) -> None:
     for mine, twin in zip(ranks(2).run(trained, seed, **kwargs), ranks(2).run(by_hand, seed), strict=True):
@@ -350,6 +354,7 @@ LOSSY = {
 }
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("backing", ["real", "simulated", "one"])
 @pytest.mark.parametrize("hook", LOSSY)
 def test_second_derivatives_are_exact_whatever_the_hook(hook: str, backing: str, ranks: Ranks) -> None:

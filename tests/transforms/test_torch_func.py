@@ -136,7 +136,7 @@ def expected(name: str, seed: int) -> list[Any]:
     return alone if TRANSFORMS[name].local else [ltx.tree.map(lambda *xs: sum(xs) / 2, *alone)] * 2
 
 
-@pytest.mark.full(but=8)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_real_ranks(name: str, ranks: Ranks, seed: int) -> None:
     results = ranks(2).run(on_a_rank, name, seed)
@@ -146,6 +146,7 @@ def test_real_ranks(name: str, ranks: Ranks, seed: int) -> None:
         results.replicated()
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize("name", [name for name, transform in TRANSFORMS.items() if not transform.plain])
 def test_simulated_ranks(name: str, seed: int) -> None:
     _, step, params, batches = build(name, seed)

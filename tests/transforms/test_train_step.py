@@ -43,7 +43,7 @@ LIKE_DDP: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", LIKE_DDP)
 def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> None:
     def both() -> Any:
@@ -54,6 +54,7 @@ def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> Non
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 @pytest.mark.parametrize("overlap", ["backward", "update"])
@@ -78,6 +79,7 @@ WEIGHTED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sizes", [(7, 2), (1, 11), (5, 0), (0, 5)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
@@ -109,7 +111,7 @@ def test_world_of_one_is_the_bare_loop_bit_for_bit(name: str, seed: int) -> None
     assert_same_bits((losses, params), one_process(module, whole(batches), fused=True))  # as ltx does by default
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("each_step", [True, False], ids=["vmap a step", "vmap the loop"])
 @pytest.mark.parametrize("name", ["defaults", "small buckets", "accumulate outside", "weighted", "not fused"])
 def test_simulated_ranks_train_as_real_ones(name: str, each_step: bool, ranks: Ranks, seed: int) -> None:
@@ -344,6 +346,7 @@ def failing(where: str, seed: int) -> tuple[Any, Any, list[float]]:
     return before, after, [loss.item() for loss in losses]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_raises_leaves_the_state_as_it_was(where: str, real: bool, ranks: Ranks, seed: int) -> None:

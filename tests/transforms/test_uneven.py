@@ -131,6 +131,7 @@ USAGES: dict[str, tuple[Callable[[Tensor, Tensor], Any], dict[str, str]]] = {
 }
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("divisor", ["data", "all"])
 @pytest.mark.parametrize("usage", USAGES)
 def test_means(usage: str, divisor: Any, ranks: Ranks, seed: int) -> None:

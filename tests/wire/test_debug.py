@@ -104,7 +104,7 @@ FAULTS: dict[str, tuple[list[Callable[[], Any]], Call, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.full(but=5)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_known_calls_that_differ(torn: OnFreshAxis, name: str) -> None:
     known, call, expected = FAULTS[name]
@@ -169,6 +169,7 @@ def test_what_ranks_may_call_from_different_lines(torn: OnFreshAxis) -> None:
     assert torn(run).replicated() == ("x", 1.0)
 
 
+@pytest.mark.full
 def test_a_peer_that_comes_to_nothing(torn: OnFreshAxis) -> None:
     """Rank 1 calls one psum fewer and then nothing for as long as rank 0 waits."""
 
@@ -215,7 +216,7 @@ def test_a_rank_that_leaves_by_an_exception(torn: OnFreshAxis) -> None:
     assert "rank 1: nothing: it has left debug_checks() by ZeroDivisionError: no data at " in text
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("peer", ["new", "known", "step", "nothing"])
 def test_entered_by_one_rank(torn: OnFreshAxis, peer: str) -> None:
     def run() -> tuple[str, str]:

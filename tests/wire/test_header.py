@@ -46,6 +46,7 @@ def test_equal_digests(n: int, seed: int) -> None:
         assert (header.weight.item(), header.total.dtype) == (n, torch.float64)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3, 100])
 def test_one_bit_on_one_rank(n: int, seed: int) -> None:
     for bit in range(60):

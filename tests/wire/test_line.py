@@ -64,7 +64,7 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.full(but=5)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_new_signatures_that_differ(torn: OnFreshAxis, name: str) -> None:
     call, expected = MISMATCHES[name]
@@ -92,6 +92,7 @@ def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(torn: OnFre
     assert "rank 0: no such leaf; rank 1: float32[2]" in text
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_peer_that_stands_at_something_new(torn: OnFreshAxis, waiting: int) -> None:
     """One rank waits in a collective that it knows; the other compares another one, which the first answers."""
@@ -210,6 +211,7 @@ def test_known_collectives_in_swapped_order_are_caught_at_the_fence(torn: OnFres
     assert grads == 4.0
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("shapes", [((2, 3), (3, 2)), ((2, 3), (40, 50)), ((0, 3), (3,))], ids=str)
 def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(torn: OnFreshAxis, shapes: Any) -> None:
     """At once, whatever their sizes, and with the values as they were."""

@@ -36,6 +36,7 @@ def _on_new_axis(fn: Callable[[Axis], Any]) -> Any:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3])
 def test_all_ranks_have_the_figures_of_one_measurement(ranks: Ranks, n: int) -> None:
     def measured_twice() -> Any:

@@ -44,7 +44,7 @@ def _results(dtype: torch.dtype, length: int, seed: int) -> Found:
     return found
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_shared_memory_and_sockets(torn: OnFreshAxis, dtype: torch.dtype, length: int, seed: int) -> None:
@@ -54,7 +54,7 @@ def test_shared_memory_and_sockets(torn: OnFreshAxis, dtype: torch.dtype, length
     assert list(short) == list(long)
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("whose", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

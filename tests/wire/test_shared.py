@@ -33,7 +33,7 @@ def sums(seed: int, sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     return [ticket.wait() for ticket in tickets]
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [2, 3])
 def test_sums_are_those_of_the_buffers_in_rank_order(
@@ -58,7 +58,7 @@ def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]
     return [(ticket.total, value) for ticket in tickets for value in [ticket.wait()]]
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.complex128])
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int, dtype: Any) -> None:

@@ -117,7 +117,7 @@ def interrupted(operations: dict[str, tuple[int, ...]], error: Any, event: str, 
         return faults[0].came
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
@@ -181,6 +181,7 @@ def fail_in(stride: str, on: Sequence[int]) -> list[str]:
     return said
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize(("stride", "on"), [("give", (0,)), ("reduce", (1,)), ("reduce", (0, 1)), ("take", (0,))])
 def test_all_ranks_hear_of_it(torn: Callable[..., Any], stride: str, on: Sequence[int]) -> None:
     for rank, said in enumerate(torn(lambda: fail_in(stride, on))):
