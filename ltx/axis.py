@@ -19,7 +19,7 @@ from torch._C import _functorch
 from torch._guards import TracingContext
 
 from ltx import tree
-from ltx.arguments import check_fields, checked, is_whole, shown
+from ltx.arguments import brief, check_fields, checked, is_whole, shown
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -350,7 +350,7 @@ def joined(names: tuple[Any, ...]) -> Axis:
         tensor([[10, 10],
                 [10, 10]])
     """
-    said = f"axis={names!r}"
+    said = f"axis={brief(names)}"
     if not names or not all(isinstance(name, str) for name in names):
         raise AxisError(f"{said}: a tuple of axes holds one or more names, such as ('node', 'data').")
     if twice := [name for name in names if names.count(name) > 1]:

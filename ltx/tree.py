@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 import optree
@@ -23,7 +24,7 @@ import torch.utils._pytree as torch_pytree
 from ltx import containers
 from ltx.containers import NAMESPACE as NAMESPACE
 from ltx.containers import PLAIN, opened, opened_in_graph, sorted_keys
-from ltx.errors import TreeError, UnsupportedError
+from ltx.errors import LtxError, TreeError, UnsupportedError
 from ltx.typing import Tree
 
 T = TypeVar("T")
@@ -113,6 +114,24 @@ def leaf_paths(tree: Tree) -> list[str]:
     except RecursionError:
         raise _endless(tree) from None
     return [".".join(str(part) for part in path) or "<the tree itself>" for path in paths]
+
+
+def wanted(patterns: str | Sequence[str], paths: Sequence[str], error: type[LtxError], what: str) -> set[str]:
+    """The paths that fit a pattern (as in :mod:`fnmatch`), or one of several; `what` holds the patterns.
+
+    >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels"))
+    ['head.bias']
+    """
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        fitting = [path for path in paths if fnmatchcase(path, pattern)]
+        if not fitting:
+            raise error(
+                f"{what}: {pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
+                f"{', ...' if len(paths) > 6 else ''}."
+            )
+        found.update(fitting)
+    return found
 
 
 def plain_paths(tree: Tree) -> list[str]:

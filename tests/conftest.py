@@ -37,8 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="with --full: k/n runs the k-th of n parts of what it adds")
 
 
+#: Examples in docstrings that start processes of their own, as tests of those modules do.
+START_PROCESSES = {"ltx.runtime.launch.launch", "ltx.runtime.pool.Pool", "ltx.wire.timeline.timeline"}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --full, leave out what is marked full, and most rows of tables that are marked covering."""
+    for item in items:
+        if item.name in START_PROCESSES:
+            item.add_marker(pytest.mark.full)
     kept = fast(items)
     if config.getoption("--full"):
         part, parts = map(int, config.getoption("--part").split("/"))

@@ -6,7 +6,6 @@ ltx.demo.train``; without any launcher it is a world of one.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -39,15 +38,7 @@ def schedule(steps: int) -> Callable[[int], float]:
     >>> [round(lr(step), 5) for step in (0, 4, 5, 100)]
     [0.0008, 0.004, 0.004, 0.0002]
     """
-    warm_up = max(1, steps // 20)
-
-    def lr(step: int) -> float:
-        if step < warm_up:
-            return PEAK_LR * (step + 1) / warm_up
-        cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, (step - warm_up) / max(1, steps - warm_up)))
-        return PEAK_LR * (0.05 + 0.95 * cosine)
-
-    return lr
+    return ltx.optim.warmup_cosine(PEAK_LR, max(1, steps // 20), max(1, steps), end=PEAK_LR / 20)
 
 
 @dataclass

@@ -44,8 +44,8 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str
         given = lr.__name__ if isinstance(lr, type) else f"a {type(lr).__name__}"
         raise OptimError(
             f"from_torch({name}): lr is {given}, which changes a torch optimizer in place. Give a function of the "
-            "number of updates done so far instead, such as lr=lambda step: 3e-4 * 0.5 * (1 + math.cos(math.pi * "
-            "min(step / steps, 1)))."
+            "number of updates done so far instead, such as lr=ltx.optim.from_scheduler(lambda optimizer: "
+            "StepLR(optimizer, 30), lr=0.1) or lr=ltx.optim.warmup_cosine(3e-4, 100, 10_000)."
         )
     if isinstance(lr, type):
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got the class {lr}.")

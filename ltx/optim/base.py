@@ -45,6 +45,11 @@ class Optimizer(ABC):
         return False
 
     @property
+    def moves_params(self) -> bool:
+        """Whether its updates are differences of parameters, which no transformation of gradients may follow."""
+        return False
+
+    @property
     def strategy(self) -> str | None:
         """The class of strategies that this optimizer is a part of, by name; None where any will do."""
         return None

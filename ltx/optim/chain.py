@@ -10,7 +10,6 @@ import torch
 from ltx.arguments import brief
 from ltx.errors import OptimError
 from ltx.optim.base import Optimizer
-from ltx.optim.from_torch import TorchOptimizer
 from ltx.typing import Tree
 
 
@@ -50,6 +49,10 @@ class Chain(Optimizer):
     @property
     def elementwise(self) -> bool:
         return all(member.elementwise for member in self.members)
+
+    @property
+    def moves_params(self) -> bool:
+        return self.members[-1].moves_params
 
     @property
     def strategy(self) -> str | None:
@@ -107,8 +110,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
     ({'w': tensor([-0.3000, -0.4000])}, tensor(5.))
 
     Raises:
-        ltx.errors.OptimError: if an argument isn't an optimizer or transformation, or a :func:`from_torch` optimizer
-            isn't the last: its updates are differences of parameters, not gradients.
+        ltx.errors.OptimError: if an argument isn't an optimizer or transformation, or one that moves parameters
+            (:func:`from_torch`) isn't the last: its updates are differences of parameters, not gradients.
     """
     members: list[Optimizer] = []
     for position, transform in enumerate(transforms):
@@ -119,7 +122,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
         members += transform.members if isinstance(transform, Chain) else (transform,)
     members = [member for member in members if not isinstance(member, Identity)]
     for member in members[:-1]:
-        if isinstance(member, TorchOptimizer):
+        if member.moves_params:
             raise OptimError(
                 f"{member} must come last in a chain, before it only transformations of gradients: it updates the "
                 f"parameters, so {members[-1]} after it would not get gradients."

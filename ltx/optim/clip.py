@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of the whole gradient.
+"""Gradient clipping: by the norm of the whole gradient, or each number by itself.
 
 g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
 
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError
-from ltx.optim.base import Optimizer
-from ltx.optim.state import TorchState
+from ltx.optim.base import Optimizer, leaf_name
+from ltx.optim.state import first_of
 from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
@@ -106,6 +105,53 @@ def clip_by_global_norm(max_norm: float, *, axis: Any = None, eps: float = 1e-6)
     return ClipByGlobalNorm(max_norm, axis, eps)
 
 
+@dataclass(frozen=True, repr=False)
+class ClipByValue(Optimizer):
+    """Made by :func:`clip_by_value`."""
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, OptimError, "limit")
+        if not self.limit > 0:
+            raise OptimError(f"clip_by_value: limit must be > 0, got {brief(self.limit)}.")
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    def init(self, params: Tree) -> Tree:
+        return ()
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        check_tensors(grads, "grads")
+        leaves, spec = flatten(grads)
+        for index, leaf in enumerate(leaves):
+            if leaf.is_complex():
+                raise OptimError(
+                    f"clip_by_value: the gradient of {leaf_name(grads, index)} is complex, and complex numbers have no "
+                    "order. Use clip_by_global_norm."
+                )
+        return spec.unflatten([leaf.clamp(-float(self.limit), float(self.limit)) for leaf in leaves]), state
+
+    def __repr__(self) -> str:
+        return f"clip_by_value({self.limit})"
+
+
+def clip_by_value(limit: float) -> Optimizer:
+    """Every number of the gradients between ``-limit`` and ``limit``, as ``clip_grad_value_`` does. NaN stays NaN.
+
+    >>> import torch
+    >>> clip = clip_by_value(1.0)
+    >>> clip.update({"w": torch.tensor([-3.0, 0.5])}, (), {"w": torch.zeros(2)})[0]
+    {'w': tensor([-1.0000,  0.5000])}
+
+    Raises:
+        ltx.errors.OptimError: `limit` isn't a number > 0; and for complex gradients.
+    """
+    return ClipByValue(limit)
+
+
 def global_norm(leaves: list[Tensor]) -> Tensor:
     """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
     if not leaves:
@@ -124,10 +170,5 @@ def grad_norm(state: Tree) -> Tensor | None:
     >>> grad_norm((ClipState(torch.tensor(5.0)), ()))
     tensor(5.)
     """
-    # Not into a TorchState, which holds no clipping but hundreds of tensors.
-    try:
-        nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, ClipState | TorchState))
-    except RecursionError:
-        flatten(state)  # says so if it is the tree's fault
-        raise
-    return next((node.norm for node in nodes if isinstance(node, ClipState)), None)
+    found = first_of(state, ClipState)
+    return None if found is None else found.norm

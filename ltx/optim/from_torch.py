@@ -51,6 +51,10 @@ class TorchOptimizer(Optimizer):
     def leafwise(self) -> bool:
         return True
 
+    @property
+    def moves_params(self) -> bool:
+        return True
+
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
         leaves, spec = flatten(params)

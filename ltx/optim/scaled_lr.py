@@ -10,6 +10,7 @@ from ltx.errors import StrategyError
 from ltx.optim.base import Optimizer
 from ltx.optim.chain import Chain
 from ltx.optim.from_torch import TorchOptimizer
+from ltx.optim.partition import Partition
 
 
 def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:
@@ -29,6 +30,8 @@ def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
             return TorchOptimizer(cls, scaled, kwargs)
         case Chain(members=(*front, last)):
             return Chain((*front, with_scaled_lr(last, factor)))
+        case Partition(members=members, labels=labels):
+            return Partition(tuple((label, with_scaled_lr(member, factor)) for label, member in members), labels)
     raise StrategyError(
         "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
         f"{optimizer!r} isn't one of. Scale its rate yourself."

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ltx.tree import register_node
+import optree
+
+from ltx.tree import flatten, register_node
 from ltx.typing import Tree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,3 +35,13 @@ register_node(
     lambda children, count: TorchState(children[0], count),
     ("per_param",),
 )
+
+
+def first_of(state: Tree, kind: type[T]) -> T | None:
+    """The first node of a class in the state of an optimizer; not within a TorchState, which may hold hundreds."""
+    try:
+        nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, kind | TorchState))
+    except RecursionError:
+        flatten(state)  # says so if it is the tree's fault
+        raise
+    return next((node for node in nodes if isinstance(node, kind)), None)

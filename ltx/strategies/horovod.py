@@ -26,7 +26,7 @@ from ltx.optim import Optimizer
 from ltx.optim.scaled_lr import with_scaled_lr
 from ltx.strategies.base import Strategy, unchanging
 from ltx.strategies.kinds import Kinds
-from ltx.strategies.moves import AdasumOfWaysBack, gives_differences, moved_together
+from ltx.strategies.moves import AdasumOfWaysBack, moved_together
 from ltx.strategies.update import Moment, States, Update, Updated
 from ltx.sync.reduction import LeafState, Reduction, Share
 from ltx.typing import Tree
@@ -277,7 +277,7 @@ class HorovodStrategy(Strategy):
         return self.op == "adasum" and self._synchronises(step)
 
     def late_hook(self, optimizer: Optimizer, step: int) -> AdasumOfWaysBack | None:
-        whole = self.op != "adasum" or self.backward_passes_per_step > 1 or not gives_differences(optimizer)
+        whole = self.op != "adasum" or self.backward_passes_per_step > 1 or not optimizer.moves_params
         return None if whole else AdasumOfWaysBack(self._short)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

@@ -13,9 +13,6 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks
-from ltx.optim import Optimizer
-from ltx.optim.chain import Chain
-from ltx.optim.from_torch import TorchOptimizer
 from ltx.strategies.base import Strategy
 from ltx.strategies.late import LateHook, Old, Settled, talked_late
 from ltx.strategies.update import Moment, States, Update, Updated
@@ -69,11 +66,6 @@ def _move(params: Sequence[torch.Tensor], moves: list[torch.Tensor], sign: int) 
     torch._foreach_add_(list(params), moves, alpha=sign)
 
 
-def gives_differences(optimizer: Optimizer) -> bool:
-    """Whether its updates are differences of the parameters that it gives."""
-    return isinstance(optimizer.members[-1] if isinstance(optimizer, Chain) else optimizer, TorchOptimizer)
-
-
 def moved_together(
     strategy: Strategy, short: torch.dtype | None, update: Update, states: States, at: Moment
 ) -> Updated:
@@ -84,7 +76,7 @@ def moved_together(
     if at.axis.size == 1 or update.finite is False:
         return Updated(*update.apply(), states)
     hook: AdasumOfMoves
-    if gives_differences(update.optimizer):
+    if update.optimizer.moves_params:
         # The differences are formed while they are packed.
         given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
         hook = AdasumOfWaysBack(short)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -45,7 +44,10 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     says = any(x.requires_grad or isinstance(x, torch.nn.Parameter) for x in leaves)
     frozen = [says and not x.requires_grad for x in leaves]
     if trainable is not None:
-        wanted = _wanted(trainable, paths)
+        if callable(trainable):
+            wanted = {path for path in paths if trainable(path)}
+        else:
+            wanted = tree.wanted(trainable, paths, StepError, "train_step: trainable")
         frozen = [f or path not in wanted for f, path in zip(frozen, paths, strict=True)]
     _check(leaves, paths, frozen)
     if not any(frozen):
@@ -58,19 +60,6 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     parts = zip(leaves, frozen, strict=True)
     halves = [(None, x) if f else (x, None) for x, f in parts]
     return tree.unflatten(spec, [x for x, _ in halves]), tree.unflatten(spec, [x for _, x in halves])
-
-
-def _wanted(trainable: Trainable, paths: list[str]) -> set[str]:
-    if callable(trainable):
-        return {path for path in paths if trainable(path)}
-    patterns = [trainable] if isinstance(trainable, str) else list(trainable or ())
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            raise StepError(
-                f"train_step: trainable={pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
-                f"{', ...' if len(paths) > 6 else ''}."
-            )
-    return {path for path in paths if any(fnmatchcase(path, pattern) for pattern in patterns)}
 
 
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -94,6 +95,10 @@ def _reduced(hook: Any) -> Any:
 def _optimized(optimizer: Any) -> Any:
     state = optimizer.init(params())
     return optimizer.apply(params(), state, params())
+
+
+def _scheduled(schedule: Any) -> Any:
+    return _optimized(optim.from_torch(torch.optim.SGD, lr=schedule))
 
 
 def _uses(result: Any) -> Any:
@@ -372,6 +377,18 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.chain": [Call(optim.chain, (optim.clip_by_global_norm(1.0), adam), {}, _optimized)],
         "ltx.optim.clip_by_global_norm": [
             Call(optim.clip_by_global_norm, (1.0,), {"axis": None, "eps": 1e-6}, _optimized)
+        ],
+        "ltx.optim.clip_by_value": [Call(optim.clip_by_value, (1.0,), {}, _optimized)],
+        "ltx.optim.add_noise": [Call(optim.add_noise, (1.0, 0), {}, _optimized)],
+        "ltx.optim.partition": [Call(optim.partition, ({"0": adam}, {"*": "0"}), {}, _optimized)],
+        "ltx.optim.masked": [Call(optim.masked, (optim.clip_by_value(1.0), "*"), {}, _optimized)],
+        "ltx.optim.ema": [Call(optim.ema, (adam, 0.9), {}, _optimized)],
+        "ltx.optim.EmaState": [],
+        "ltx.optim.averaged": [Call(optim.averaged, (optim.ema(adam, 0.9).init(params()),))],
+        "ltx.optim.linear": [Call(optim.linear, (0.1, 0.0, 3), {}, _scheduled)],
+        "ltx.optim.warmup_cosine": [Call(optim.warmup_cosine, (0.1, 1, 3, 0.0), {}, _scheduled)],
+        "ltx.optim.from_scheduler": [
+            Call(optim.from_scheduler, (partial(torch.optim.lr_scheduler.StepLR, step_size=1), 0.1), {}, _scheduled)
         ],
         "ltx.optim.from_functions": [
             Call(

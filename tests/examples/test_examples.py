@@ -61,7 +61,7 @@ def script(*command: str, folder: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's, of transformers
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", some(TWINS, "dp_sgd", "clip"))
+@pytest.mark.parametrize("name", some(TWINS, "maml"))
 def test_two_ranks_come_to_what_plain_torch_comes_to(name: str, ranks: Ranks) -> None:
     steps, rtol = TWINS[name]
     plain = main_of(f"plain.{name}", steps)

@@ -202,7 +202,7 @@ def error_of(hook: Any, state: Any, seed: int) -> tuple[str, str, str]:
     return type(found[0]).__name__, str(found[0]), type(found[1]).__name__
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hook", "kind", "text"),
     [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ltx.errors import OptimError, TreeError
-from ltx.optim import ClipState, clip_by_global_norm, from_torch, grad_norm
+from ltx.optim import ClipState, clip_by_global_norm, clip_by_value, from_torch, grad_norm
 
 from .cases import same_bits
 
@@ -133,6 +133,23 @@ def test_refused(kwargs: dict[str, float], text: str) -> None:
 def test_gradients_must_be_tensors() -> None:
     with pytest.raises(TreeError, match=re.escape("grads must be a tree of tensors, but leaf 'w' is of type float.")):
         clip_by_global_norm(1.0).update({"w": 1.0}, None, None)
+
+
+def test_by_value_as_torch(seed: int) -> None:
+    grads = {"w": torch.randn(100), "scalar": torch.tensor(3.0), "none": None, "nan": torch.tensor([torch.nan])}
+    found, _ = clip_by_value(0.5).update(grads, (), grads)
+    for name, grad in grads.items():
+        if grad is not None:
+            param = torch.zeros_like(grad)
+            param.grad = grad.clone()
+            torch.nn.utils.clip_grad_value_([param], 0.5)
+            assert same_bits(found[name], param.grad)
+    assert found["none"] is None
+    assert clip_by_value(0.5).elementwise
+    with pytest.raises(OptimError, match=r"limit must be > 0, got 0\.0"):
+        clip_by_value(0.0)
+    with pytest.raises(OptimError, match="the gradient of leaf 'w' is complex"):
+        clip_by_value(1.0).update({"w": torch.zeros(1, dtype=torch.complex64)}, (), {})
 
 
 def test_grad_norm_is_found_or_absent() -> None:

@@ -359,6 +359,7 @@ def test_a_sparse_gradient_in_a_bucket_is_refused(ranks: Ranks) -> None:
     assert "has layout torch.sparse_coo, and buckets hold dense ones" in ranks(2).run(run).replicated()
 
 
+@pytest.mark.full
 def test_join(ranks: Ranks) -> None:
     """Horovod's golden value: a rank without data counts as zero, and the mean divides by all: g (n - 1) / n."""
 

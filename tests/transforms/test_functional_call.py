@@ -109,6 +109,7 @@ def trained(seed: int, reentrant: bool | None, how: str, call: Any = ltx.functio
 HOWS = ["backward", "update", "step", "loss.backward", "ltx.grad", "torch.func.grad"]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_steps_with_checkpoints_are_those_without(reentrant: bool, ranks: Ranks, seed: int) -> None:
     def every() -> Any:

@@ -6,7 +6,6 @@ same global batches, so that they differ in communication alone.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +65,7 @@ class Task:
     def lr(self, step: int) -> float:
         """Up for a twentieth of the steps, then down to a hundredth along a cosine."""
         steps, peak = self.settings.steps, self.settings.peak_lr
-        rise = max(1, steps // 20)
-        if step < rise:
-            return peak * (step + 1) / rise
-        return peak * (0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))))
+        return ltx.optim.warmup_cosine(peak, max(1, steps // 20), steps, end=peak / 100)(step)
 
     def params(self, seed: int) -> Params:
         """The first parameters."""

@@ -1,0 +1,232 @@
+"""Another optimizer for each group of parameters, as optax's ``multi_transform`` and ``masked``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx.arguments import brief
+from ltx.errors import OptimError
+from ltx.optim.base import Optimizer, leaves_like
+from ltx.optim.chain import identity
+from ltx.tree import flatten, leaf_paths, plain_paths, wanted
+from ltx.typing import Tree
+
+Labels = Callable[[str], str] | tuple[tuple[str, str], ...]
+
+
+class LabelledState(dict[str, Tensor]):
+    """A leaf's part of a state, which remembers whose it is, so that :meth:`Partition.apply_leaves` can tell."""
+
+    label: str
+
+
+@dataclass(frozen=True, repr=False)
+class Partition(Optimizer):
+    """Optimizers by label, and the label of each leaf; made by :func:`partition`. Its state is a dict of theirs."""
+
+    members: tuple[tuple[str, Optimizer], ...]
+    labels: Labels
+
+    @property
+    def elementwise(self) -> bool:
+        return all(member.elementwise for _, member in self.members)
+
+    @property
+    def leafwise(self) -> bool:
+        return all(member.leafwise for _, member in self.members)
+
+    @property
+    def moves_params(self) -> bool:
+        return any(member.moves_params for _, member in self.members)
+
+    def init(self, params: Tree) -> dict[str, Tree]:
+        parts = self._split(params)
+        return {label: member.init(parts[label](params)) for label, member in self.members}
+
+    def update(
+        self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, dict[str, Tree]]:
+        return self._each("update", grads, state, params, donate)
+
+    def apply(
+        self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, dict[str, Tree]]:
+        return self._each("apply", grads, state, params, donate)
+
+    def leaf_states(self, state: dict[str, Tree], params: Tree) -> list[dict[str, Tensor]]:
+        spec, places = flatten(params)[1], self._places(params)
+        found: list[dict[str, Tensor]] = [{} for _ in range(spec.num_leaves)]
+        parts = self._split(params)
+        for label, member in self.members:
+            for place, own in zip(places[label], member.leaf_states(state[label], parts[label](params)), strict=True):
+                found[place] = LabelledState(own)
+                found[place].label = label  # type: ignore[attr-defined]
+        return found
+
+    def apply_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> None:
+        for label, member in self.members:
+            at = [i for i, own in enumerate(states) if own.label == label]  # type: ignore[attr-defined]
+            if at:
+                member.apply_leaves([grads[i] for i in at], [states[i] for i in at], [params[i] for i in at], count)
+
+    def advance(self, state: dict[str, Tree]) -> dict[str, Tree]:
+        return {label: member.advance(state[label]) for label, member in self.members}
+
+    def _each(
+        self, method: str, grads: Tree, state: dict[str, Tree], params: Tree, donate: bool
+    ) -> tuple[Tree, dict[str, Tree]]:
+        if not isinstance(state, dict) or set(state) != {label for label, _ in self.members}:
+            raise OptimError(
+                f"{self} expected a state with the parts {[label for label, _ in self.members]}, got {brief(state)}."
+            )
+        spec, places, parts = flatten(params)[1], self._places(params), self._split(params)
+        leaves, after = list[Any]([None] * spec.num_leaves), {}
+        for label, member in self.members:
+            given, own = parts[label](grads), parts[label](params)
+            result, after[label] = getattr(member, method)(given, state[label], own, donate=donate)
+            for place, leaf in zip(places[label], leaves_like(flatten(own)[1], result, "updates"), strict=True):
+                leaves[place] = leaf
+        return params if donate and method == "apply" else spec.unflatten(leaves), after
+
+    def _split(self, params: Tree) -> dict[str, Callable[[Tree], Tree]]:
+        """For each label: trees like `params` to trees with None in the places of the others' leaves."""
+        spec, places = flatten(params)[1], self._places(params)
+
+        def part(places: Sequence[int]) -> Callable[[Tree], Tree]:
+            mine = set(places)
+            return lambda tree: spec.unflatten(
+                [leaf if i in mine else None for i, leaf in enumerate(leaves_like(spec, tree, "grads"))]
+            )
+
+        return {label: part(places[label]) for label, _ in self.members}
+
+    def _places(self, params: Tree) -> dict[str, list[int]]:
+        """The places of each label's leaves among those of `params`."""
+        if torch.compiler.is_compiling():
+            found: dict[str, list[int]] = _constant(self, tuple(plain_paths(params)))
+            return found
+        return _remembered(self, tuple(leaf_paths(params)))
+
+    def __repr__(self) -> str:
+        members = ", ".join(f"{label!r}: {member!r}" for label, member in self.members)
+        labels = repr(dict(self.labels)) if isinstance(self.labels, tuple) else _name(self.labels)
+        return f"partition({{{members}}}, {labels})"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[int]]:
+    known = [label for label, _ in partition.members]
+    if isinstance(partition.labels, tuple):
+        found: dict[str, Any] = {}
+        for pattern, label in partition.labels:
+            for path in wanted(pattern, paths, OptimError, "partition: labels"):
+                found.setdefault(path, label)
+        if missing := [path for path in paths if path not in found]:
+            raise OptimError(
+                f"partition: no pattern of labels fits {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}. "
+                'Give the rest a label: {..., "*": "the rest"}.'
+            )
+        labels = [found[path] for path in paths]
+    else:
+        labels = [partition.labels(path) for path in paths]
+    for path, label in zip(paths, labels, strict=True):
+        if not isinstance(label, str) or label not in known:
+            raise OptimError(
+                f"partition: the label of {path!r} is {brief(label)}, and there are optimizers for {known}."
+            )
+    return {label: [place for place, other in enumerate(labels) if other == label] for label in known}
+
+
+_remembered = lru_cache(maxsize=64)(_places_of)
+_constant = torch.compiler.assume_constant_result(_places_of)
+
+
+def partition(optimizers: Mapping[Any, Optimizer], labels: Mapping[str, Any] | Callable[[str], Any]) -> Optimizer:
+    """An optimizer for each group of parameters: no weight decay on norms, Muon for matrices and AdamW for the rest.
+
+    >>> import torch
+    >>> from ltx.optim.from_torch import from_torch
+    >>> sgd = partition(
+    ...     {"slow": from_torch(torch.optim.SGD, lr=0.1), "fast": from_torch(torch.optim.SGD, lr=1.0)},
+    ...     {"*bias": "slow", "*": "fast"},
+    ... )
+    >>> params = {"weight": torch.zeros(1), "bias": torch.zeros(1)}
+    >>> params, state = sgd.apply({"weight": torch.ones(1), "bias": torch.ones(1)}, sgd.init(params), params)
+    >>> params, list(state)
+    ({'weight': tensor([-1.]), 'bias': tensor([-0.1000])}, ['slow', 'fast'])
+
+    Every member sees the tree of parameters with None in the places of the others', so clipping inside a member takes
+    the norm of its own group; before the partition, ``chain(clip_by_global_norm(1.0), partition(...))``, that of all.
+    Overlap and :class:`ltx.ZeroStrategy` work where they do with every member.
+
+    Args:
+        optimizers: by label, a string.
+        labels: patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``) with the label of what fits, of which
+            the first that fits counts; or a function from a path to a label, of a module if the optimizer is to be
+            pickled. Paths are those of errors and of ``module.named_parameters()``. Shapes aren't given, as a rank may
+            hold parts of parameters: ``{name: "matrix" if p.dim() == 2 else "rest" for name, p in ...}``.
+
+    Raises:
+        ltx.errors.OptimError: an argument isn't of these types; and with the first parameters, a pattern fits none of
+            them, one has no label, or one that has no optimizer.
+    """
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise OptimError(f"partition expected optimizers by label, got {brief(optimizers)}.")
+    for label, member in optimizers.items():
+        if not isinstance(label, str):
+            raise OptimError(f"partition: labels must be strings, got {brief(label)}.")
+        if not isinstance(member, Optimizer):
+            raise OptimError(f"partition expected optimizers, but that of {label!r} is {brief(member)}.")
+        if member.strategy is not None:
+            raise OptimError(f"partition: {member} is a part of {member.strategy}, and updates all parameters.")
+    if isinstance(labels, Mapping) and all(isinstance(each, str) for pair in labels.items() for each in pair):
+        return Partition(tuple(optimizers.items()), tuple(labels.items()))
+    if isinstance(labels, Mapping) or not callable(labels):
+        raise OptimError(
+            f"partition: labels must be patterns of paths with their labels, or a function of a path, got "
+            f"{brief(labels)}."
+        )
+    return Partition(tuple(optimizers.items()), labels)
+
+
+def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
+    """`transform` for the gradients of some parameters; those of the others pass unchanged.
+
+    >>> import torch
+    >>> from ltx.optim.clip import clip_by_global_norm
+    >>> clip = masked(clip_by_global_norm(1.0), "head.*")
+    >>> grads = {"head": {"w": torch.tensor([3.0, 4.0])}, "body": torch.tensor([3.0, 4.0])}
+    >>> clip.update(grads, clip.init(grads), grads)[0]
+    {'head': {'w': tensor([0.6000, 0.8000])}, 'body': tensor([3., 4.])}
+
+    Args:
+        transform: a transformation of gradients. Not an optimizer, for which the others' gradients would be updates:
+            ``ltx.train_step(trainable=)`` leaves parameters alone, and :func:`partition` gives them another optimizer.
+        where: a pattern of paths, or several of them, as in :func:`partition`.
+
+    Raises:
+        ltx.errors.OptimError: `transform` updates parameters, or is none; and with the first parameters, a pattern fits
+            none of them.
+    """
+    if not isinstance(transform, Optimizer) or transform.moves_params:
+        raise OptimError(
+            f"masked expected a transformation of gradients, got {brief(transform)}. To train only some parameters: "
+            "ltx.train_step(..., trainable=); to give others another optimizer: ltx.optim.partition."
+        )
+    patterns = (where,) if isinstance(where, str) else where
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptimError(f"masked: where must be a pattern of paths or a list of them, got {brief(where)}.")
+    labels = dict.fromkeys(patterns, "masked") | ({} if "*" in patterns else {"*": "others"})
+    members = {"masked": transform} | ({} if "*" in patterns else {"others": identity()})
+    return partition(members, labels)
