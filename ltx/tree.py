@@ -117,9 +117,9 @@ def leaf_paths(tree: Tree) -> list[str]:
 
 
 def wanted(patterns: str | Sequence[str], paths: Sequence[str], error: type[LtxError], what: str) -> set[str]:
-    """The paths that fit a pattern (as in :mod:`fnmatch`), or one of several; `what` holds the patterns.
+    """The paths that fit a pattern (as in :mod:`fnmatch`), or one of several; `what` begins the error.
 
-    >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels"))
+    >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels: "))
     ['head.bias']
     """
     found: set[str] = set()
@@ -127,7 +127,7 @@ def wanted(patterns: str | Sequence[str], paths: Sequence[str], error: type[LtxE
         fitting = [path for path in paths if fnmatchcase(path, pattern)]
         if not fitting:
             raise error(
-                f"{what}: {pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
+                f"{what}{pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
                 f"{', ...' if len(paths) > 6 else ''}."
             )
         found.update(fitting)

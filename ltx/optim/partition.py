@@ -130,7 +130,7 @@ def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[i
     if isinstance(partition.labels, tuple):
         found: dict[str, Any] = {}
         for pattern, label in partition.labels:
-            for path in wanted(pattern, paths, OptimError, "partition: labels"):
+            for path in wanted(pattern, paths, OptimError, "partition: labels: "):
                 found.setdefault(path, label)
         if missing := [path for path in paths if path not in found]:
             raise OptimError(

@@ -47,7 +47,7 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
         if callable(trainable):
             wanted = {path for path in paths if trainable(path)}
         else:
-            wanted = tree.wanted(trainable, paths, StepError, "train_step: trainable")
+            wanted = tree.wanted(trainable, paths, StepError, "train_step: trainable=")
         frozen = [f or path not in wanted for f, path in zip(frozen, paths, strict=True)]
     _check(leaves, paths, frozen)
     if not any(frozen):

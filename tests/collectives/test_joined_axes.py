@@ -211,7 +211,10 @@ def test_what_none_means() -> None:
     assert nested(None, inner="node").unique().item() == 3  # the inner one hides the outer one of its name
     with pytest.raises(AxisError, match="'data' occurs more than once"):
         nested(("data", "data"))
-    for names in ((), ("data", 1)):
+    deep: Any = "data"
+    for _ in range(5000):
+        deep = [deep]
+    for names in ((), ("data", 1), (deep,)):
         with pytest.raises(AxisError, match="a tuple of axes holds one or more names"):
             nested(names)
     with pytest.raises(AxisError, match="no axis called 'x' is in scope"):
