@@ -111,8 +111,7 @@ class Partition(Optimizer):
     def _places(self, params: Tree) -> dict[str, list[int]]:
         """The places of each label's leaves among those of `params`."""
         if torch.compiler.is_compiling():
-            found: dict[str, list[int]] = _constant(self, tuple(plain_paths(params)))
-            return found
+            return _places_of(self, tuple(plain_paths(params)))
         return _remembered(self, tuple(leaf_paths(params)))
 
     def __repr__(self) -> str:
@@ -149,7 +148,7 @@ def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[i
 
 
 _remembered = lru_cache(maxsize=64)(_places_of)
-_constant = torch.compiler.assume_constant_result(_places_of)
+_places_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def partition(optimizers: Mapping[Any, Optimizer], labels: Mapping[str, Any] | Callable[[str], Any]) -> Optimizer:
