@@ -33,6 +33,8 @@ from ltx.collectives import barrier as barrier
 from ltx.collectives import broadcast as broadcast
 from ltx.collectives import broadcast_object as broadcast_object
 from ltx.collectives import gather_all_tensors as gather_all_tensors
+from ltx.collectives import pargmax as pargmax
+from ltx.collectives import pargmin as pargmin
 from ltx.collectives import pmax as pmax
 from ltx.collectives import pmean as pmean
 from ltx.collectives import pmin as pmin

@@ -1,6 +1,8 @@
 """Collectives: one operation and its transpose a file, all following the rules of :mod:`ltx.collectives.linear`."""
 
 from ltx.collectives.adasum import adasum as adasum
+from ltx.collectives.argextremum import pargmax as pargmax
+from ltx.collectives.argextremum import pargmin as pargmin
 from ltx.collectives.broadcast import broadcast as broadcast
 from ltx.collectives.extremum import pmax as pmax
 from ltx.collectives.extremum import pmin as pmin

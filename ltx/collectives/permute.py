@@ -6,7 +6,7 @@ ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -133,13 +133,13 @@ def all_to_all(
     return collective("all_to_all", value, axis, static)
 
 
-def ppermute(value: Tree, perm: Sequence[tuple[int, int]], axis: Any = None) -> Tree:
+def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one other.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
-        perm: pairs (source, destination) of indices on the axis, the same on every rank. No rank may occur twice as a
-            source, or twice as a destination.
+        perm: pairs (source, destination) of indices on the axis, the same on every rank: a list, or another iterable
+            such as ``zip(sources, destinations)``. No rank may occur twice as a source, or twice as a destination.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -159,9 +159,10 @@ def ppermute(value: Tree, perm: Sequence[tuple[int, int]], axis: Any = None) -> 
 
     Source: ``jax.lax.ppermute``.
     """
-    if not isinstance(perm, Sequence) or not all(isinstance(pair, Sequence) for pair in perm):
+    given: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, str | torch.Tensor) else [None]
+    if not all(isinstance(pair, Sequence) for pair in given):
         raise AxisError(f"ppermute: perm must be a list of pairs (source, destination), got {shown(perm)}.")
-    pairs = [tuple(pair) for pair in perm]
+    pairs = [tuple(pair) for pair in given]
 
     def static(x: torch.Tensor, n: int) -> Static:
         for pair in pairs:

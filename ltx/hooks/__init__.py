@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ltx.hooks.eight_bit import Quantize as Quantize
     from ltx.hooks.from_ddp import FromTorch as FromTorch
     from ltx.hooks.from_ddp import from_torch as from_torch
+    from ltx.hooks.functions import FromFunctions as FromFunctions
+    from ltx.hooks.functions import from_functions as from_functions
     from ltx.hooks.half import BF16 as BF16
     from ltx.hooks.half import FP16 as FP16
     from ltx.hooks.lossy import LossyHook as LossyHook
@@ -44,6 +46,7 @@ _LATER = {
     **dict.fromkeys(("After", "Chain", "after", "cast", "chain"), "combined"),
     **dict.fromkeys(("ByteGrad", "Quantize"), "eight_bit"),
     **dict.fromkeys(("FromTorch", "from_torch"), "from_ddp"),
+    **dict.fromkeys(("FromFunctions", "from_functions"), "functions"),
     **dict.fromkeys(("BF16", "FP16"), "half"),
     **dict.fromkeys(("LossyHook", "error_feedback"), "lossy"),
     "Noop": "noop",

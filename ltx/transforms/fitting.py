@@ -25,8 +25,6 @@ def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
         )
     if step.blocked:
         raise StepError("train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.")
-    if step.returns != "value":
-        raise StepError('train_step differentiates the step itself: wrap the loss, without returns="grads".')
     if step.argnums != 0:
         raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {brief(step.argnums)}.")
     if not isinstance(optimizer, Optimizer):

@@ -21,6 +21,7 @@ from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.divergence import check_replicas
 from ltx.transforms.donated import hand_over
 from ltx.transforms.fitting import check_kept
+from ltx.transforms.given_gradients import as_loss
 from ltx.transforms.guard import not_finite_error, probes, random_states
 from ltx.transforms.in_flight import InFlight, Start, start_of
 from ltx.transforms.interrupts import uninterrupted
@@ -362,7 +363,9 @@ def train_step(
 
     Args:
         step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`, or a mapping or dataclass that
-            holds it as `loss`; accumulated or not.
+            holds it as `loss`; accumulated or not. Or one with ``returns="grads"``, which returns ``(grads, loss)``, as
+            :func:`ltx.grad_and_value` does, and what else a step returns after them: DP-SGD, evolution strategies.
+            With a Weighted loss its gradients are those of the total.
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
             Off under transforms.
@@ -429,4 +432,6 @@ def train_step(
         >>> metrics.loss, state.params["w"]
         (tensor(2.5000), tensor(0.5000))
     """
+    if isinstance(step, DataParallel):
+        step = as_loss(step)
     return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every, trainable)

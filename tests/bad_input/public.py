@@ -97,6 +97,10 @@ def _optimized(optimizer: Any) -> Any:
     return optimizer.apply(params(), state, params())
 
 
+def _as_float(x: Tensor, numel: int) -> Tensor:
+    return x.float()
+
+
 def _scheduled(schedule: Any) -> Any:
     return _optimized(optim.from_torch(torch.optim.SGD, lr=schedule))
 
@@ -144,7 +148,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         # --- collectives
         **{
             f"ltx.{name}": [Call(getattr(ltx, name), (T,), {"axis": "data"})]
-            for name in ("psum", "pmean", "pmax", "pmin", "pvary", "adasum", "gather_all_tensors")
+            for name in ("psum", "pmean", "pmax", "pmin", "pargmax", "pargmin", "pvary", "adasum", "gather_all_tensors")
         },
         "ltx.AllGatherGrad": [Call(ltx.AllGatherGrad.apply, (T,), {"group": None})],
         "ltx.all_gather": [
@@ -356,7 +360,16 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         },
         **{
             f"ltx.hooks.{name}": []  # to be derived from, or made by ltx
-            for name in ("CommHook", "LossyHook", "ScatteredHook", "Ask", "Share", "FromTorch", "ToTorch")
+            for name in (
+                "CommHook",
+                "LossyHook",
+                "ScatteredHook",
+                "Ask",
+                "Share",
+                "FromFunctions",
+                "FromTorch",
+                "ToTorch",
+            )
         },
         "ltx.hooks.OneBit": [Call(hooks.OneBit, (512,), {"error_feedback": True}, _reduced)],
         "ltx.hooks.QSGD": [Call(hooks.QSGD, (127, 512, 0), {"error_feedback": False}, _reduced)],
@@ -367,6 +380,9 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             Call(hooks.PowerSGD, (1, 0, True, 0, 2.0), {"error_feedback": True}, _reduced),
         ],
         "ltx.hooks.BatchedPowerSGD": [Call(hooks.BatchedPowerSGD, (1, 0, 0), {"error_feedback": True}, _reduced)],
+        "ltx.hooks.from_functions": [
+            Call(hooks.from_functions, (torch.Tensor.half, _as_float), {"error_feedback": True}, _reduced)
+        ],
         "ltx.hooks.from_torch": [Call(hooks.from_torch, (lambda state, bucket: None, None), free=(1,))],
         "ltx.hooks.to_torch": [Call(hooks.to_torch, (exact, None))],
         # --- optimizers

@@ -61,6 +61,17 @@ ROWS: dict[str, Row] = {
     "fp16, fed back": Row(FED(hooks.FP16()), scattered(rounded(torch.float16)), 0.001),
 }
 
+
+def quarter(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    places = x.abs().topk(max(1, len(x) // 4)).indices
+    return x.gather(0, places).half(), places.int()
+
+
+def spread(message: tuple[torch.Tensor, torch.Tensor], numel: int) -> torch.Tensor:
+    values, places = message
+    return torch.zeros(numel).scatter(0, places.long(), values.float())
+
+
 #: Combinations, whose parts have their twins above.
 COMBINED: dict[str, CommHook] = {
     "randomk in eight bits": hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad()),
@@ -69,6 +80,7 @@ COMBINED: dict[str, CommHook] = {
     "onebit after 1": hooks.after(1, hooks.OneBit(block=16)),
     "a chain of three": hooks.chain(hooks.AllReduce(), hooks.RandomK(0.5, error_feedback=False), hooks.BF16()),
     "a chain, fed back": FED(hooks.chain(hooks.AllReduce(), hooks.ByteGrad())),
+    "functions, fed back": hooks.from_functions(quarter, spread, error_feedback=True),
     "warm-up in halves": hooks.after(2, hooks.TopK(0.25), first=FED(hooks.BF16())),
 }
 

@@ -200,11 +200,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         StepError,
         "train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.",
     ),
-    "train_step of gradients": (
-        lambda: ltx.train_step(ltx.data_parallel(linear, returns="grads"), sgd()),
-        StepError,
-        'train_step differentiates the step itself: wrap the loss, without returns="grads".',
-    ),
     "train_step of other argnums": (
         lambda: ltx.train_step(ltx.data_parallel(linear, argnums=1), sgd()),
         StepError,

@@ -1,0 +1,118 @@
+"""A compressor given as a pair of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ltx.arguments import brief
+from ltx.errors import StrategyError
+from ltx.hooks.lossy import LossyHook, Sending, Sent
+from ltx.hooks.scattered import as_bytes, from_bytes
+from ltx.sync.reduction import Ask, Share
+from ltx.tree import describe
+
+Compress = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+Decompress = Callable[[Any, int], Tensor]
+
+
+@dataclass(frozen=True)
+class FromFunctions(LossyHook):
+    """Made by :func:`from_functions`."""
+
+    sums: ClassVar[bool] = False
+
+    compress: Compress
+    decompress: Decompress
+    error_feedback: bool = field(default=False, kw_only=True)
+
+    def send(self, share: Share, *, feedback: bool) -> Sending:
+        if not share.flat.numel():
+            return Sent(share.flat, share.flat.clone, share.states)
+        given, parts = self._compressed(share.flat)
+        if not share.flat.is_meta and not torch.compiler.is_compiling():
+            wanted, got = _layout(self, share.flat.numel(), share.flat.dtype), [(p.shape, p.dtype) for p in parts]
+            if got != wanted:  # other ranks' messages might be of other lengths again
+                raise StrategyError(
+                    f"{self!r}: shapes and dtypes of what compress returns must follow from the length and dtype of "
+                    f"its argument. For {describe(share.flat)} it gave {_said(got)}, and for as many zeros "
+                    f"{_said(wanted)}."
+                )
+        # Decompressed before it is sent: the wire may do with a buffer what it likes.
+        mine = self._decompressed(given, share.flat) if feedback else None
+        message = torch.cat([as_bytes(part.reshape(1, -1)) for part in parts], 1)[0]
+        messages = yield Ask("all_gather", message)
+        total = torch.zeros_like(share.flat)
+        for rank in range(1 if messages.is_meta else share.axis_size):
+            row, start, found = messages[rank : rank + 1], 0, []
+            for part in parts:
+                values, start = from_bytes(row, start, part.numel(), part.dtype)
+                found.append(values.reshape(part.shape))
+            total = total + self._decompressed(tuple(found) if isinstance(given, tuple) else found[0], share.flat)
+
+        def own() -> Tensor:
+            assert mine is not None
+            return mine
+
+        return Sent(total, own, share.states)
+
+    def _compressed(self, flat: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+        """What compress gives, and as a tuple."""
+        given = self.compress(flat)
+        parts = given if isinstance(given, tuple) else (given,)
+        if not parts or not all(isinstance(part, Tensor) for part in parts):
+            raise StrategyError(f"{self!r}: compress must return a tensor or a tuple of tensors, got {brief(given)}.")
+        return given, parts
+
+    def _decompressed(self, compressed: Any, like: Tensor) -> Tensor:
+        found = self.decompress(compressed, like.numel())
+        if not isinstance(found, Tensor) or found.shape != like.shape or not found.is_floating_point():
+            got = describe(found) if isinstance(found, Tensor) else brief(found)
+            raise StrategyError(f"{self!r}: decompress must return {describe(like)}, as compress was given, got {got}.")
+        return found.to(like.dtype)
+
+    def __repr__(self) -> str:
+        names = (getattr(fn, "__qualname__", repr(fn)) for fn in (self.compress, self.decompress))
+        return f"from_functions({', '.join(names)}{', error_feedback=True' if self.error_feedback else ''})"
+
+
+@lru_cache(maxsize=256)
+def _layout(hook: FromFunctions, numel: int, dtype: torch.dtype) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of what compress makes of zeros."""
+    return [(part.shape, part.dtype) for part in hook._compressed(torch.zeros(numel, dtype=dtype))[1]]
+
+
+def _said(layout: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} of shape {list(shape)}" for shape, dtype in layout)
+
+
+def from_functions(compress: Compress, decompress: Decompress, *, error_feedback: bool = False) -> FromFunctions:
+    """A lossy hook of two pure functions: every rank sends what `compress` makes of its gradients to all others.
+
+    >>> import torch, ltx
+    >>> half = ltx.hooks.from_functions(lambda x: x.half(), lambda message, numel: message.float())
+    >>> strategy = ltx.DDPStrategy(comm_hook=half)
+    >>> ltx.vmap(lambda g: ltx.sync_gradients(g, strategy)[0])(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[0]
+    tensor([2., 3.])
+
+    Each rank sends n - 1 messages. Where that is too much for many ranks derive from
+    :class:`ltx.hooks.ScatteredHook`, which sends two whatever their number.
+
+    Args:
+        compress: from a rank's gradients of a bucket, divided by the number of ranks (one vector of float32 or
+            float64), to a tensor or a tuple of tensors, whose shapes and dtypes follow from the vector's length and
+            dtype alone. For simulated ranks it has to work under ``torch.vmap``.
+        decompress: from that, and the length, to a vector like the first.
+        error_feedback: keep what isn't sent for the next step.
+
+    Raises:
+        ltx.errors.StrategyError: the arguments aren't functions; or, in a step, one returns something else.
+    """
+    if not callable(compress) or not callable(decompress):
+        raise StrategyError(f"hooks.from_functions takes two functions, got {brief(compress)} and {brief(decompress)}.")
+    return FromFunctions(compress, decompress, error_feedback=error_feedback)
