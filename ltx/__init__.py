@@ -19,7 +19,6 @@ from ltx import optim as optim
 
 # --- axes
 from ltx.axis import Axis as Axis
-from ltx.axis import vmap as vmap
 
 # --- collectives
 from ltx.collectives import AllGatherGrad as AllGatherGrad
@@ -54,6 +53,7 @@ from ltx.runtime.init import shutdown as shutdown
 from ltx.runtime.init import to_device as to_device
 from ltx.runtime.init import world as world
 from ltx.runtime.world import World as World
+from ltx.simulated import vmap as vmap
 
 # --- strategies
 from ltx.strategies import DDPStrategy as DDPStrategy

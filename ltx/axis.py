@@ -1,8 +1,8 @@
 """Named axes: the dimensions of ranks that collectives reduce over, and which of them are in scope.
 
-An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`vmap`), or by nothing (size 1). Code that
+An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), or by nothing (size 1). Code that
 uses an axis can't tell which. What is in scope is the one piece of ambient state that ltx has: the axes of the world,
-set by ``ltx.init``, and inside them those that :func:`vmap` opens while its function runs.
+set by ``ltx.init``, and inside them those that :func:`ltx.vmap` opens while its function runs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-import optree
 import torch
 from torch._C import _functorch
 from torch._guards import TracingContext
 
-from ltx import tree
-from ltx.arguments import brief, check_fields, checked, is_whole, shown
+from ltx.arguments import brief, check_fields
 from ltx.errors import AxisError
-from ltx.typing import Tree
 
 DEFAULT_NAME = "data"
 
@@ -392,7 +389,8 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
 
 # Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these need:
 # the level is functorch's own, which exists at trace time and is the same at run time.
-def _open(name: str, size: int) -> int:
+def open_simulated(name: str, size: int) -> int:
+    """Open an axis of simulated ranks at the current level of torch.func, which it gives."""
     level: int = _functorch.current_level()
     while _opened_axes and _level_of(_opened_axes[-1][0]) >= level:  # left behind by a trace that failed
         _opened_axes.pop()
@@ -417,158 +415,11 @@ def _level_of(axis: Axis) -> int:
     return axis.backing.level
 
 
-def _close() -> None:
+def close_simulated() -> None:
+    """Close the axis that was opened last."""
     _opened_axes.pop()
 
 
 _there._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_open._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_close._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@checked("f", "axis_name", "axis_size", "out_dims", "randomness")
-def vmap(
-    f: Callable[..., Any],
-    axis_name: str = DEFAULT_NAME,
-    axis_size: int | None = None,
-    in_dims: Any = 0,
-    out_dims: int = 0,
-    randomness: Literal["error", "different", "same"] = "different",
-) -> Callable[..., Any]:
-    """Run `f` on simulated ranks: every rank is one entry of a batch dimension of ``torch.vmap``.
-
-    Inside `f` the collectives of ltx, and everything built on them, work over the axis `axis_name` as they do between
-    processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes.
-
-    Args:
-        f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on as
-            they are.
-        axis_name: what collectives call the axis.
-        axis_size: the number of ranks; needed only if no input is mapped.
-        in_dims: an int or None for all arguments, or a tuple with one entry for each argument (an int, None, or a tree
-            of them that is a prefix of the argument). None: every rank sees the same value.
-        out_dims: where the outputs' rank dimension goes.
-        randomness: as in ``torch.vmap``; ranks draw different random numbers unless told otherwise.
-
-    Returns:
-        A function with `f`'s arguments, each mapped tensor with an additional dimension of size `axis_size`.
-
-    Raises:
-        AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given.
-
-    Example:
-        >>> import torch, ltx
-        >>> ltx.vmap(lambda x: ltx.psum(x) + ltx.axis_index())(torch.tensor([1.0, 2.0]))
-        tensor([3., 4.])
-    """
-
-    def mapped(*args: Any) -> Any:
-        leaves, spec = tree.flatten(args)
-        dims = _broadcast_dims(in_dims, args)
-        tree.check_open(
-            [None if dim is None else leaf for leaf, dim in zip(leaves, dims, strict=True)],
-            args,
-            f"axis {axis_name!r}: mapped arguments",
-            "mapped (in_dims=None gives every rank the whole)",
-        )
-        size = _axis_size(axis_name, axis_size, leaves, dims)
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        out_spec: list[Any] = []
-
-        def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            _open(axis_name, size)
-            try:
-                filled = list(leaves)
-                for position, tensor in zip(positions, tensors, strict=True):
-                    filled[position] = tensor
-                outputs, structure = tree.flatten(f(*tree.unflatten(spec, filled)))
-            finally:
-                _close()
-            is_tensor = [isinstance(out, torch.Tensor) for out in outputs]
-            rest = [None if ok else out for ok, out in zip(is_tensor, outputs, strict=True)]
-            out_spec.append((structure, is_tensor, rest))
-            return tuple(out for ok, out in zip(is_tensor, outputs, strict=True) if ok)
-
-        # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
-        tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
-        results = iter(
-            torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
-                torch.arange(size), *(leaves[i] for i in positions)
-            )
-        )
-        structure, is_tensor, rest = out_spec[0]
-        return tree.unflatten(
-            structure,
-            [_place(next(results), out_dims) if ok else other for ok, other in zip(is_tensor, rest, strict=True)],
-        )
-
-    return mapped
-
-
-def _place(result: torch.Tensor, out_dims: int) -> torch.Tensor:
-    # Not torch.vmap's out_dims, which in torch 2.13 is wrong for an output that is the same on all ranks.
-    if not -result.ndim <= out_dims < result.ndim:
-        raise AxisError(
-            f"out_dims={out_dims} is out of range for an output of {result.ndim} dimensions, ranks included."
-        )
-    return result if out_dims == 0 else result.movedim(0, out_dims)
-
-
-def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
-    """One entry of `in_dims` for each leaf of `args`."""
-    if not isinstance(in_dims, tuple):
-        in_dims = (in_dims,) * len(args)
-    if len(in_dims) != len(args):
-        raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")
-    dims: list[int | None] = []
-    for dim, arg in zip(in_dims, args, strict=True):
-        if dim is None or is_whole(dim):
-            dims.extend([dim] * len(tree.flatten(arg)[0]))
-        elif isinstance(dim, bool | float | str | torch.Tensor):
-            raise AxisError(f"in_dims must be an int, None or a tree of them, got {shown(dim)}.")
-        else:
-            dims.extend(_prefix_dims(dim, arg))
-    return dims
-
-
-def _prefix_dims(prefix: Any, arg: Tree) -> list[int | None]:
-    dims: list[int | None] = []
-    tree.flatten(prefix)
-    try:
-        optree.tree_map_(
-            lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])),
-            prefix,
-            arg,
-            none_is_leaf=True,
-            namespace=tree.NAMESPACE,
-        )
-    except ValueError as error:
-        raise AxisError(f"in_dims: {prefix!r} isn't a prefix of its argument: {error}") from None
-    return dims
-
-
-def _axis_size(name: str, given: int | None, leaves: list[Any], dims: list[int | None]) -> int:
-    mapped = [
-        (leaf, dim)
-        for leaf, dim in zip(leaves, dims, strict=True)
-        if dim is not None and isinstance(leaf, torch.Tensor)
-    ]
-    if not torch.compiler.is_compiling():
-        tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")
-    for leaf, dim in mapped:
-        if not is_whole(dim):
-            raise AxisError(f"axis {name!r}: in_dims must hold ints and None, got {shown(dim)}.")
-        if leaf.ndim == 0:
-            raise AxisError(
-                f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "
-                "value for each rank."
-            )
-        if not -leaf.ndim <= dim < leaf.ndim:
-            raise AxisError(f"axis {name!r}: in_dims={dim} is out of range for a tensor of shape {list(leaf.shape)}.")
-    sizes = {leaf.shape[dim] for leaf, dim in mapped}
-    if given is not None:
-        sizes.add(given)
-    if len(sizes) != 1:
-        got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"
-        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give axis_size.")
-    return sizes.pop()
+open_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+close_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ltx
 from ltx.axis import Axis, axes_in_scope, find, set_world_axes
-from ltx.errors import AxisError, LtxError
+from ltx.errors import AxisError, LtxError, UnsupportedError
 
 XS = torch.arange(6.0).reshape(2, 3)
 
@@ -63,6 +63,60 @@ def test_out_dims(out_dims: int) -> None:
     got = ltx.vmap(lambda x: {"a": x, "same": ltx.psum(x)}, out_dims=out_dims)(XS)
     assert torch.equal(got["a"], XS.movedim(0, out_dims))
     assert torch.equal(got["same"], XS.sum(0).expand(2, 3).movedim(0, out_dims))
+
+
+def test_out_dims_for_each_output() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return {"a": x, "b": [2 * x, ltx.psum(x)]}
+
+    got = ltx.vmap(f, out_dims={"a": 1, "b": [0, None]})(XS)
+    assert torch.equal(got["a"], XS.T)
+    assert torch.equal(got["b"][0], 2 * XS)
+    assert torch.equal(got["b"][1], XS.sum(0))
+    total, same = ltx.vmap(lambda x: (ltx.psum(x), torch.ones(2)), out_dims=None)(XS)
+    assert torch.equal(total, XS.sum(0))
+    assert torch.equal(same, torch.ones(2))
+    nested = ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, "inner"), out_dims=None, axis_name="inner"), axis_name="outer")
+    assert torch.equal(nested(XS), XS.sum(1))
+    sums = torch.vmap(ltx.vmap(ltx.psum, out_dims=None))(XS)  # of ranks in a batch
+    assert torch.equal(sums, XS.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("out_dims", "text"),
+    [
+        ((0, None), "out_dims=None: the output '1' may differ between ranks. Give it a dimension"),
+        ((0, 5), "out_dims=5 is out of range for an output of 2 dimensions"),
+        ((0,), "isn't a prefix of its output"),
+        ("data", "out_dims must be an int, None or a tree of them, got 'data'"),
+        ((0, 1.5), "out_dims must be an int, None or a tree of them, got 1.5"),
+    ],
+)
+def test_out_dims_that_do_not_fit(out_dims: Any, text: str) -> None:
+    with pytest.raises(AxisError) as caught:
+        ltx.vmap(lambda x: (x, 2 * x), out_dims=out_dims)(XS)
+    assert text in str(caught.value)
+
+
+def test_keyword_arguments_are_mapped_over_their_first_dimension() -> None:
+    def f(x: torch.Tensor, *, scale: torch.Tensor, name: str = "") -> Any:
+        return ltx.psum(x * scale), name
+
+    scale = torch.tensor([1.0, 10.0])
+    total, name = ltx.vmap(f, out_dims=None)(XS, scale=scale, name="n")
+    assert torch.equal(total, (XS * scale[:, None]).sum(0))
+    assert name == "n"
+    assert ltx.vmap(lambda *, x: ltx.psum(x))(x=XS).shape == XS.shape
+    assert torch.equal(ltx.vmap(lambda x, *, y: x + y, in_dims=(None,))(XS, y=scale)[1], XS + 10)
+    with pytest.raises(AxisError, match=r"needs one size, got sizes \[2, 3\]"):
+        ltx.vmap(lambda x, y: x)(XS, y=XS.T)
+
+
+def test_chunks_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="ranks of one axis wait for each other"):
+        ltx.vmap(lambda x: x, chunk_size=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        ltx.vmap(lambda x: x, 0, 0, "data")  # type: ignore[misc]
 
 
 def test_outputs_that_are_no_tensors() -> None:

@@ -137,7 +137,14 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             Call(
                 ltx.vmap,
                 (lambda x: ltx.psum(x),),
-                {"axis_name": "data", "axis_size": 4, "in_dims": 0, "out_dims": 0, "randomness": "different"},
+                {
+                    "axis_name": "data",
+                    "axis_size": 4,
+                    "in_dims": 0,
+                    "out_dims": 0,
+                    "randomness": "different",
+                    "chunk_size": None,
+                },
                 lambda mapped: mapped(T),
             ),
             Call(ltx.vmap(lambda x: ltx.psum(x)), (T,)),

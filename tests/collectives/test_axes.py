@@ -206,7 +206,7 @@ def test_gradients_through_nested_axes(ranks: Ranks, seed: int) -> None:
     for rank, found in enumerate(ranks(4).run(run, xs)):
         for a, b in zip(found, _expected_of_both(xs), strict=True):
             torch.testing.assert_close(a, b[divmod(rank, 2)])
-    simulated = ltx.vmap(ltx.vmap(_of_both, "data"), "node")(xs)
+    simulated = ltx.vmap(ltx.vmap(_of_both, axis_name="data"), axis_name="node")(xs)
     for a, b in zip(simulated, _expected_of_both(xs), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -232,7 +232,7 @@ def test_nested_simulated_axes(seed: int) -> None:
         return _on_rank(x, "node"), _on_rank(x, "data")
 
     xs = _draw()
-    on_node, on_data = ltx.vmap(ltx.vmap(run, "data"), "node")(xs)
+    on_node, on_data = ltx.vmap(ltx.vmap(run, axis_name="data"), axis_name="node")(xs)
     for row, column in [(0, 0), (0, 1), (1, 0), (1, 1)]:
         at = {name: (y[row, column], g[row, column]) for name, (y, g) in on_node.items()}
         _check(at, _expected(xs[:, column]), row)
@@ -245,7 +245,7 @@ def test_simulated_ranks_on_each_process(ranks: Ranks, seed: int) -> None:
 
     def run(xs: Tensor) -> tuple[Found, Found]:
         mine = xs[ltx.axis_index("data")]
-        each = ltx.vmap(lambda x: (_on_rank(x, "data"), _on_rank(x, "simulated")), "simulated")
+        each = ltx.vmap(lambda x: (_on_rank(x, "data"), _on_rank(x, "simulated")), axis_name="simulated")
         return each(mine)
 
     xs = _draw()

@@ -132,7 +132,7 @@ def test_names_that_are_not_in_scope(ranks: Ranks) -> None:
     ):
         ltx.psum(torch.ones(1), axis="model")
     with pytest.raises(AxisError, match=r"in scope: 'outer', 'inner'\. Open it with ltx.vmap\(f, axis_name='model'\)"):
-        ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, axis="model"), "inner"), "outer")(torch.ones(2, 2))
+        ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, axis="model"), axis_name="inner"), axis_name="outer")(torch.ones(2, 2))
 
     def text() -> str:
         with pytest.raises(AxisError) as caught:

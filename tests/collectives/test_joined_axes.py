@@ -243,6 +243,7 @@ def test_in_a_compiled_graph(seed: int) -> None:
     xs = torch.randn(2, 2, 3)
 
     def f(xs: Tensor) -> Tensor:
-        return ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, BOTH) * ltx.axis_index(BOTH), axis_name="data"), "node")(xs)
+        inner = ltx.vmap(lambda x: ltx.psum(x, BOTH) * ltx.axis_index(BOTH), axis_name="data")
+        return ltx.vmap(inner, axis_name="node")(xs)
 
     torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(xs), f(xs))

@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         name="axis: draws are shared by simulated ranks",
-        file="axis.py",
+        file="simulated.py",
         old="in_dims=tensor_dims, randomness=randomness)(",
         new='in_dims=tensor_dims, randomness="same")(',
         breaks="all simulated ranks have one dropout mask",

@@ -263,11 +263,11 @@ def test_nested_simulated_axes() -> None:
     means = {"inner": [[1.5, 1.5], [4.5, 4.5]], "outer": [[2.0, 4.0], [2.0, 4.0]], ("outer", "inner"): [[3.0] * 2] * 2}
     for axis, expected in means.items():
         grad = torch.func.grad(ltx.data_parallel(lambda w, x: w * x, axis=axis))
-        got = ltx.vmap(ltx.vmap(grad, "inner", in_dims=(None, 0)), "outer", in_dims=(None, 0))(torch.tensor(1.0), x)
+        got = ltx.vmap(ltx.vmap(grad, (None, 0), axis_name="inner"), (None, 0), axis_name="outer")(torch.tensor(1.0), x)
         assert got.tolist() == expected
     grad = torch.func.grad(ltx.data_parallel(lambda w, x: w * x))
     with pytest.raises(ltx.errors.AxisError, match="axis=None names no axis where several are in scope"):
-        ltx.vmap(ltx.vmap(grad, "inner", in_dims=(None, 0)), "outer", in_dims=(None, 0))(torch.tensor(1.0), x)
+        ltx.vmap(ltx.vmap(grad, (None, 0), axis_name="inner"), (None, 0), axis_name="outer")(torch.tensor(1.0), x)
 
 
 def test_is_a_value() -> None:

@@ -1,0 +1,218 @@
+"""vmap: simulated ranks, each an entry of a batch dimension of ``torch.vmap``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import optree
+import torch
+from torch._C import _functorch
+
+from ltx import tree
+from ltx.arguments import checked, is_whole, shown
+from ltx.axis import DEFAULT_NAME, close_simulated, open_simulated
+from ltx.errors import AxisError, UnsupportedError
+from ltx.typing import Tree
+
+
+@checked("f", "axis_name", "axis_size", "randomness")
+def vmap(
+    f: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    *,
+    axis_name: str = DEFAULT_NAME,
+    axis_size: int | None = None,
+    randomness: Literal["error", "different", "same"] = "different",
+    chunk_size: None = None,
+) -> Callable[..., Any]:
+    """Run `f` on simulated ranks: every rank is one entry of a batch dimension of ``torch.vmap``.
+
+    Inside `f` the collectives of ltx, and everything built on them, work over the axis `axis_name` as they do between
+    processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes.
+
+    Args:
+        f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on as
+            they are.
+        in_dims: an int or None for all positional arguments, or a tuple with one entry for each (an int, None, or a
+            tree of them that is a prefix of the argument). None: every rank sees the same value. Tensors in keyword
+            arguments are mapped over dimension 0, as in JAX.
+        out_dims: where the outputs' rank dimension goes: an int or None for all of them, or a tree of these that is a
+            prefix of the output. None: the output is one value without a rank dimension, which has to be the same on
+            all ranks, such as what ``psum`` gives.
+        axis_name: what collectives call the axis.
+        axis_size: the number of ranks; needed only if no input is mapped.
+        randomness: as in ``torch.vmap``; ranks draw different random numbers unless told otherwise.
+        chunk_size: None. ``torch.vmap`` would run ranks in turns with a number, and then they couldn't communicate.
+
+    Returns:
+        A function with `f`'s arguments, each mapped tensor with an additional dimension of size `axis_size`.
+
+    Raises:
+        AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given; or an
+            output of ``out_dims=None`` depends on the rank.
+        UnsupportedError: a `chunk_size`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.psum(x) + ltx.axis_index())(torch.tensor([1.0, 2.0]))
+        tensor([3., 4.])
+        >>> ltx.vmap(lambda x: (x, ltx.psum(x)), out_dims=(0, None))(torch.tensor([1.0, 2.0]))
+        (tensor([1., 2.]), tensor(3.))
+    """
+    if chunk_size is not None:
+        raise UnsupportedError(
+            "ltx.vmap: chunk_size runs some ranks after others, and ranks of one axis wait for each other. Leave it "
+            "out."
+        )
+
+    def mapped(*args: Any, **named: Any) -> Any:
+        given = (*args, named) if named else args
+        leaves, spec = tree.flatten(given)
+        dims = _broadcast_dims(in_dims, args)
+        dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
+        tree.check_open(
+            [None if dim is None else leaf for leaf, dim in zip(leaves, dims, strict=True)],
+            given,
+            f"axis {axis_name!r}: mapped arguments",
+            "mapped (in_dims=None gives every rank the whole)",
+        )
+        size = _axis_size(axis_name, axis_size, leaves, dims)
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        known: list[Any] = []
+
+        def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            level = open_simulated(axis_name, size)
+            try:
+                filled = list(leaves)
+                for position, tensor in zip(positions, tensors, strict=True):
+                    filled[position] = tensor
+                rebuilt = tree.unflatten(spec, filled)
+                output = f(*rebuilt[:-1], **rebuilt[-1]) if named else f(*rebuilt)
+            finally:
+                close_simulated()
+            outputs, structure = tree.flatten(output)
+            is_tensor = [isinstance(out, torch.Tensor) for out in outputs]
+            rest = [None if ok else out for ok, out in zip(is_tensor, outputs, strict=True)]
+            placed = _placed(out_dims, output, outputs, level)
+            known.append((structure, is_tensor, rest, placed))
+            return tuple(out for ok, out in zip(is_tensor, outputs, strict=True) if ok)
+
+        # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
+        tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
+        results = iter(
+            torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
+                torch.arange(size), *(leaves[i] for i in positions)
+            )
+        )
+        structure, is_tensor, rest, placed = known[0]
+        return tree.unflatten(
+            structure,
+            [
+                _place(next(results), dim) if ok else other
+                for ok, other, dim in zip(is_tensor, rest, placed, strict=True)
+            ],
+        )
+
+    return mapped
+
+
+def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[int | None]:
+    """One entry of `out_dims` for each leaf of `output`, as one rank returned it at this level of torch.func."""
+    if out_dims is None or is_whole(out_dims):
+        dims: list[int | None] = [out_dims] * len(leaves)
+    else:
+        dims = _entries("out_dims", out_dims, output)
+    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is not None and not is_whole(dim):
+            raise AxisError(f"out_dims must be an int, None or a tree of them, got {shown(dim)}.")
+        if dim is None and isinstance(leaf, torch.Tensor) and _of_ranks(leaf, level):
+            raise AxisError(
+                f"out_dims=None: the output {tree.leaf_paths(output)[i]!r} may differ between ranks. Give it a "
+                "dimension, or return what is the same on all of them, such as its ltx.pmean."
+            )
+    return dims
+
+
+def _of_ranks(tensor: torch.Tensor, level: int) -> bool:
+    """Whether a tensor has a value for each rank of the axis at `level`."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor) and _functorch.maybe_get_level(tensor) == level:
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
+    # Not torch.vmap's out_dims, which in torch 2.13 is wrong for an output that is the same on all ranks.
+    if out_dim is None:
+        return result[0]
+    if not -result.ndim <= out_dim < result.ndim:
+        raise AxisError(
+            f"out_dims={out_dim} is out of range for an output of {result.ndim} dimensions, ranks included."
+        )
+    return result if out_dim == 0 else result.movedim(0, out_dim)
+
+
+def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
+    """One entry of `in_dims` for each leaf of `args`."""
+    if not isinstance(in_dims, tuple):
+        in_dims = (in_dims,) * len(args)
+    if len(in_dims) != len(args):
+        raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")
+    dims: list[int | None] = []
+    for dim, arg in zip(in_dims, args, strict=True):
+        if dim is None or is_whole(dim):
+            dims.extend([dim] * len(tree.flatten(arg)[0]))
+        elif isinstance(dim, bool | float | str | torch.Tensor):
+            hint = f" A name is axis_name={dim!r}." if isinstance(dim, str) else ""
+            raise AxisError(f"in_dims must be an int, None or a tree of them, got {shown(dim)}.{hint}")
+        else:
+            dims.extend(_entries("in_dims", dim, arg))
+    return dims
+
+
+def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
+    """The leaves of `prefix`, which is a prefix of the tree `whole`, each as often as there are leaves under it."""
+    dims: list[Any] = []
+    tree.flatten(prefix)
+    try:
+        optree.tree_map_(
+            lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])),
+            prefix,
+            whole,
+            none_is_leaf=True,
+            namespace=tree.NAMESPACE,
+        )
+    except ValueError as error:
+        of = "argument" if what == "in_dims" else "output"
+        raise AxisError(f"{what}: {prefix!r} isn't a prefix of its {of}: {error}") from None
+    return dims
+
+
+def _axis_size(name: str, given: int | None, leaves: list[Any], dims: list[int | None]) -> int:
+    mapped = [
+        (leaf, dim)
+        for leaf, dim in zip(leaves, dims, strict=True)
+        if dim is not None and isinstance(leaf, torch.Tensor)
+    ]
+    if not torch.compiler.is_compiling():
+        tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")
+    for leaf, dim in mapped:
+        if not is_whole(dim):
+            raise AxisError(f"axis {name!r}: in_dims must hold ints and None, got {shown(dim)}.")
+        if leaf.ndim == 0:
+            raise AxisError(
+                f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "
+                "value for each rank."
+            )
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise AxisError(f"axis {name!r}: in_dims={dim} is out of range for a tensor of shape {list(leaf.shape)}.")
+    sizes = {leaf.shape[dim] for leaf, dim in mapped}
+    if given is not None:
+        sizes.add(given)
+    if len(sizes) != 1:
+        got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"
+        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give axis_size.")
+    return sizes.pop()
