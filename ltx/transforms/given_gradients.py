@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ltx import tree
 from ltx.arguments import brief
 from ltx.errors import StepError
+from ltx.transforms.captured import nodes_made, refuse_captured
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Step, Tree
@@ -27,6 +29,7 @@ class GivenGradients:
 
     def __call__(self, params: Tree, *args: Any, **named: Any) -> Any:
         apart = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, params)  # the step differentiates itself
+        before = 0 if torch.compiler.is_compiling() else nodes_made()
         returned = self.fn(apart, *args, **named)
         if not isinstance(returned, tuple) or isinstance(returned, Weighted) or len(returned) < 2:
             raise StepError(
@@ -34,6 +37,8 @@ class GivenGradients:
                 f"torch.func.grad_and_value do, and buffers and aux after them; got {brief(returned)}."
             )
         grads, loss, *rest = returned
+        if not torch.compiler.is_compiling():  # a module's own parameters would stay as they are
+            refuse_captured(self.fn, loss, (apart, args, named), nodes_made() - before)
         extra = self._product(params, grads)
         loss = self._plus(loss, extra - extra.detach())
         return (loss, *rest) if rest else loss

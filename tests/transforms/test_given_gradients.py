@@ -181,6 +181,17 @@ def test_gradients_that_are_not_finite_are_seen() -> None:
     assert state.params["w"].tolist() == [1.0, 1.0]
 
 
+def test_a_modules_own_parameters_are_refused() -> None:
+    def forgetful(params: Params, x: Tensor, y: Tensor) -> Any:
+        loss = cross_entropy(NET(x), y)  # not with the given parameters
+        return {name: torch.zeros_like(p) for name, p in params.items()}, loss
+
+    train = ltx.train_step(ltx.data_parallel(forgetful, returns="grads"), SGD)
+    state = train.init(dict(NET.named_parameters()))
+    with pytest.raises(StepError, match=r"the step uses a parameter of shape .* that isn't one of its arguments"):
+        train(state, torch.randn(2, 4), torch.tensor([0, 1]))
+
+
 @pytest.mark.parametrize(
     ("returned", "text"),
     [
