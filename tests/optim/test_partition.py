@@ -105,11 +105,11 @@ STRATEGIES = {
 
 
 @pytest.mark.full(but=4)
-@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [(n, o) for n in STRATEGIES for o in ("backward", "update", "step") if (n, o) != ("zero", "step")],
+)
 def test_real_ranks(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
-    if (name, overlap) == ("zero", "step"):
-        pytest.skip("ZeRO refuses it, whatever the optimizer")
     found, expected = ranks(2).run(trained, STRATEGIES[name], overlap)[1]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -127,6 +127,7 @@ def test_simulated_ranks_and_compiled(seed: int) -> None:
 def test_compiled(seed: int) -> None:
     params, x, y = problem()
     train = ltx.train_step(ltx.data_parallel(loss_fn), grouped)
+    torch._dynamo.reset()  # else it may count other tests' train steps as this one compiled too often
     compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
     torch.testing.assert_close(dict(compiled.params), by_torch(params, x, y, 1), rtol=1e-4, atol=1e-6)
 
