@@ -53,7 +53,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         each.close()
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full(but=2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("stopped", [0, 1])
