@@ -2,7 +2,7 @@
 
     ltx run -n 2 examples/resnet_digits.py
 
-Buffers are an argument and a result of the step. The average is a value beside the state.
+Buffers are an argument and a result of the step. The average is in the optimizer's state.
 """
 
 import argparse
@@ -23,22 +23,16 @@ def main(steps=60):
         logits, buffers = ltx.functional_call(model, (params, buffers), (x,), return_buffers=True)
         return cross_entropy(logits, y), buffers
 
-    train = ltx.train_step(ltx.data_parallel(loss_fn), ltx.optim.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9))
-    losses, average = [], None
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9)
+    train = ltx.train_step(ltx.data_parallel(loss_fn), ltx.optim.ema(sgd, DECAY))
+    losses = []
     with ltx.init() as world:
         model.to(world.device)
         state = train.init(dict(model.named_parameters()), dict(model.named_buffers()))
         for step in range(steps):
             state, metrics = train(state, *ltx.to_device(ltx.shard(batch(images, labels, step))))
             losses.append(metrics.loss.item())
-            # lerp makes new tensors: the state's own are updated in place by the next step.
-            last = {k: v.clone() for k, v in {**state.params, **state.buffers}.items()}
-            average = (
-                last
-                if average is None
-                else {k: average[k].lerp(v, 1 - DECAY) if v.is_floating_point() else v for k, v in last.items()}
-            )
-        model.load_state_dict(average)
+        model.load_state_dict({**ltx.optim.averaged(state.opt_state), **state.buffers})
         model.eval()
         with torch.no_grad():  # each rank evaluates its part; parts are unequal
             mine = slice(world.rank, None, world.size)

@@ -105,6 +105,15 @@ def shown(value: Any) -> str:
     return f"{brief(value)} of type {type(value).__name__}"
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """What the ``repr`` of a value calls a function that it was made of.
+
+    >>> name_of(name_of)
+    'name_of'
+    """
+    return getattr(function, "__qualname__", repr(function))
+
+
 def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
     """The ``repr`` of a value where it has one that fits into a message: not of a list that holds itself, say.
 

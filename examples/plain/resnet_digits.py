@@ -49,7 +49,7 @@ def main(steps=60):
     torch.manual_seed(0)
     (images, labels), (test_images, test_labels) = digits()
     model = resnet()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(steps):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ltx.arguments import brief
+from ltx.arguments import brief, name_of
 from ltx.errors import StrategyError
 from ltx.hooks.lossy import LossyHook, Sending, Sent
 from ltx.hooks.scattered import as_bytes, from_bytes
@@ -77,7 +77,7 @@ class FromFunctions(LossyHook):
         return found.to(like.dtype)
 
     def __repr__(self) -> str:
-        names = (getattr(fn, "__qualname__", repr(fn)) for fn in (self.compress, self.decompress))
+        names = (name_of(fn) for fn in (self.compress, self.decompress))
         return f"from_functions({', '.join(names)}{', error_feedback=True' if self.error_feedback else ''})"
 
 

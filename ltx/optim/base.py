@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ltx.arguments import brief, checked, shown
+from ltx.arguments import brief, checked, name_of, shown
 from ltx.errors import OptimError
 from ltx.tree import check_tensors, describe, flatten, leaf_paths
 from ltx.typing import Tree
@@ -91,6 +91,19 @@ _NOT_LEAFWISE = (
 )
 
 
+class LeafPart(dict[str, Tensor]):
+    """A leaf's part of the state of an optimizer around others, from which their own part can be had again.
+
+    Attributes:
+        inner: the part that the optimizer inside has made, with the same tensors.
+        label: which optimizer that is, where there are several.
+    """
+
+    def __init__(self, inner: dict[str, Tensor], label: str = "", **own: Tensor) -> None:
+        super().__init__(inner, **own)
+        self.inner, self.label = inner, label
+
+
 @dataclass(frozen=True)
 class FunctionPair(Optimizer):
     """Two functions as an :class:`Optimizer`; made by :func:`from_functions`."""
@@ -121,7 +134,7 @@ class FunctionPair(Optimizer):
         return result
 
     def __repr__(self) -> str:
-        names = (getattr(fn, "__qualname__", repr(fn)) for fn in (self.init_fn, self.update_fn))
+        names = (name_of(fn) for fn in (self.init_fn, self.update_fn))
         return f"from_functions({', '.join(names)}{', elementwise=True' if self.is_elementwise else ''})"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError
-from ltx.optim.base import Optimizer, apply_updates, leaves_like
+from ltx.optim.base import LeafPart, Optimizer, apply_updates, leaves_like
 from ltx.optim.state import first_of
 from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten
@@ -28,12 +28,6 @@ class EmaState(NamedTuple):
 
     inner: Tree
     average: Tree
-
-
-class _LeafState(dict[str, Tensor]):
-    """A leaf's part of both."""
-
-    inner: dict[str, Tensor]
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,18 +70,13 @@ class Ema(Optimizer):
 
     def leaf_states(self, state: EmaState, params: Tree) -> list[dict[str, Tensor]]:
         averages = leaves_like(flatten(params)[1], state.average, "the average")
-        found: list[dict[str, Tensor]] = []
-        for inner, average in zip(self.optimizer.leaf_states(state.inner, params), averages, strict=True):
-            own = _LeafState(inner, average=average)
-            own.inner = inner
-            found.append(own)
-        return found
+        inner = self.optimizer.leaf_states(state.inner, params)
+        return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
 
     def apply_leaves(
         self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
     ) -> None:
-        inner = [state.inner for state in states if isinstance(state, _LeafState)]
-        self.optimizer.apply_leaves(grads, inner, params, count)
+        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, count)
         torch._foreach_lerp_([state["average"] for state in states], params, 1 - self.decay)
 
     def advance(self, state: EmaState) -> EmaState:

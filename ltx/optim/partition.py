@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
+import optree
 import torch
 from torch import Tensor
 
-from ltx.arguments import brief
+from ltx.arguments import brief, name_of
 from ltx.errors import OptimError
-from ltx.optim.base import Optimizer, leaves_like
+from ltx.optim.base import LeafPart, Optimizer, leaves_like
 from ltx.optim.chain import identity
 from ltx.tree import flatten, leaf_paths, plain_paths, wanted
 from ltx.typing import Tree
 
 Labels = Callable[[str], str] | tuple[tuple[str, str], ...]
-
-
-class LabelledState(dict[str, Tensor]):
-    """A leaf's part of a state, which remembers whose it is, so that :meth:`Partition.apply_leaves` can tell."""
-
-    label: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,8 +41,8 @@ class Partition(Optimizer):
         return any(member.moves_params for _, member in self.members)
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        parts = self._split(params)
-        return {label: member.init(parts[label](params)) for label, member in self.members}
+        (leaves, spec), places = flatten(params), self._places(params)
+        return {label: member.init(_only(spec, leaves, places[label])) for label, member in self.members}
 
     def update(
         self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
@@ -60,22 +55,22 @@ class Partition(Optimizer):
         return self._each("apply", grads, state, params, donate)
 
     def leaf_states(self, state: dict[str, Tree], params: Tree) -> list[dict[str, Tensor]]:
-        spec, places = flatten(params)[1], self._places(params)
-        found: list[dict[str, Tensor]] = [{} for _ in range(spec.num_leaves)]
-        parts = self._split(params)
+        (leaves, spec), places = flatten(params), self._places(params)
+        parts: dict[int, dict[str, Tensor]] = {}
         for label, member in self.members:
-            for place, own in zip(places[label], member.leaf_states(state[label], parts[label](params)), strict=True):
-                found[place] = LabelledState(own)
-                found[place].label = label  # type: ignore[attr-defined]
-        return found
+            own = member.leaf_states(state[label], _only(spec, leaves, places[label]))
+            parts.update((place, LeafPart(part, label)) for place, part in zip(places[label], own, strict=True))
+        return [parts[place] for place in range(len(leaves))]
 
     def apply_leaves(
         self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
     ) -> None:
+        parts = cast(list[LeafPart], states)
         for label, member in self.members:
-            at = [i for i, own in enumerate(states) if own.label == label]  # type: ignore[attr-defined]
+            at = [i for i, part in enumerate(parts) if part.label == label]
             if at:
-                member.apply_leaves([grads[i] for i in at], [states[i] for i in at], [params[i] for i in at], count)
+                own = [parts[i].inner for i in at]
+                member.apply_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
 
     def advance(self, state: dict[str, Tree]) -> dict[str, Tree]:
         return {label: member.advance(state[label]) for label, member in self.members}
@@ -87,41 +82,35 @@ class Partition(Optimizer):
             raise OptimError(
                 f"{self} expected a state with the parts {[label for label, _ in self.members]}, got {brief(state)}."
             )
-        spec, places, parts = flatten(params)[1], self._places(params), self._split(params)
-        leaves, after = list[Any]([None] * spec.num_leaves), {}
+        (leaves, spec), places = flatten(params), self._places(params)
+        given, results, after = leaves_like(spec, grads, "grads"), list[Any]([None] * len(leaves)), {}
         for label, member in self.members:
-            given, own = parts[label](grads), parts[label](params)
-            result, after[label] = getattr(member, method)(given, state[label], own, donate=donate)
-            for place, leaf in zip(places[label], leaves_like(flatten(own)[1], result, "updates"), strict=True):
-                leaves[place] = leaf
-        return params if donate and method == "apply" else spec.unflatten(leaves), after
-
-    def _split(self, params: Tree) -> dict[str, Callable[[Tree], Tree]]:
-        """For each label: trees like `params` to trees with None in the places of the others' leaves."""
-        spec, places = flatten(params)[1], self._places(params)
-
-        def part(places: Sequence[int]) -> Callable[[Tree], Tree]:
-            mine = set(places)
-            return lambda tree: spec.unflatten(
-                [leaf if i in mine else None for i, leaf in enumerate(leaves_like(spec, tree, "grads"))]
+            own = _only(spec, leaves, places[label])
+            result, after[label] = getattr(member, method)(
+                _only(spec, given, places[label]), state[label], own, donate=donate
             )
-
-        return {label: part(places[label]) for label, _ in self.members}
+            for place, leaf in zip(places[label], leaves_like(flatten(own)[1], result, "updates"), strict=True):
+                results[place] = leaf
+        return params if donate and method == "apply" else spec.unflatten(results), after
 
     def _places(self, params: Tree) -> dict[str, list[int]]:
         """The places of each label's leaves among those of `params`."""
         if torch.compiler.is_compiling():
             return _places_of(self, tuple(plain_paths(params)))
-        return _remembered(self, tuple(leaf_paths(params)))
+        return _remembered(self, flatten(params)[1])
 
     def __repr__(self) -> str:
         members = ", ".join(f"{label!r}: {member!r}" for label, member in self.members)
-        labels = repr(dict(self.labels)) if isinstance(self.labels, tuple) else _name(self.labels)
+        labels = repr(dict(self.labels)) if isinstance(self.labels, tuple) else name_of(self.labels)
         return f"partition({{{members}}}, {labels})"
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", repr(function))
+def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree:
+    """The tree of some leaves, with None in the places of the others."""
+    kept: list[Any] = [None] * len(leaves)
+    for place in places:
+        kept[place] = leaves[place]
+    return spec.unflatten(kept)
 
 
 def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[int]]:
@@ -147,11 +136,16 @@ def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[i
     return {label: [place for place, other in enumerate(labels) if other == label] for label in known}
 
 
-_remembered = lru_cache(maxsize=64)(_places_of)
+@lru_cache(maxsize=64)
+def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list[int]]:
+    """By structure: to write all paths takes longer than some updates."""
+    return _places_of(partition, tuple(leaf_paths(spec.unflatten(range(spec.num_leaves)))))
+
+
 _places_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def partition(optimizers: Mapping[Any, Optimizer], labels: Mapping[str, Any] | Callable[[str], Any]) -> Optimizer:
+def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:
     """An optimizer for each group of parameters: no weight decay on norms, Muon for matrices and AdamW for the rest.
 
     >>> import torch

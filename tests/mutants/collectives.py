@@ -177,7 +177,7 @@ MUTANTS = (
         old="in_dims=tensor_dims, randomness=randomness)(",
         new='in_dims=tensor_dims, randomness="same")(',
         breaks="all simulated ranks have one dropout mask",
-        tests=("tests/test_axis.py",),
+        tests=("tests/test_simulated.py",),
     ),
     Mutant(
         name="containers: an order of keys is lost",

@@ -161,6 +161,24 @@ def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() ->
         torch.testing.assert_close(torch.cat([after["a"], after["b"]]), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
+NESTED = {
+    "averages inside": partition({"biases": ltx.optim.ema(sgd, 0.5), "others": adamw}, BIASES),
+    "averages around": ltx.optim.ema(grouped, 0.5),
+    "partitions inside": partition(
+        {"biases": partition({"all": sgd}, {"*": "all"}), "others": partition({"all": adamw}, {"*": "all"})}, BIASES
+    ),
+}
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize(
+    ("name", "overlap"), [(n, o) for o in ("update", "backward", "step") for n in NESTED], ids=lambda value: value
+)
+def test_optimizers_within_one_another(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    found, expected = ranks(2).run(trained, STRATEGIES["ddp"], overlap, 4, NESTED[name])[1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_each_schedule_counts_its_own_steps_and_goes_on_from_a_checkpoint(tmp_path: Path, seed: int) -> None:
     params, x, y = problem()
     warm = from_torch(SGD, lr=lambda step: 0.1 * step)

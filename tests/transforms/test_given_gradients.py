@@ -212,3 +212,17 @@ def test_what_is_refused(returned: Any, text: str) -> None:
     with pytest.raises(StepError, match=re.escape(text)):
         train(state)
     assert state.params["w"].tolist() == [1.0, 1.0]  # as it was
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+)  # Dynamo
+@pytest.mark.slow_compile
+@pytest.mark.full
+def test_compiled(seed: int) -> None:
+    torch._dynamo.reset()
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(gradients, returns="grads"), SGD)
+    eager, _ = train(train.init(params), x, y)
+    compiled, _ = torch.compile(train, fullgraph=True, backend="aot_eager")(train.init(params), x, y)
+    torch.testing.assert_close(dict(compiled.params), dict(eager.params))
