@@ -1,7 +1,7 @@
 # make demo   the main job: installs what it needs, trains, prints a table
 # make test   the test suite in minutes; make test-full adds all rows of its tables, and what is slow
 # make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
-# make mutants  seeded defects, and which tests catch them: MUTANTS="wire hooks" runs some, "--full" adds the full suite
+# make mutants  seeded defects, and which tests catch them: MUTANTS="comm hooks" runs some, "--full" adds the full suite
 # make docs   the documentation site, docs/_build/html; its notebooks are executed, which takes minutes the first time
 # make lint   style, types, import contract
 #

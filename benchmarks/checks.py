@@ -28,12 +28,12 @@ from torch.nn.functional import cross_entropy
 
 import ltx
 from benchmarks.ranks import found_by_ranks, interleaved, ratio
-from ltx import arguments, tree, wire
+from ltx import arguments, comm, tree
+from ltx.comm.channel import Channel
 from ltx.demo.model import GPT
-from ltx.transforms.captured import refuse_captured
+from ltx.transforms.closure_check import refuse_captured
 from ltx.transforms.run import refuse_gradients
 from ltx.transforms.sync_state import SyncState
-from ltx.wire.channel import Channel
 
 CONTEXT, BATCH, VOCABULARY = 64, 8, 96  # the demo's
 GOAL = 1.01
@@ -43,10 +43,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In place of a check."""
 
 
-def _unchecked_header(self: Any) -> wire.Header:
+def _unchecked_header(self: Any) -> comm.StepSummary:
     if self._header is None:
         summed = self._ticket.wait()
-        self._header, self._ticket = wire.Header(summed[0], summed[1]), None
+        self._header, self._ticket = comm.StepSummary(summed[0], summed[1]), None
     return self._header
 
 
@@ -63,7 +63,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     refuse_gradients,
 ]
 METHODS: list[tuple[type, str, Callable[..., Any]]] = [
-    (wire.HeaderTicket, "wait", _unchecked_header),
+    (comm.PendingSummary, "wait", _unchecked_header),
     (Channel, "advance", _only_count),
     (SyncState, "checked_step", lambda self: self.step),
 ]

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.ranks import KEEP_MEMORY
 from ltx import hooks
-from ltx.hooks.scattered import ScatteredHook
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce
 
-CODECS: dict[str, ScatteredHook] = {
+CODECS: dict[str, CompressedAllReduce] = {
     "bf16": hooks.BF16(),
     "int8, one grid": hooks.ByteGrad(),
     "int8, blocks of 512": hooks.Quantize(per="channel", channel=512),
@@ -38,7 +38,7 @@ GOALS = {
 }
 
 
-def actions(codec: ScatteredHook, rows: torch.Tensor, kept: torch.Tensor) -> dict[str, Callable[[], object]]:
+def actions(codec: CompressedAllReduce, rows: torch.Tensor, kept: torch.Tensor) -> dict[str, Callable[[], object]]:
     """What is timed of a codec on `rows`, of shape ``(1, m)``; `kept` holds the same anew each time."""
     message = codec.encode(rows, None)
     return {

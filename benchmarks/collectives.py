@@ -115,9 +115,9 @@ def bytes_of_backward() -> dict[str, int]:
     """What one rank sends in the backward pass of an all_gather of 1 MB, and in an all-reduce of its cotangent."""
     x = torch.randn(250_000, requires_grad=True)
     gathered = ltx.all_gather(x)
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         gathered.sum().backward()
-    with ltx.record() as reference:
+    with ltx.profile.record() as reference:
         ltx.psum(torch.ones_like(gathered))
     return {"psum_scatter": trace.bytes, "all-reduce": reference.bytes}
 

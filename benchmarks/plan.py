@@ -1,4 +1,4 @@
-"""What ltx.plan predicts of a step on a shaped link, and what a step takes there.
+"""What ltx.profile.plan predicts of a step on a shaped link, and what a step takes there.
 
     python -m benchmarks.plan [--links 1gbit 100mbit] [--iterations 30] [--strategies ddp ...]
     python -m benchmarks.plan --codecs
@@ -9,7 +9,7 @@ the processor's time for a byte sent are measured in the same run, the steps in 
 what the headers of its packets take.
 
 `--codecs` measures what hooks take a number on one core (its own time, whoever else is there), for the table in
-ltx.transforms.prices. `--scale` times plans and recommendations for many ranks.
+ltx.estimate.codec_costs. `--scale` times plans and recommendations for many ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks import links
 from benchmarks.hooks import HOOKS
 from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio, run_ranks
 from benchmarks.step_time import Setting
-from ltx.sync.buckets import Bucket, leaves_of
-from ltx.sync.reduction import Ask, Share, pack, unpack
+from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, pack, unpack
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "ddp": ltx.DDPStrategy(),
@@ -122,7 +122,7 @@ def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
     for name in names:
         strategy = STRATEGIES[name]
         network = {"bandwidth": PAYLOAD * BITS_S[link], "latency": latency, "compute_s": by_itself, "send_s": sending}
-        cost = ltx.plan(strategy, params, world=ranks, optimizer=OPTIMIZERS.get(name), **network)
+        cost = ltx.profile.plan(strategy, params, world=ranks, optimizer=OPTIMIZERS.get(name), **network)
         measured = took[name] / strategy.cycle[1]
         share = cost.time_s / measured
         off = "" if abs(share - 1) <= GOAL else f" (more than {GOAL:.0%} off)"
@@ -133,27 +133,27 @@ def codec_s(hook: ltx.hooks.CommHook, numel: int = 1 << 20, ranks: int = 2, repe
     """Seconds a number that a hook takes on one core, apart from what it asks of the network: the median."""
     grad = torch.randn(1 << (numel.bit_length() // 2), numel >> (numel.bit_length() // 2))
     bucket = Bucket(0, (0,), leaves_of([grad]))
-    hook = hook.at(hook.settled_from)
+    hook = hook.at(hook.constant_after)
     states = [hook.init(grad)]
 
-    def answered(ask: Ask) -> torch.Tensor:
-        if ask.operation == "all_gather":
-            return torch.stack([ask.buffer] * ranks)
-        return ask.buffer[0].clone() if ask.operation == "reduce_scatter" else ask.buffer.clone()
+    def answered(request: CollectiveRequest) -> torch.Tensor:
+        if request.operation == "all_gather":
+            return torch.stack([request.buffer] * ranks)
+        return request.buffer[0].clone() if request.operation == "psum_scatter" else request.buffer.clone()
 
     times = []
     for _ in range(repetitions):
         spent, began = 0.0, time.process_time()
         flat = pack([grad], bucket, hook, ranks, states)
-        share = Share(flat, bucket, ranks, 0, states, hook.settled_from)
+        share = BucketInput(flat, bucket, ranks, 0, states, hook.constant_after)
         reduction = hook.reduce(share)
         try:
-            ask = next(reduction)
+            request = next(reduction)
             while True:
                 spent += time.process_time() - began
-                answer = answered(ask)
+                answer = answered(request)
                 began = time.process_time()
-                ask = reduction.send(answer)
+                request = reduction.send(answer)
         except StopIteration as end:
             unpack(end.value[0], bucket)
         times.append(spent + time.process_time() - began)
@@ -175,9 +175,9 @@ def scale() -> None:
     print("| ranks | plan | seconds |\n|---|---|---|")
     for world in (1000, 10_000):
         for name, strategy in STRATEGIES.items():
-            seconds = timed(lambda s=strategy, n=world: ltx.plan(s, params, world=n, **network))
+            seconds = timed(lambda s=strategy, n=world: ltx.profile.plan(s, params, world=n, **network))
             print(f"| {world} | {name} | {seconds:.3f} |")
-        seconds = timed(lambda n=world: ltx.recommend(params, world=n, **network))
+        seconds = timed(lambda n=world: ltx.profile.recommend(params, world=n, **network))
         print(f"| {world} | recommend | {seconds:.3f} |")
 
 

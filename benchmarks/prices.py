@@ -1,4 +1,4 @@
-"""What a rank's core takes for the work around a message, for the tables of ltx.transforms.prices.
+"""What a rank's core takes for the work around a message, for the tables of ltx.estimate.codec_costs.
 
     python -m benchmarks.prices [--rounds 15] [--only NAME ...]
 
@@ -29,7 +29,7 @@ from benchmarks.plan import OPTIMIZERS, STRATEGIES
 from benchmarks.ranks import Variant, found_by_ranks
 from benchmarks.step_time import Setting
 from ltx import hooks
-from ltx.wire.shared import Lane
+from ltx.comm.transports.shared_memory import SharedMemoryTransport
 
 NAMES: dict[str, ltx.Strategy] = {
     "Noop": ltx.DDPStrategy(comm_hook=hooks.Noop()),
@@ -52,16 +52,16 @@ NAMES: dict[str, ltx.Strategy] = {
 
 def striding() -> Callable[[], float]:
     """From now on, seconds that this thread has spent on copies through shared memory."""
-    spent, stride = [0.0], Lane.stride
+    spent, progress = [0.0], SharedMemoryTransport.progress
 
-    def timed(lane: Lane) -> bool:
+    def timed(transport: SharedMemoryTransport) -> bool:
         began = time.thread_time()
         try:
-            return stride(lane)
+            return progress(transport)
         finally:
             spent[0] += time.thread_time() - began
 
-    Lane.stride = timed  # type: ignore[method-assign]
+    SharedMemoryTransport.progress = timed  # type: ignore[method-assign]
     return lambda: spent[0]
 
 

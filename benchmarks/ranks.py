@@ -74,7 +74,7 @@ def interleaved(
     """Seconds of each variant at each iteration, taken in turns; each the slowest rank's.
 
     Turns are of `block` iterations, of which the mean is taken. Where one leaves something under way, it is waited for
-    at the end of its turn, within its time: ``variant.settle``.
+    at the end of its turn, within its time: ``variant.finish``.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for iteration in range(warmup + iterations):
@@ -84,7 +84,7 @@ def interleaved(
             began = time.perf_counter()
             for _ in range(block):
                 variant()
-            getattr(variant, "settle", lambda: None)()
+            getattr(variant, "finish", lambda: None)()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             taken = torch.tensor((time.perf_counter() - began) / block)

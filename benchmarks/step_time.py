@@ -130,9 +130,9 @@ class Setting:
 
         if strategy == AUTO:
             state[0] = replace(state[0], sync_state=replace(state[0].sync_state, step=SETTLED))
-            step.chosen = f"{state[0].sync_state.choice} for {ltx.measure_network()}"
+            step.chosen = f"{state[0].sync_state.choice} for {ltx.profile.measure_network()}"
         if options.get("overlap") == "step":
-            step.settle = lambda: state[0].params
+            step.finish = lambda: state[0].params
         return step
 
     def ltx_gradients(self) -> Variant:

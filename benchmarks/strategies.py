@@ -9,7 +9,7 @@ variants' mean step times in the same round, the slowest rank's each.
 
 `--losses N` then trains each variant anew: validation loss of rank 0's parameters after N steps, and after the time
 that DDP takes for N, by the ratios that were just measured. With 4 ranks two cores would time the scheduler: count
-bytes with ``ltx.explain`` instead.
+bytes with ``ltx.profile.explain`` instead.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Variant:
         """The parameters, with nothing under way."""
         if self.train is None:
             return dict(self.module.module.named_parameters())
-        self.state = self.train.settle(self.state)
+        self.state = self.train.finish(self.state)
         return self.state.params
 
 

@@ -98,11 +98,22 @@ autosummary_context = {"returned": returned}
 
 #: What classes that users hold do for the train step, or a step for its transformations.
 INTERNAL = {
-    "DataParallel": {"params_of", "run", "settled"},
+    "DataParallel": {"params_of", "run", "hook_as_chosen"},
     "DynamicLossScale": {"after", "start"},
     "Metrics": {"later"},
     "SyncState": {"advanced", "checked_step", "new"},
-    "TrainState": {"become", "check_owned", "donate", "flight", "later", "parts", "renew", "seen", "tear", "unseen"},
+    "TrainState": {
+        "become",
+        "check_owned",
+        "donate",
+        "pending_step",
+        "invalidate",
+        "later",
+        "parts",
+        "renew",
+        "seen",
+        "unseen",
+    },
     "Weighted": {"checked"},
 }
 

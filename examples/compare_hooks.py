@@ -38,7 +38,7 @@ def main(steps=100):
                 found.append(metrics.loss.item())
             losses[repr(hook)] = found
             if world.is_global_zero:
-                times = ltx.explain(step_fn, first, world=2, sync_step=steps).compression
+                times = ltx.profile.explain(step_fn, first, world=2, sync_step=steps).compression
                 print(f"{hook!r:40} {times:6.1f} times fewer bytes, loss {found[-1]:.4f}")
     return losses
 

@@ -25,10 +25,10 @@ DEFAULT_NAME = "data"
 
 @dataclass(frozen=True)
 class GroupBacking:
-    """Ranks are processes: this one's index on the axis, and the wire's end of the axis (:class:`ltx.wire.Line`)."""
+    """Ranks are processes: this one's index on the axis, and its communicator (:class:`ltx.comm.AxisComm`)."""
 
     rank: int
-    line: Any = field(repr=False)
+    comm: Any = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class VmapBacking:
 
 
 @dataclass(frozen=True, eq=False)
-class ShapesBacking:
+class MetaBacking:
     """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`.
 
     Attributes:
         rank: the one that is looked at.
         answer: ``(operation, buffer, arguments, number of ranks)`` -> what that collective would give.
-        exchange: makes a strategy's exchanges in place of :class:`ltx.sync.exchange.Exchange`, if given: ``(plan,
+        exchange: makes a strategy's exchanges in place of :class:`ltx.gradients.exchange.Exchange`, if given: ``(plan,
             tensors, states, background, paths)``.
     """
 
@@ -178,7 +178,7 @@ class Axis:
 
     name: str
     size: int
-    backing: GroupBacking | VmapBacking | ShapesBacking | None = None
+    backing: GroupBacking | VmapBacking | MetaBacking | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, AxisError)
@@ -188,7 +188,7 @@ class Axis:
     def index(self) -> torch.Tensor:
         """This rank's position on the axis, a 0-dim int64 tensor on every backing."""
         match self.backing:
-            case GroupBacking(rank=rank) | ShapesBacking(rank=rank):
+            case GroupBacking(rank=rank) | MetaBacking(rank=rank):
                 return torch.tensor(rank)
             case VmapBacking(part=part) as backing:
                 places = torch.arange(self.size) if part is None else part.place(torch.arange(part.world))
@@ -246,12 +246,12 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
             return Axis(name, 1)
         case None:
             return Axis(name, part.count)
-        case GroupBacking(line=line):
-            opened: Axis = line.part(name, part)
+        case GroupBacking(comm=axis_comm):
+            opened: Axis = axis_comm.part(name, part)
             return opened
         case VmapBacking(part=None) as backing:
             return Axis(name, part.count, replace(backing, part=part))
-        case ShapesBacking(rank=rank) as backing:
+        case MetaBacking(rank=rank) as backing:
             return Axis(name, part.count, replace(backing, rank=part.place(rank)))
     raise AxisError(f"axis {axis.name!r} is a part of a simulated axis, which can't be divided further.")
 
@@ -383,7 +383,7 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
     assert isinstance(whole.backing, GroupBacking)
     if part.members(whole.backing.rank) == list(range(whole.size)):
         return whole
-    opened: Axis = whole.backing.line.part(title, part)
+    opened: Axis = whole.backing.comm.part(title, part)
     return opened
 
 

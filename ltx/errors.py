@@ -7,6 +7,40 @@ path where there is one, what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+__all__ = [
+    "ArgumentError",
+    "AuthenticationError",
+    "AxisError",
+    "CallFailedError",
+    "CallInterruptedError",
+    "CallTimeoutError",
+    "CheckpointError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "DataError",
+    "DeadlockDetectedError",
+    "DonatedStateError",
+    "HookError",
+    "InputError",
+    "InvalidStateError",
+    "LtxError",
+    "NotFiniteError",
+    "OptimError",
+    "PeerLostError",
+    "RankMismatchError",
+    "ReplicaDivergedError",
+    "StepError",
+    "StoreGoneError",
+    "StrategyError",
+    "SyncStateError",
+    "TransportError",
+    "TreeError",
+    "UnsupportedError",
+    "WeightError",
+    "WorkerError",
+    "WorldError",
+]
+
 
 class LtxError(Exception):
     """Base of every error of ltx."""
@@ -108,7 +142,7 @@ class AuthenticationError(LtxError, RuntimeError):
     """An object that came over the network isn't from a rank of this job."""
 
 
-class TornStateError(LtxError, RuntimeError):
+class InvalidStateError(LtxError, RuntimeError):
     """A train state whose update failed halfway, with ``overlap="step"``."""
 
 
@@ -163,3 +197,7 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception as broken:
         return f"<no text: its __str__ raised {type(broken).__name__}>"
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ltx import wire
+from ltx import comm
 from ltx.axis import Axis, GroupBacking, axes_in_scope, set_world_axes
 from ltx.errors import CallFailedError, WorkerError
 from ltx.runtime.per_rank import PerRank
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 #: Examples in docstrings that start processes of their own, as tests of those modules do.
-START_PROCESSES = {"ltx.runtime.launch.launch", "ltx.runtime.pool.Pool", "ltx.wire.timeline.timeline"}
+START_PROCESSES = {"ltx.runtime.launch.launch", "ltx.runtime.pool.Pool", "ltx.comm.timeline.timeline"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -142,7 +142,7 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
         threads look around all the time: those of a hundred axes would take half of a processor.
         """
         world_axes = axes_in_scope()
-        for axis in wire.open_axes():
+        for axis in comm.open_axes():
             if axis not in world_axes:
                 _close(axis)
         gc.collect()  # groups in the tracebacks of errors
@@ -151,7 +151,7 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
         with pytest.MonkeyPatch.context() as patch:
             # Until the end: channels for a hook's further phases are opened when they are needed.
             patch.setenv("LTX_SHARED_MEMORY", "0" if sockets else "1")
-            set_world_axes((wire.open_axis("data", group, timedelta(seconds=timeout_s)),))
+            set_world_axes((comm.open_axis("data", group, timedelta(seconds=timeout_s)),))
             try:
                 return fn()
             finally:
@@ -165,12 +165,12 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
 
 def _close(axis: Axis) -> None:
     """Close an axis in which something may still be under way, without waiting for it."""
-    line = cast(GroupBacking, axis.backing).line
-    groups = [line.group, *(channel.group for channel in line.channels)]
-    wire.close_axis(axis)
-    dist.destroy_process_group(line.group)
-    line.group = None
-    for channel in line.channels:
+    axis_comm = cast(GroupBacking, axis.backing).comm
+    groups = [axis_comm.group, *(channel.group for channel in axis_comm.channels)]
+    comm.close_axis(axis)
+    dist.destroy_process_group(axis_comm.group)
+    axis_comm.group = None
+    for channel in axis_comm.channels:
         channel.group = None
     threading.Thread(target=_let_go, args=(groups,), daemon=True).start()
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ltx
 from ltx.runtime.init import forget
-from ltx.runtime.roster import Roster
+from ltx.runtime.membership import Membership
 
 T = TypeVar("T")
 
@@ -161,11 +161,11 @@ def settles(look: Callable[[], T], wanted: Callable[[T], bool], limit_s: float =
 
 def noticed() -> list[int]:
     """[how many newcomers this process knows to be there], which is kept up to date."""
-    count, look = [0], Roster._look
+    count, look = [0], Membership._look
 
-    def watch(self: Roster, store: Any) -> None:
+    def watch(self: Membership, store: Any) -> None:
         look(self, store)
         count[0] = self.waiting
 
-    Roster._look = watch  # type: ignore[method-assign]
+    Membership._look = watch  # type: ignore[method-assign]
     return count

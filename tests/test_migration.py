@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ltx
-from ltx import wire
+from ltx import comm
 from ltx.errors import DeadlockDetectedError, WorldError
 
 TESTS = Path(__file__).parent
@@ -38,7 +38,7 @@ SHARED = {
     "parallel_devices": "runtime/test_world.py::test_environments",
     "cluster_environment": "runtime/test_world.py::test_environments",
     "checkpoint_io": "checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
-    "precision_plugin": "transforms/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
+    "precision_plugin": "training/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
     "barrier": "collectives/test_objects.py::test_barriers_of_different_names",
     "broadcast": HERE + "test_barriers_and_objects",
     "reduce": HERE + "test_reductions",
@@ -61,12 +61,12 @@ NAMES: dict[str, dict[str, str]] = {
         "broadcast(obj, src)": HERE + "test_barriers_and_objects",
         "model_to_device": "runtime/test_init.py::test_to_device_moves_what_can_move",
         "post_backward(closure_loss)": (
-            "transforms/test_train_step.py::test_clipping_is_by_the_norm_of_the_global_gradient"
+            "training/test_train_step.py::test_clipping_is_by_the_norm_of_the_global_gradient"
         ),
         'reduce(tensor, group, reduce_op="mean")': HERE + "test_reductions",
         "setup(trainer)": (
             "strategies/test_horovod.py::test_scaled_learning_rates "
-            "transforms/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
+            "training/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
         ),
         "handles_gradient_accumulation": (
             "strategies/test_horovod.py::test_calls_in_between_send_nothing_and_leave_parameters_alone"
@@ -93,7 +93,7 @@ NAMES: dict[str, dict[str, str]] = {
         "lightning_module": "transforms/test_data_parallel.py::test_ways_to_wrap",
     },
     "DDPStrategy": {
-        "DDPStrategy": "transforms/test_train_step.py::test_fifty_steps_are_those_of_ddp",
+        "DDPStrategy": "training/test_train_step.py::test_fifty_steps_are_those_of_ddp",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "ddp_comm_state": "hooks/test_from_torch.py::test_power_sgd_as_under_ddp",
         "ddp_comm_hook": HERE + "test_hooks_and_wrappers",
@@ -109,9 +109,9 @@ NAMES: dict[str, dict[str, str]] = {
         **shared("barrier", "broadcast", "reduce", "teardown", "root_device"),
         "on_exception(exception)": HERE + "test_ranks_may_use_different_parameters",
         "optimizer_step(optimizer, closure, model)": (
-            "transforms/test_train_step.py::test_a_step_that_raises_leaves_the_state_as_it_was"
+            "training/test_train_step.py::test_a_step_that_raises_leaves_the_state_as_it_was"
         ),
-        "setup": "transforms/test_train_step.py::test_init_takes_rank_0s_values_and_copies",
+        "setup": "training/test_train_step.py::test_init_takes_rank_0s_values_and_copies",
         "setup_environment": "runtime/test_init.py::test_one_process_under_torchrun_has_a_group",
         "is_distributed": HERE + "test_the_world_s_properties",
     },
@@ -143,8 +143,8 @@ def rows() -> dict[str, dict[str, tuple[str, str]]]:
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         title, _, body = section.partition("\n")
-        lines = [line for line in body.splitlines() if line.startswith("| `")]
-        cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+        lines = [axis_comm for axis_comm in body.splitlines() if axis_comm.startswith("| `")]
+        cells = [[cell.strip() for cell in axis_comm.strip("|").split(" | ")] for axis_comm in lines]
         assert all(len(row) == 3 for row in cells), title
         found[title] = {theirs.strip("`"): (ours, differs) for theirs, ours, differs in cells}
         assert len(found[title]) == len(lines), f"{title}: a name has two rows"
@@ -303,7 +303,7 @@ def test_reductions(ranks: Ranks) -> None:
             }
         finally:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                wire.close_axis(wire.resolve(group))
+                comm.close_axis(comm.resolve(group))
                 dist.destroy_process_group(group)
 
     found = ranks(3).run(run).replicated()
@@ -387,7 +387,7 @@ def test_peers_of_a_rank_that_fails_are_told(ranks: Ranks) -> None:
 
     def run() -> tuple[str, str, list[float], list[float]]:
         rank = ltx.world().rank
-        axis = wire.open_axis("fresh", dist.new_group([0, 1, 2]), timedelta(seconds=10))
+        axis = comm.open_axis("fresh", dist.new_group([0, 1, 2]), timedelta(seconds=10))
 
         def loss(params: Any, x: Tensor, fails: bool) -> Tensor:
             return (x * (Breaks.apply(params["w"]) if fails else params["w"])).sum()
@@ -447,13 +447,13 @@ def test_hooks_and_wrappers(ranks: Ranks) -> None:
             ltx.DDPStrategy(comm_wrapper="bf16"),
             ltx.DDPStrategy(comm_hook=ltx.hooks.from_torch(counting, seen)),
         ]
-        axis = wire.open_axis("of its own", dist.group.WORLD, timedelta(seconds=30))
+        axis = comm.open_axis("of its own", dist.group.WORLD, timedelta(seconds=30))
         try:
             x = torch.tensor([1 + 2.0**-12])
             steps = [ltx.data_parallel(lambda w, x: (w * x).sum(), strategy, axis=axis) for strategy in strategies]
             return [torch.func.grad(step)(torch.ones(1), x).item() for step in steps], seen
         finally:
-            wire.close_axis(axis)
+            comm.close_axis(axis)
 
     gradients, counted = ranks(3).run(run).replicated()
     exact, rounded, wrapped, torchs = gradients

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import hooks, wire
+from ltx import comm, hooks
 from ltx.axis import find, inner, outer
 from ltx.errors import AxisError, UnsupportedError
-from ltx.hooks import Ask, Reduction, Share
-from ltx.strategies.update import Moment
+from ltx.hooks import BucketInput, CollectiveRequest, Reduction
+from ltx.strategies.update import StepInfo
 
 Ranks = Callable[[int], ltx.Pool]
 
@@ -80,10 +80,10 @@ class InTwoSteps(hooks.CommHook):
     def axes(self, axis: ltx.Axis) -> tuple[ltx.Axis, ...]:
         return inner(axis, self.size), outer(axis, self.size)
 
-    def reduce(self, share: Share) -> Reduction:
+    def reduce(self, share: BucketInput) -> Reduction:
         node, across = self.axes(share.axis)
-        total = yield Ask("sum", share.flat, axis=node)
-        total = yield Ask("sum", total, axis=across)
+        total = yield CollectiveRequest("psum", share.flat, axis=node)
+        total = yield CollectiveRequest("psum", total, axis=across)
         return total, share.states
 
 
@@ -91,7 +91,7 @@ def reduced(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     strategy = ltx.DDPStrategy(comm_hook=InTwoSteps(size), bucket_bytes=8, first_bucket_bytes=8)
     grad = torch.func.grad(ltx.data_parallel(lambda p, x: sum((q * x).sum() for q in p), strategy))
     grads = grad([torch.ones(3), torch.ones(1)], x)
-    exchanged, _ = strategy.exchange(InTwoSteps(size), [x], ["x"], Moment(0, find("data"))).land()
+    exchanged, _ = strategy.exchange(InTwoSteps(size), [x], ["x"], StepInfo(0, find("data"))).wait()
     return grads[0], exchanged[0]
 
 
@@ -133,7 +133,7 @@ def test_parts_are_closed_with_their_axis(ranks: Ranks) -> None:
         axis = ltx.axis_from_group(group, "four")
         ltx.psum(torch.ones(1), inner(axis, 2))
         ltx.psum(torch.ones(1), outer(axis, 2))
-        wire.close_axis(axis)
+        comm.close_axis(axis)
         after = len(torch.distributed.distributed_c10d._world.pg_map)
         torch.distributed.destroy_process_group(group)
         return before, after

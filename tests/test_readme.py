@@ -148,7 +148,7 @@ def test_the_bytes_of_each_hook() -> None:
         for name in re.findall(r"`(.*?)`", names):
             hook = eval(name, {known: getattr(hooks, known) for known in dir(hooks)})
             step = ltx.data_parallel(lambda params: params, ltx.DDPStrategy(comm_hook=hook))
-            assert f"{ltx.explain(step, params, world=4).compression:.1f}" == ratio, name
+            assert f"{ltx.profile.explain(step, params, world=4).compression:.1f}" == ratio, name
 
 
 def test_the_study_of_strategies() -> None:

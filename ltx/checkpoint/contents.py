@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ltx import tree
-from ltx.strategies.kinds import Kind
 from ltx.strategies.shards import Shards
-from ltx.transforms.train_state import TrainState
+from ltx.strategies.state_layout import LeafLayout
+from ltx.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Leaf:
 
     path: str
     tensor: torch.Tensor
-    kind: Kind = "replicated"
+    kind: LeafLayout = "replicated"
     ranks: int = 1
     rank: int = 0
 
@@ -57,7 +57,7 @@ def leaves_of(state: TrainState) -> list[Leaf]:
     shards = state.opt_state if isinstance(state.opt_state, Shards) else None
     if shards is not None and shards.rank is None:
         shards = None  # simulated ranks: all parts in one tensor
-    kinds, leaves = state.kinds, []
+    layout, leaves = state.layout, []
     for path, tensor in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
         part, _, rest = path.partition(".")
         if part == "opt_state" and shards is not None:
@@ -67,7 +67,7 @@ def leaves_of(state: TrainState) -> list[Leaf]:
         elif path in ("sync_state.uses", "sync_state.clock"):
             leaves.append(Leaf(path, tensor))  # guards, which are the same in every state that can be saved
         else:
-            kind: Kind = getattr(kinds, part, "replicated")
+            kind: LeafLayout = getattr(layout, part, "replicated")
             leaves.append(Leaf(path, tensor, "replicated" if kind == "sharded" else kind))
     return leaves
 

@@ -20,7 +20,7 @@ from ltx.checkpoint.contents import Leaf, leaves_of, name_on
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.errors import CheckpointError, InputError, StepError
-from ltx.transforms.train_state import TrainState, counted
+from ltx.training.train_state import TrainState, counted
 
 T = TypeVar("T")
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ltx import wire
+from ltx import comm
 from ltx.arguments import brief, checked
 from ltx.checkpoint import directory, extras, runs, storage
 from ltx.checkpoint.contents import leaves_of, name_on, shared_out
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.errors import CheckpointError, InputError, StepError
-from ltx.transforms.train_state import TrainState, updates_of
+from ltx.training.train_state import TrainState, updates_of
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _C
     state.check_owned()
     if getattr(state.pending, "mean", state.pending) is not None:
         raise InputError(
-            f"checkpoint: {state.kinds.strategy} has an exchange under way between two steps, which a file can't hold. "
-            "Land it first, on all ranks: state = train.settle(state)."
+            f"checkpoint: {state.layout.strategy} has an exchange under way between two steps, which a file can't "
+            "hold. "
+            "Land it first, on all ranks: state = train.finish(state)."
         )
     rank, own, common = together.rank, [], []
     for leaf in leaves_of(state):
@@ -144,7 +145,7 @@ def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _C
         "step": state.step,
         "updates": updates_of(state),
         "ranks": together.size,
-        "strategy": state.kinds.strategy,
+        "strategy": state.layout.strategy,
         "torch": torch.__version__,
         "rng": rng,
     }
@@ -223,7 +224,7 @@ def _check_same(by_rank: Sequence[dict[str, Any]]) -> None:
     ):
         values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
         if len(set(values.values())) > 1:
-            raise wire.mismatch("of the checkpoint", what, values, fix)
+            raise comm.mismatch("of the checkpoint", what, values, fix)
 
 
 @checked("path", "rng")
@@ -285,8 +286,8 @@ class Saving:
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(job,), name="ltx-checkpoint")
-        if job.together.line is not None:
-            job.together.line.notes.hold(self._thread)
+        if job.together.comm is not None:
+            job.together.comm.notes.hold(self._thread)
         self._thread.start()
 
     def _run(self, job: _Job) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ltx import errors, wire
+from ltx import comm, errors
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError, message_of
 
@@ -72,18 +72,18 @@ class Together:
     """
 
     def __init__(self, operation: str, axis: Any, folder: Path | None = None):
-        found: Axis = wire.resolve(axis)
+        found: Axis = comm.resolve(axis)
         if found.size > 1 and not isinstance(found.backing, GroupBacking):
             raise UnsupportedError(
                 f"{operation}: the ranks of axis {found.name!r} are simulated, and simulated ranks have no files of "
                 "their own. Call it outside of ltx.vmap, with the state of all of them."
             )
         self.operation = operation
-        self.line: wire.Line | None = found.backing.line if isinstance(found.backing, GroupBacking) else None
+        self.comm: comm.AxisComm | None = found.backing.comm if isinstance(found.backing, GroupBacking) else None
         self.size = found.size
-        self.rank = 0 if self.line is None else self.line.rank
+        self.rank = 0 if self.comm is None else self.comm.rank
         self._folder = folder
-        self._notes: wire.Notes | None = None if self.line is None else self.line.notes
+        self._notes: comm.Notes | None = None if self.comm is None else self.comm.notes
         self._place = "" if self._notes is None else self._notes.begin()
         self._meetings = 0
 
@@ -93,12 +93,12 @@ class Together:
         Raises:
             RankMismatchError: peers are at something else, or at another `what`.
         """
-        if self.line is None:
+        if self.comm is None:
             return [value]
         self._meetings += 1
         place = f"{self._place}/{self._meetings}"
         try:
-            return self.line.meet_aside(place, wire.Signature(self.operation, (), what), value)
+            return self.comm.exchange_values(place, comm.Signature(self.operation, (), what), value)
         except StoreGoneError:
             if self._folder is None:
                 raise
@@ -109,13 +109,13 @@ class Together:
                 f"{self.operation}: the ranks' store is gone, and they can't meet in {self._folder} instead: "
                 f"{said_of(error)[1]}"
             ) from error
-        self._notes = self.line.notes_without_store(self._folder)
+        self._notes = self.comm.notes_without_store(self._folder)
         self._notes.put(f"{place}/{self.rank}", json.dumps([what, value]))
         texts = self._notes.take([f"{place}/{rank}" for rank in range(self.size)], self.operation)
         told = [json.loads(text) for text in texts]
         if any(theirs != what for theirs, _ in told):
             values = {rank: theirs for rank, (theirs, _) in enumerate(told)}
-            raise wire.mismatch(f"of {self.operation}", "what is done", values, "call the same on every rank")
+            raise comm.mismatch(f"of {self.operation}", "what is done", values, "call the same on every rank")
         return [value for _, value in told]
 
     def let_go(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.axis import GroupBacking
 from ltx.collectives.gather import all_gather
 from ltx.collectives.index import axis_index
@@ -228,7 +228,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
     else:
         check_dense("adasum", leaves, value)
         check_sums("adasum", leaves, value)
-        found = wire.resolve(axis)
+        found = comm.resolve(axis)
         meet_as_tree("adasum", value, leaves, spec, [() for _ in leaves], found)
         rank = found.backing.rank if isinstance(found.backing, GroupBacking) else found.index()
     results = list(leaves)

@@ -41,7 +41,7 @@ add_rule(
 add_rule(
     Rule(
         name="psum_to",
-        operation="sum",
+        operation="psum",
         before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
         after=lambda result, rank, n, static: result if rank == static[0] else torch.zeros_like(result),
         stacked=lambda xs, n, static: _only_at(xs.sum(0, dtype=xs.dtype), n, static),

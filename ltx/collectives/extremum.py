@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.collectives.linear import (
     Function,
@@ -28,21 +28,21 @@ from ltx.collectives.linear import (
     prepare_trace,
     traced_axis,
 )
+from ltx.comm import functional
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
-from ltx.wire import traced
 
 
 class Extremum(Function):
-    """``Extremum.apply("max" or "min", axis, compiled, index, x)``; `index` as in Linear."""
+    """``Extremum.apply("pmax" or "pmin", axis, compiled, index, x)``; `index` as in Linear."""
 
     @staticmethod
     def forward(which: str, axis: Axis, compiled: bool, index: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         if axis.backing is None or x.numel() == 0:
             return x.clone()
         assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
-        line: wire.Line = axis.backing.line
-        return _compiled(line, which, x) if compiled else _eager(line, which, x)
+        axis_comm: comm.AxisComm = axis.backing.comm
+        return _compiled(axis_comm, which, x) if compiled else _eager(axis_comm, which, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -82,8 +82,8 @@ class Extremum(Function):
 
             def stacked(xs: torch.Tensor, n: int) -> tuple[torch.Tensor, bool]:
                 if xs.dtype == torch.bool:
-                    return (xs.any(0) if which == "max" else xs.all(0)), False
-                return (xs.amax(0) if which == "max" else xs.amin(0)), False
+                    return (xs.any(0) if which == "pmax" else xs.all(0)), False
+                return (xs.amax(0) if which == "pmax" else xs.amin(0)), False
 
             below = axis.backing.below
             if below is not None:
@@ -98,31 +98,31 @@ class Extremum(Function):
         return Extremum.apply(which, axis, compiled, index, x), dim
 
 
-def _eager(line: wire.Line, which: str, x: torch.Tensor) -> torch.Tensor:
-    name = f"p{which}"
-    line.issue_agreed(line.user, key_of(name, x), lambda: wire.Signature.of(name, ["<tensor>"], [x]))
-    if not x.is_floating_point() or line.user.takes_lane(x):  # which compares as torch.maximum does
-        return line.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
-    sign = 1 if which == "max" else -1
+def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:
+    name = which
+    axis_comm.negotiate_issue(axis_comm.user, key_of(name, x), lambda: comm.Signature.of(name, ["<tensor>"], [x]))
+    if not x.is_floating_point() or axis_comm.user.uses_transport(x):  # which compares as torch.maximum does
+        return axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+    sign = 1 if which == "pmax" else -1
     buffer = x.new_empty(x.numel() + 1)
     buffer[:-1].view(x.shape).copy_(x)
     # amax gives NaN if there is one. The flag lies behind the values, as the extremum that the operation looks for.
     buffer[-1] = sign * buffer[:-1].amax().isnan()
-    found = line.user.issue(which, buffer, name).wait()
+    found = axis_comm.user.issue(which, buffer, name).wait()
     value = found[:-1].view(x.shape)
     if found[-1] != 0:
-        nans = line.user.issue("max", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
         value.masked_fill_(nans.bool(), torch.nan)
     return value
 
 
-def _compiled(line: wire.Line, which: str, x: torch.Tensor) -> torch.Tensor:
+def _compiled(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:
     # What is done may not depend on values here, so the places of NaN always travel too.
-    n, group = line.size, line.user.group.group_name
-    value = traced.wait(traced.start(which, x.clone(memory_format=torch.contiguous_format), n, group))
+    n, group = axis_comm.size, axis_comm.user.group.group_name
+    value = functional.wait(functional.start(which, x.clone(memory_format=torch.contiguous_format), n, group))
     if not x.is_floating_point():
         return value
-    nans = traced.wait(traced.start("max", x.isnan().to(torch.uint8), n, group))
+    nans = functional.wait(functional.start("pmax", x.isnan().to(torch.uint8), n, group))
     return torch.where(nans.bool(), torch.nan, value)
 
 
@@ -131,13 +131,13 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     if torch.compiler.is_compiling():
         key = _prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
-    check_dense(f"p{which}", leaves, value)
+    check_dense(which, leaves, value)
     if any(x.is_complex() for x in leaves):
         path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.is_complex())
-        raise UnsupportedError(f"p{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
-    check_sums(f"p{which}", leaves, value, "extrema")
-    found = wire.resolve(axis)
-    meet_as_tree(f"p{which}", value, leaves, spec, [() for _ in leaves], found)
+        raise UnsupportedError(f"{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
+    check_sums(which, leaves, value, "extrema")
+    found = comm.resolve(axis)
+    meet_as_tree(which, value, leaves, spec, [() for _ in leaves], found)
     index = found.index() if isinstance(found.backing, VmapBacking) else None
     return tree.unflatten(spec, [Extremum.apply(which, found, False, index, x) for x in leaves])
 
@@ -181,7 +181,7 @@ def pmax(value: Tree, axis: Any = None) -> Tree:
         tensor([[3., 4.],
                 [3., 4.]])
     """
-    return _extremum("max", value, axis)
+    return _extremum("pmax", value, axis)
 
 
 def pmin(value: Tree, axis: Any = None) -> Tree:
@@ -193,4 +193,4 @@ def pmin(value: Tree, axis: Any = None) -> Tree:
         tensor([[1., 2.],
                 [1., 2.]])
     """
-    return _extremum("min", value, axis)
+    return _extremum("pmin", value, axis)

@@ -57,7 +57,7 @@ add_rule(
 add_rule(
     Rule(
         name="psum_scatter",
-        operation="reduce_scatter",
+        operation="psum_scatter",
         before=lambda x, n, static: _split(x, n, static).contiguous(),
         after=lambda result, rank, n, static: result,
         stacked=lambda xs, n, static: (_split(xs.sum(0, dtype=xs.dtype), n, static), True),

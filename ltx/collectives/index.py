@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ltx import wire
+from ltx import comm
 from ltx.collectives.linear import in_graph_index, prepare_trace
 
 
@@ -25,4 +25,4 @@ def axis_index(axis: Any = None) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return in_graph_index(prepare_trace(axis))
-    return wire.resolve(axis).index()
+    return comm.resolve(axis).index()

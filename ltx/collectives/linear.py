@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch._C import _functorch
 
-from ltx import tree, wire
-from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
+from ltx import comm, tree
+from ltx.axis import Axis, GroupBacking, MetaBacking, VmapBacking
+from ltx.comm import functional
+from ltx.comm.operations import MOVES, SUMMED, as_bytes, from_bytes
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
-from ltx.wire import traced
-from ltx.wire.operations import MOVES, SUMMED, as_bytes, from_bytes
 
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
 Static = tuple[int, ...]
@@ -37,7 +37,7 @@ class Rule:
 
     Attributes:
         name: the collective's name; also its key in :data:`RULES`.
-        operation: what the wire issues (:mod:`ltx.wire.operations`); None if nothing moves.
+        operation: what the wire issues (:mod:`ltx.comm.operations`); None if nothing moves.
         before: ``(x, n, static)`` -> a contiguous buffer that the wire may overwrite.
         after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
         stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
@@ -101,14 +101,14 @@ class Linear(Function):
             return tuple(
                 _fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)]
             )
-        if isinstance(axis.backing, ShapesBacking):
+        if isinstance(axis.backing, MetaBacking):
             return tuple(_on_shapes(rule, static, axis, axis.backing, x) for x in xs)
         assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
-        line: wire.Line = axis.backing.line
+        axis_comm: comm.AxisComm = axis.backing.comm
         begin = _begin_compiled if compiled else _begin
-        waits = [begin(line, rule, x, static) for x in xs]
+        waits = [begin(axis_comm, rule, x, static) for x in xs]
         landed = [
-            _fresh(rule.after(wait(), line.rank, axis.size, static), x) for wait, x in zip(waits, xs, strict=True)
+            _fresh(rule.after(wait(), axis_comm.rank, axis.size, static), x) for wait, x in zip(waits, xs, strict=True)
         ]
         if rule.keeps_strides and not compiled:
             landed = [y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in zip(landed, xs, strict=True)]
@@ -208,7 +208,7 @@ def on_stack(
     return (ys.transpose(0, 1) if part.across else ys).flatten(0, 1), True
 
 
-def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: ShapesBacking, x: torch.Tensor) -> torch.Tensor:
+def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: MetaBacking, x: torch.Tensor) -> torch.Tensor:
     if rule.operation is None:
         return rule.before(x, axis.size, static)
     answer = backing.answer(rule.operation, rule.before(x, axis.size, static), rule.arguments(static), axis.size)
@@ -219,17 +219,19 @@ def _fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.view_as(y) if y is x else y
 
 
-def _begin(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
+def _begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
     if rule.operation is None:
-        return lambda: rule.before(x, line.size, static)
+        return lambda: rule.before(x, axis_comm.size, static)
     key = key_of(rule.name, x, static)
-    line.issue_agreed(
-        line.user, key, lambda: wire.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else "")
+    axis_comm.negotiate_issue(
+        axis_comm.user,
+        key,
+        lambda: comm.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else ""),
     )
-    buffer = rule.before(x, line.size, static)
+    buffer = rule.before(x, axis_comm.size, static)
     if buffer.numel() == 0:
-        return lambda: _empty_result(rule, buffer, line.size)
-    return line.user.issue(rule.operation, buffer, rule.name, rule.arguments(static)).wait
+        return lambda: _empty_result(rule, buffer, axis_comm.size)
+    return axis_comm.user.issue(rule.operation, buffer, rule.name, rule.arguments(static)).wait
 
 
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
@@ -239,27 +241,29 @@ def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
 
 def _empty_result(rule: Rule, buffer: torch.Tensor, n: int) -> torch.Tensor:
     # Backends refuse empty buffers; every rank has the same shape, so nobody waits.
-    shapes = {"all_gather": (n, *buffer.shape), "reduce_scatter": buffer.shape[1:]}
+    shapes = {"all_gather": (n, *buffer.shape), "psum_scatter": buffer.shape[1:]}
     shape = shapes.get(rule.operation or "", buffer.shape)
     return buffer.new_empty(shape)
 
 
-def _begin_compiled(line: wire.Line, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
-    n, name = line.size, line.user.group.group_name
+def _begin_compiled(
+    axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static
+) -> Callable[[], torch.Tensor]:
+    n, name = axis_comm.size, axis_comm.user.group.group_name
     buffer = rule.before(x, n, static)
     if rule.operation is None:
         return lambda: buffer
     if buffer.numel() == 0:
         return lambda: _empty_result(rule, buffer, n)
     # Functional gathers work on dim 0; the wire's on a new one.
-    flat = buffer if rule.operation != "reduce_scatter" else buffer.flatten(0, 1) if buffer.ndim > 1 else buffer
-    started = traced.start(rule.operation, flat, n, name, rule.arguments(static))
+    flat = buffer if rule.operation != "psum_scatter" else buffer.flatten(0, 1) if buffer.ndim > 1 else buffer
+    started = functional.start(rule.operation, flat, n, name, rule.arguments(static))
 
     def finish() -> torch.Tensor:
-        landed = traced.wait(started)
+        landed = functional.wait(started)
         if rule.operation == "all_gather":
             return landed.reshape(n, *buffer.shape)
-        return landed.reshape(buffer.shape[1:]) if rule.operation == "reduce_scatter" else landed
+        return landed.reshape(buffer.shape[1:]) if rule.operation == "psum_scatter" else landed
 
     return finish
 
@@ -295,7 +299,7 @@ def prepare_trace(axis: Any) -> str:
     """Run by Dynamo at trace time: register the entry into the graph, and name the axis by a constant."""
     torch.compiler.allow_in_graph(in_graph)
     torch.compiler.allow_in_graph(in_graph_index)
-    found = wire.resolve(axis)
+    found = comm.resolve(axis)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
     if isinstance(found.backing, VmapBacking):
         key = f"{found.name!r} of {found.size}, {found.backing!r}"
@@ -320,9 +324,9 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_dense(name, leaves, value)
-        if RULES[name].operation in ("sum", "reduce_scatter"):
+        if RULES[name].operation in ("psum", "psum_scatter"):
             check_sums(name, leaves, value)
-        found = wire.resolve(axis)
+        found = comm.resolve(axis)
         if isinstance(found.backing, GroupBacking):
             tree.check_values(leaves, value, name)
         groups = [static(x, found.size) for x in leaves]
@@ -377,11 +381,13 @@ def meet_as_tree(
     """
     if not isinstance(axis.backing, GroupBacking):
         return
-    line: wire.Line = axis.backing.line
+    axis_comm: comm.AxisComm = axis.backing.comm
     call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
-    agreed = line.meet(line.user, call, lambda: wire.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
-    line.adopt((key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
+    agreed = axis_comm.negotiate(
+        axis_comm.user, call, lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
+    )
+    axis_comm.agree((key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
 
 
 def traced_axis(key: str) -> Axis:

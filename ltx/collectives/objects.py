@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ltx import wire
+from ltx import comm
 from ltx.arguments import checked
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.collectives.uneven import told
+from ltx.comm.pickling import dumps
 from ltx.errors import AxisError
-from ltx.wire.pickling import dumps
 
 T = TypeVar("T")
 
@@ -47,25 +47,25 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
         >>> ltx.broadcast_object({"lr": 0.1})  # a world of one
         {'lr': 0.1}
     """
-    found = wire.resolve(axis)
+    found = comm.resolve(axis)
     if not 0 <= src < found.size:
         raise AxisError(f"broadcast_object: src={src} isn't an index on an axis of {found.size} ranks.")
-    line = _line("broadcast_object", found)
-    if line is None:
+    axis_comm = _axis_comm("broadcast_object", found)
+    if axis_comm is None:
         return obj
-    issue = line.user.issued
-    payload, broken = _pickled(obj, line, issue) if line.rank == src else (b"", False)
-    header = _broadcast_bytes_tensor(line, torch.tensor([len(payload), broken]), src)
+    issue = axis_comm.user.issued
+    payload, broken = _pickled(obj, axis_comm, issue) if axis_comm.rank == src else (b"", False)
+    header = _broadcast_bytes_tensor(axis_comm, torch.tensor([len(payload), broken]), src)
     length, failed = int(header[0]), bool(header[1])
-    body = torch.empty(length, dtype=torch.uint8, device=line.device)
-    if line.rank == src and length:
+    body = torch.empty(length, dtype=torch.uint8, device=axis_comm.device)
+    if axis_comm.rank == src and length:
         body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     if length:
-        body = line.user.issue("broadcast", body, "broadcast_object", (src,)).wait()
+        body = axis_comm.user.issue("broadcast", body, "broadcast_object", (src,)).wait()
     data = _bytes_of(body.cpu())
     if failed:
         raise TypeError(f"broadcast_object: rank {src}'s object can't be pickled: {data.decode()}")
-    return obj if line.rank == src else pickle.loads(wire.opened(line, data, src, issue))
+    return obj if axis_comm.rank == src else pickle.loads(comm.opened(axis_comm, data, src, issue))
 
 
 def all_gather_object(obj: T, axis: Any = None) -> list[T]:
@@ -88,32 +88,32 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
         >>> ltx.all_gather_object("here")  # a world of one
         ['here']
     """
-    found = wire.resolve(axis)
-    line = _line("all_gather_object", found)
-    if line is None:
+    found = comm.resolve(axis)
+    axis_comm = _axis_comm("all_gather_object", found)
+    if axis_comm is None:
         return [obj]
-    issue = line.user.issued
-    payload, failed = _pickled(obj, line, issue)
+    issue = axis_comm.user.issued
+    payload, failed = _pickled(obj, axis_comm, issue)
     sizes = told("all_gather_object", [len(payload), int(failed)], found)
     most = max(length for length, _ in sizes)
-    body = torch.zeros(most, dtype=torch.uint8, device=line.device)
+    body = torch.zeros(most, dtype=torch.uint8, device=axis_comm.device)
     if payload:
         body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    rows = line.user.issue("all_gather", body, "all_gather_object").wait().cpu()
+    rows = axis_comm.user.issue("all_gather", body, "all_gather_object").wait().cpu()
     texts = [_bytes_of(row[:length]) for row, (length, _) in zip(rows, sizes, strict=True)]
     for rank, (text, (_, broken)) in enumerate(zip(texts, sizes, strict=True)):
         if broken:
             raise TypeError(f"all_gather_object: rank {rank}'s object can't be pickled: {text.decode()}")
     return [
-        obj if rank == line.rank else pickle.loads(wire.opened(line, text, rank, issue))
+        obj if rank == axis_comm.rank else pickle.loads(comm.opened(axis_comm, text, rank, issue))
         for rank, text in enumerate(texts)
     ]
 
 
-def _pickled(obj: Any, line: wire.Line, issue: int) -> tuple[bytes, bool]:
+def _pickled(obj: Any, axis_comm: comm.AxisComm, issue: int) -> tuple[bytes, bool]:
     """The object as sealed bytes, or what went wrong, which must reach every rank."""
     try:
-        return wire.sealed(line, dumps(obj), issue), False
+        return comm.sealed(axis_comm, dumps(obj), issue), False
     except Exception as failure:
         return f"{type(failure).__name__}: {failure}".encode(), True
 
@@ -123,11 +123,11 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
 
 
-def _broadcast_bytes_tensor(line: wire.Line, header: torch.Tensor, src: int) -> torch.Tensor:
-    line.issue_agreed(
-        line.user, ("broadcast_object", src), lambda: wire.Signature("broadcast_object", (), f"src={src}")
+def _broadcast_bytes_tensor(axis_comm: comm.AxisComm, header: torch.Tensor, src: int) -> torch.Tensor:
+    axis_comm.negotiate_issue(
+        axis_comm.user, ("broadcast_object", src), lambda: comm.Signature("broadcast_object", (), f"src={src}")
     )
-    return line.user.issue("broadcast", header.to(line.device), "broadcast_object", (src,)).wait()
+    return axis_comm.user.issue("broadcast", header.to(axis_comm.device), "broadcast_object", (src,)).wait()
 
 
 @checked("name")
@@ -145,19 +145,19 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
         >>> import ltx
         >>> ltx.barrier("before evaluation")
     """
-    found = wire.resolve(axis)
+    found = comm.resolve(axis)
     if not isinstance(found.backing, GroupBacking):
         return
-    line: wire.Line = found.backing.line
+    axis_comm: comm.AxisComm = found.backing.comm
     label = f"barrier {name!r}" if name else "barrier"
-    line.issue_agreed(line.user, label, lambda: wire.Signature(label, ()))
-    line.user.issue("sum", torch.zeros(1, device=line.device), label).wait()
+    axis_comm.negotiate_issue(axis_comm.user, label, lambda: comm.Signature(label, ()))
+    axis_comm.user.issue("psum", torch.zeros(1, device=axis_comm.device), label).wait()
 
 
-def _line(what: str, axis: Axis) -> wire.Line | None:
+def _axis_comm(what: str, axis: Axis) -> comm.AxisComm | None:
     if isinstance(axis.backing, VmapBacking):
         raise AxisError(
             f"{what} has no simulated form: the simulated ranks of axis {axis.name!r} are one process and share its "
             "objects. Use the object itself, or ltx.broadcast for tensors."
         )
-    return axis.backing.line if isinstance(axis.backing, GroupBacking) else None
+    return axis.backing.comm if isinstance(axis.backing, GroupBacking) else None

@@ -40,7 +40,7 @@ def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, 
 add_rule(
     Rule(
         name="all_to_all",
-        operation="exchange",
+        operation="all_to_all",
         before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
         after=lambda result, rank, n, static: _join(result, static[1]),
         stacked=_exchanged,
@@ -69,7 +69,7 @@ def _turned_round(static: Static) -> Static:
 add_rule(
     Rule(
         name="ppermute",
-        operation="permute",
+        operation="ppermute",
         before=lambda x, n, static: x.contiguous(),
         after=lambda result, rank, n, static: result,
         stacked=_moved,

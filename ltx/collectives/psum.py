@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.collectives.linear import Rule, add_rule, collective, prepare_trace, traced_size
 from ltx.collectives.sparse import is_sparse, psum_sparse
 from ltx.typing import Tree
@@ -22,7 +22,7 @@ from ltx.typing import Tree
 add_rule(
     Rule(
         name="psum",
-        operation="sum",
+        operation="psum",
         before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
         after=lambda result, rank, n, static: result,
         stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
@@ -137,7 +137,7 @@ def axis_size(axis: Any = None) -> int:
     """
     if torch.compiler.is_compiling():
         return traced_size(prepare_trace(axis))
-    return wire.resolve(axis).size
+    return comm.resolve(axis).size
 
 
 def countable(value: Tree) -> Tree:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.index import axis_index
@@ -35,7 +35,7 @@ def rank_seed(seed: int, axis: Any = None) -> int:
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    found = wire.resolve(axis)
+    found = comm.resolve(axis)
     if isinstance(found.backing, VmapBacking):
         raise AxisError(
             f"rank_seed: the simulated ranks of axis {found.name!r} share one generator. They draw different numbers "
@@ -79,7 +79,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     if torch.compiler.is_compiling():
         rank, name = traced_rank(prepare_trace(axis)), axis
     else:
-        found = wire.resolve(axis)
+        found = comm.resolve(axis)
         name = found.name
         rank = None if isinstance(found.backing, VmapBacking) else 0 if found.backing is None else found.backing.rank
 

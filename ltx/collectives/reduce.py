@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.arguments import brief, checked
 from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import all_gather
 from ltx.collectives.psum import axis_size, pmean, psum
+from ltx.comm.operations import SUMMED
 from ltx.errors import AxisError, CollectiveError, InputError, TreeError, UnsupportedError
 from ltx.typing import Tree
-from ltx.wire.operations import SUMMED
 
 
 def _bitwise(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, Any], torch.Tensor]:
@@ -125,7 +125,7 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
 
     Source: Lightning's ``Strategy.reduce_boolean_decision``.
     """
-    found = wire.resolve(axis)
+    found = comm.resolve(axis)
     if isinstance(found.backing, VmapBacking):
         raise AxisError(
             f"reduce_boolean_decision has no simulated form: the ranks of axis {found.name!r} can't take different "
@@ -133,6 +133,6 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
         )
     if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
         raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
-    device = found.backing.line.device if isinstance(found.backing, GroupBacking) else None
+    device = found.backing.comm.device if isinstance(found.backing, GroupBacking) else None
     said = torch.tensor(bool(decision), device=device)
     return bool((pmin if all else pmax)(said, found))

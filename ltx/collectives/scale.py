@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.arguments import brief
 from ltx.collectives.linear import Function, prepare_trace, traced_size
 from ltx.errors import CollectiveError
@@ -51,7 +51,7 @@ def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callab
         _prepare_trace()
         n = traced_size(prepare_trace(axis))
         return tree.map(lambda x: scaled_in_graph(x, factor(n)), value)
-    by = factor(wire.resolve(axis).size)
+    by = factor(comm.resolve(axis).size)
     return tree.map(lambda x: ScaledGradient.apply(x, by) if isinstance(x, torch.Tensor) else x, value)
 
 

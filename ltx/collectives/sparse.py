@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ltx import wire
+from ltx import comm
 from ltx.axis import VmapBacking
 from ltx.collectives.uneven import gather_all_tensors, told
 from ltx.errors import RankMismatchError, UnsupportedError
@@ -23,7 +23,7 @@ def psum_sparse(x: torch.Tensor, axis: Any) -> torch.Tensor:
     Moves n - 1 times this rank's entries, so it pays as long as few of them are set. Differentiable with respect to
     the values.
     """
-    found = wire.resolve(axis)
+    found = comm.resolve(axis)
     if isinstance(found.backing, VmapBacking) or torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "psum of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."

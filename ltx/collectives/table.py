@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ltx.collectives.linear import RULES, Static
-from ltx.wire.operations import OPERATIONS
+from ltx.comm.operations import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Row:
 ROWS = (
     Row("psum", "Σ_s x_s", rule="psum"),
     Row("pmean", "Σ_s x_s / n; integers give floats", gradient="psum(ȳ) / n", rule="psum"),
-    Row("pmax", "max_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="max"),
-    Row("pmin", "min_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="min"),
+    Row("pmax", "max_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="pmax"),
+    Row("pmin", "min_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="pmin"),
     Row("pargmax", "the first s that has max_s x_s", gradient="none"),
     Row("pargmin", "the first s that has min_s x_s", gradient="none"),
-    Row("adasum", "the adaptive sum: what x_s have in common counts once", gradient="its exact one", operation="sum"),
+    Row("adasum", "the adaptive sum: what x_s have in common counts once", gradient="its exact one", operation="psum"),
     Row("weighted_mean", "Σ_s w_s x_s / Σ_s w_s", gradient="w_r · psum(ȳ) / psum(w)"),
     Row("pvary", "x_r", rule="pvary"),
     Row("all_gather", "[x_0, ..., x_{n-1}], stacked or concatenated", rule="all_gather", static=(0, 0)),

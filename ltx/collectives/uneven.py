@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.arguments import shown
 from ltx.axis import Axis, VmapBacking
 from ltx.collectives.linear import apply, collective, movable
@@ -87,13 +87,13 @@ def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
     """Every rank's list of integers, all of one length."""
     if axis.backing is None:
         return [numbers]
-    line: wire.Line = axis.backing.line  # type: ignore[union-attr]
-    line.issue_agreed(
-        line.user, (what, "lengths", len(numbers)), lambda: wire.Signature(what, (), f"{len(numbers)} lengths")
+    axis_comm: comm.AxisComm = axis.backing.comm  # type: ignore[union-attr]
+    axis_comm.negotiate_issue(
+        axis_comm.user, (what, "lengths", len(numbers)), lambda: comm.Signature(what, (), f"{len(numbers)} lengths")
     )
     with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
-        mine = torch.tensor(numbers, dtype=torch.int64, device=line.device)
-        rows: list[list[int]] = line.user.issue("all_gather", mine, f"{what}: lengths").wait().tolist()
+        mine = torch.tensor(numbers, dtype=torch.int64, device=axis_comm.device)
+        rows: list[list[int]] = axis_comm.user.issue("all_gather", mine, f"{what}: lengths").wait().tolist()
     return rows
 
 
@@ -170,7 +170,7 @@ def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int,
 def _real(axis: Any, what: str, instead: str) -> Axis:
     if torch.compiler.is_compiling():
         _refuse_trace(what)
-    found = wire.resolve(axis)
+    found = comm.resolve(axis)
     if isinstance(found.backing, VmapBacking):
         raise AxisError(f"{what} has no simulated form. {instead}")
     return found
@@ -233,11 +233,11 @@ def _agree(what: str, splits: tuple[int, ...], axis: Axis, misfit: AxisError | N
         AxisError: those of no rank fit, for the same reason.
     """
     if axis.backing is not None:
-        line: wire.Line = axis.backing.line  # type: ignore[union-attr]
+        axis_comm: comm.AxisComm = axis.backing.comm  # type: ignore[union-attr]
         signature = str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}"
         # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
-        key = (what, "splits", splits, line.user.issued if misfit else None)
-        line.issue_agreed(line.user, key, lambda: wire.Signature(what, (), signature))
+        key = (what, "splits", splits, axis_comm.user.issued if misfit else None)
+        axis_comm.negotiate_issue(axis_comm.user, key, lambda: comm.Signature(what, (), signature))
     if misfit:
         raise misfit
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ltx
+from ltx.comm import Trace
 from ltx.demo.model import GPT
 from ltx.demo.options import Configuration, Options, parse
 from ltx.demo.progress import Progress, Reading
 from ltx.demo.report import Curve, JsonLines, Result, draw, format_table
 from ltx.demo.text import Corpus, read_topics, unigram_entropy
-from ltx.wire import Trace
 
 Params = dict[str, Tensor]
 
@@ -43,7 +43,7 @@ def schedule(steps: int) -> Callable[[int], float]:
 
 @dataclass
 class Meter:
-    """Sums over a run's steps: characters, seconds, and what ``ltx.record()`` saw."""
+    """Sums over a run's steps: characters, seconds, and what ``ltx.profile.record()`` saw."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -112,7 +112,7 @@ class Lesson:
         for index in range(steps):
             batch = ltx.shard(self.corpus.batch(index, batch_size, CONTEXT, self.options.seed))
             began = time.perf_counter()
-            with ltx.record() as trace:
+            with ltx.profile.record() as trace:
                 state, measured = train(state, *batch)
                 loss = float(measured.loss)
             assert measured.grad_norm is not None  # there is one because the gradients are clipped

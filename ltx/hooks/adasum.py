@@ -16,8 +16,8 @@ import torch
 from ltx.arguments import brief
 from ltx.collectives.adasum import Halving, levels
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, is_plain
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Ask, Reduction, Share, is_plain
 
 _PIECE = 1 << 16
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,21 +75,21 @@ class Adasum(CommHook):
             raise StrategyError(f"{self!r} combines real gradients, and a parameter is {dtype}.")
         return dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
 
-    def reduce(self, share: Share) -> Reduction:
-        flat = share.flat
-        halving = Halving(share.bucket.sizes, share.axis_size, share.rank, flat.dtype)
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        flat = inputs.flat
+        halving = Halving(inputs.bucket.sizes, inputs.axis_size, inputs.rank, flat.dtype)
         if halving.n == 1 or not flat.numel():
-            return flat, share.states
+            return flat, inputs.states
         piece = halving.rows(flat)
         for level in range(halving.depth):
             given = halving.given(piece, level).contiguous()
-            received = yield Ask("permute", given, arguments=halving.partners(level))
+            received = yield CollectiveRequest("ppermute", given, arguments=halving.partners(level))
             a, b = halving.pair(piece, received, level)
             plain = is_plain(a)
-            summed = yield Ask("sum", (_products if plain else Halving.products)(halving, a, b, level))
+            summed = yield CollectiveRequest("psum", (_products if plain else Halving.products)(halving, a, b, level))
             piece = (_combined if plain else Halving.combined)(halving, a, b, summed, level)
-        rows = yield Ask("all_gather", piece[0])
-        return halving.joined(rows), share.states
+        rows = yield CollectiveRequest("all_gather", piece[0])
+        return halving.joined(rows), inputs.states
 
 
 # --- the same in pieces that stay in the cache, eagerly on the CPU ---------------------------------------------------

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ltx.gradients.reduction import BucketInput, Reduction, sum_of_shares
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Reduction, Share, sum_of_shares
 
 
 @dataclass(frozen=True)
@@ -23,5 +23,5 @@ class AllReduce(CommHook):
         True
     """
 
-    def reduce(self, share: Share) -> Reduction:
-        return sum_of_shares(share)
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        return sum_of_shares(inputs)

@@ -10,8 +10,8 @@ import torch
 from ltx.arguments import brief, check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.sync.buckets import Bucket
-from ltx.sync.reduction import LeafState, Reduction, Share, Terms
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,8 +19,8 @@ class CommHook:
     """A pure reduction of buckets, with explicit state.
 
     A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with
-    :class:`ltx.sync.reduction.Ask`, so that the same lines run asynchronously between processes, on simulated ranks and
-    in compiled graphs.
+    :class:`ltx.gradients.reduction.CollectiveRequest`, so that the same lines run asynchronously between processes, on
+    simulated ranks and in compiled graphs.
 
     Attributes:
         exact: the result is the mean up to rounding in the gradients' own dtype. Others count as the exact mean under
@@ -79,7 +79,7 @@ class CommHook:
         return {}
 
     @property
-    def settled_from(self) -> int:
+    def constant_after(self) -> int:
         """The number of steps after which :meth:`at` gives the same hook at every step."""
         return 0
 
@@ -132,7 +132,7 @@ class CommHook:
         """`phases` on that many ranks."""
         return self.phases
 
-    def counts_as(self, axis_size: int) -> float:
+    def derivative_scale(self, axis_size: int) -> float:
         """What the reduced gradients count as where they are differentiated: the sum over ranks times this."""
         if not self.averages:
             raise UnsupportedError(
@@ -145,15 +145,15 @@ class CommHook:
         """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""
         return dtype
 
-    def carried(self, state: LeafState, axis_size: int) -> Terms:
+    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
         """What of a parameter's state is added to its share as it is packed: tensors, and how many times each."""
         return ()
 
-    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
         """The shapes that come out of a strategy's exchange of `bucket`; a gradient's always are its parameter's."""
         return bucket
 
-    def reduce(self, share: Share) -> Reduction:
+    def reduce(self, inputs: BucketInput) -> Reduction:
         """Yield asks, return (the sum of all ranks' shares, the next states)."""
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
 

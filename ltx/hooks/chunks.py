@@ -1,6 +1,6 @@
 """Long buffers in chunks: several passes over a chunk that stays in the cache cost little more than one over memory.
 
-For eager tensors on the CPU alone (:func:`ltx.sync.reduction.is_plain`); on other devices, under transforms and in
+For eager tensors on the CPU alone (:func:`ltx.gradients.reduction.is_plain`); on other devices, under transforms and in
 compiled graphs codecs work on all of a buffer at once, which says the same in fewer words.
 """
 

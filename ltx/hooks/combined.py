@@ -9,12 +9,12 @@ import torch
 
 from ltx.arguments import brief, check_fields, checked
 from ltx.errors import StrategyError
+from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.reduction import BucketInput, LeafState, Reduction
 from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.half import BF16, FP16
-from ltx.hooks.lossy import LossyHook, Sending, Sent
-from ltx.sync.buckets import Bucket, leaves_of
-from ltx.sync.reduction import LeafState, Reduction, Share
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 
 _EXACT = AllReduce()
 
@@ -45,8 +45,8 @@ class After(CommHook):
         return self.first.at(step) if step < self.step else self.hook.at(step)
 
     @property
-    def settled_from(self) -> int:
-        return max(self.step, self.hook.settled_from)
+    def constant_after(self) -> int:
+        return max(self.step, self.hook.constant_after)
 
     def in_graph(self, step: int) -> CommHook | None:
         return None if step < self.step else self.hook.in_graph(step)
@@ -55,9 +55,9 @@ class After(CommHook):
         fed = self.hook.with_error_feedback()
         return None if fed is None else replace(self, hook=fed)
 
-    def reduce(self, share: Share) -> Reduction:
-        assert isinstance(share.step, int)  # no graph holds a schedule
-        return self.at(share.step).reduce(share)
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        assert isinstance(inputs.step, int)  # no graph holds a schedule
+        return self.at(inputs.step).reduce(inputs)
 
 
 def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
@@ -141,8 +141,8 @@ class Chain(LossyHook):
         return self if (hook, inner) == (self.hook, self.inner) else replace(self, hook=hook, inner=inner)
 
     @property
-    def settled_from(self) -> int:
-        return max(self.hook.settled_from, self.inner.settled_from)
+    def constant_after(self) -> int:
+        return max(self.hook.constant_after, self.inner.constant_after)
 
     def in_graph(self, step: int) -> CommHook | None:
         hook, inner = self.hook.in_graph(step), self.inner.in_graph(step)
@@ -156,30 +156,30 @@ class Chain(LossyHook):
         self.inner.wire_dtype(wide)  # raises for what the inner hook doesn't take
         return wide
 
-    def send(self, share: Share, *, feedback: bool) -> Sending:
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         if isinstance(self.hook, LossyHook):
-            sending = self.hook.send(share, feedback=feedback)
+            sending = self.hook.send(inputs, feedback=feedback)
         else:
-            sending = _send_all(self.hook, share)
+            sending = _send_all(self.hook, inputs)
         try:
-            ask = next(sending)
+            request = next(sending)
             while True:
-                if ask.operation == "sum" and ask.buffer.is_floating_point():
-                    total, ask.sent = yield from self._sum(ask.buffer, share, feedback)
+                if request.operation == "psum" and request.buffer.is_floating_point():
+                    total, request.sent = yield from self._sum(request.buffer, inputs, feedback)
                 else:
-                    total = yield ask
-                ask = sending.send(total)
+                    total = yield request
+                request = sending.send(total)
         except StopIteration as end:
-            sent: Sent = end.value
+            sent: CompressionResult = end.value
             return sent
 
-    def _sum(self, buffer: torch.Tensor, share: Share, feedback: bool) -> Any:
+    def _sum(self, buffer: torch.Tensor, inputs: BucketInput, feedback: bool) -> Any:
         """The sum of `buffer` by the inner hook, and what gives this rank's part of it."""
         shape, dtype = buffer.shape, buffer.dtype
-        bucket = Bucket(share.bucket.index, (0,), leaves_of([buffer]))
+        bucket = Bucket(inputs.bucket.index, (0,), leaves_of([buffer]))
         hook = self._inner
         flat = buffer.reshape(-1).to(hook.wire_dtype(dtype))
-        inner = replace(share, flat=flat, bucket=bucket, states=({},))
+        inner = replace(inputs, flat=flat, bucket=bucket, states=({},))
         if isinstance(hook, LossyHook):
             sent = yield from hook.send(inner, feedback=feedback)
             return sent.total.to(dtype).view(shape), lambda: sent.own().to(dtype).view(shape)
@@ -187,17 +187,17 @@ class Chain(LossyHook):
         return total.to(dtype).view(shape), None
 
 
-def _send_all(hook: CommHook, share: Share) -> Sending:
+def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
     """An exact hook as one that sends: its own part is whatever was taken of its one sum."""
-    reduction = hook.reduce(share)
-    ask = next(reduction)
-    given = ask.buffer.clone()
-    total = yield ask
+    reduction = hook.reduce(inputs)
+    request = next(reduction)
+    given = request.buffer.clone()
+    total = yield request
     try:
         reduction.send(total)
     except StopIteration as end:
         flat, states = end.value
-        return Sent(flat, lambda: given if ask.sent is None else ask.sent(), states)
+        return CompressionResult(flat, lambda: given if request.sent is None else request.sent(), states)
     raise StrategyError(f"chain: {hook!r} asks for several sums, and so must be a hooks.LossyHook to be chained.")
 
 

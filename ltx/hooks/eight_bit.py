@@ -27,10 +27,10 @@ import torch
 
 from ltx.arguments import brief
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import is_plain
 from ltx.hooks.base import check_whole
 from ltx.hooks.chunks import CHUNK, chunks
-from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
-from ltx.sync.reduction import is_plain
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
 
 _BAGUA_EPSILON = 1e-7
 
@@ -50,7 +50,7 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EightBitHook(ScatteredHook):
+class EightBitHook(CompressedAllReduce):
     """Messages are ``[centre, step] of each group, a signed byte for each number``; the centre has the code 0.
 
     x^ = centre + code * step

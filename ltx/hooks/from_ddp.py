@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from ltx import wire
+from ltx import comm
 from ltx.axis import Axis, GroupBacking
+from ltx.comm.external_collectives import begin_external, wait_for_external
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
+from ltx.gradients.reduction import BucketInput, Reduction, parts_of
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Reduction, Share, parts_of
-from ltx.wire.foreign import begin_foreign, wait_for_foreign
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -26,9 +26,9 @@ TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 class LookAlike:
     """A bucket as hooks know it from torch: ``dist.GradBucket`` has no constructor."""
 
-    def __init__(self, share: Share, owner: FromTorch):
-        self._buffer = share.flat
-        self._share = share
+    def __init__(self, inputs: BucketInput, owner: FromTorch):
+        self._buffer = inputs.flat
+        self._share = inputs
         self._owner = owner
         self.refused: UnsupportedError | None = None
 
@@ -99,62 +99,63 @@ class FromTorch(CommHook):
     def scale(self, axis_size: int) -> float:
         return 1.0  # DDP doesn't divide for hooks either
 
-    def reduce(self, share: Share) -> Reduction:
-        line = self._line(share)
-        label = f"{self!r} of bucket {share.bucket.index}"
-        begin_foreign(line, label)
-        bucket = LookAlike(share, self)
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        axis_comm = self._comm(inputs)
+        label = f"{self!r} of bucket {inputs.bucket.index}"
+        begin_external(axis_comm, label)
+        bucket = LookAlike(inputs, self)
         try:
             future = self.hook(self.state, bucket)
             if not isinstance(future, torch._C.Future):
                 raise StrategyError(
-                    f"rank {line.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
+                    f"rank {axis_comm.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
                 )
-            result = wait_for_foreign(line, future, label)
+            result = wait_for_external(axis_comm, future, label)
         except RuntimeError as error:
             if bucket.refused is None or bucket.refused is error:
                 raise
             raise bucket.refused from error
         yield from ()  # nothing is asked of the wire
-        return self._checked(result, share, label, line), share.states
+        return self._checked(result, inputs, label, axis_comm), inputs.states
 
-    def _line(self, share: Share) -> wire.Line:
-        if type(share.flat) is not torch.Tensor:
+    def _comm(self, inputs: BucketInput) -> comm.AxisComm:
+        if type(inputs.flat) is not torch.Tensor:
             raise UnsupportedError(
                 f"{self!r} can't be part of a compiled graph. Compile the step inside: "
                 "ltx.data_parallel(torch.compile(f), strategy)."
             )
-        if share.axis is None or not isinstance(share.axis.backing, GroupBacking):
-            where = "in a world of one without a process group" if share.axis_size == 1 else "on simulated ranks"
+        if inputs.axis is None or not isinstance(inputs.axis.backing, GroupBacking):
+            where = "in a world of one without a process group" if inputs.axis_size == 1 else "on simulated ranks"
             raise UnsupportedError(
                 f"{self!r} talks over a process group of torch.distributed, so it can't run {where}. Use a hook of "
                 "ltx.hooks there, or start the program with a launcher (ltx run, torchrun)."
             )
-        line: wire.Line = share.axis.backing.line
-        self._check_ranks(share.axis, line)
-        return line
+        axis_comm: comm.AxisComm = inputs.axis.backing.comm
+        self._check_ranks(inputs.axis, axis_comm)
+        return axis_comm
 
-    def _check_ranks(self, axis: Axis, line: wire.Line) -> None:
+    def _check_ranks(self, axis: Axis, axis_comm: comm.AxisComm) -> None:
         group = self.state if isinstance(self.state, dist.ProcessGroup) else getattr(self.state, "process_group", None)
         theirs = sorted(dist.get_process_group_ranks(group))  # None: the default group, as hooks have it
-        ours = sorted(dist.get_process_group_ranks(line.group))
+        ours = sorted(dist.get_process_group_ranks(axis_comm.group))
         if theirs != ours:
             whose = "the default process group" if group is None else "the process group of its state"
             raise AxisError(
-                f"rank {line.rank}: {self!r} talks to ranks {theirs} of {whose}, but axis {axis.name!r} has ranks "
+                f"rank {axis_comm.rank}: {self!r} talks to ranks {theirs} of {whose}, but axis {axis.name!r} has ranks "
                 f"{ours}. Give the hook's state a process group over the axis' ranks, or use the axis of that group."
             )
 
-    def _checked(self, result: Any, share: Share, label: str, line: wire.Line) -> torch.Tensor:
-        if not isinstance(result, torch.Tensor) or result.numel() != share.flat.numel():
+    def _checked(self, result: Any, inputs: BucketInput, label: str, axis_comm: comm.AxisComm) -> torch.Tensor:
+        if not isinstance(result, torch.Tensor) or result.numel() != inputs.flat.numel():
             got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise StrategyError(
-                f"rank {line.rank}: {label}: expected its future to hold a tensor of {share.flat.numel()} elements, "
+                f"rank {axis_comm.rank}: {label}: expected its future to hold a tensor of {inputs.flat.numel()} "
+                "elements, "
                 f"got {got}. The future of a collective holds a list: add .then(lambda f: f.value()[0])."
             )
         # What isn't our buffer is the hook's, which may write into it at the next step.
-        is_ours = result.untyped_storage().data_ptr() == share.flat.untyped_storage().data_ptr()
-        return result.reshape(-1) if is_ours else result.reshape(-1).to(share.flat.dtype, copy=True)
+        is_ours = result.untyped_storage().data_ptr() == inputs.flat.untyped_storage().data_ptr()
+        return result.reshape(-1) if is_ours else result.reshape(-1).to(inputs.flat.dtype, copy=True)
 
 
 def _check_bf16(hook: FromTorch) -> None:
@@ -182,7 +183,7 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
     * Each bucket's future is awaited before the next bucket, once all gradients are there: nothing overlaps. In return
       hooks run with several buckets that under DDP on gloo abort or hang.
     * It runs eagerly and between processes only. Second derivatives take the exact mean.
-    * :func:`ltx.record` doesn't see what it sends.
+    * :func:`ltx.profile.record` doesn't see what it sends.
 
     Args:
         hook: ``(state, bucket) -> Future[Tensor]``.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ltx.arguments import brief, name_of
 from ltx.errors import StrategyError
-from ltx.hooks.lossy import LossyHook, Sending, Sent
-from ltx.hooks.scattered import as_bytes, from_bytes
-from ltx.sync.reduction import Ask, Share
+from ltx.gradients.reduction import BucketInput, CollectiveRequest
+from ltx.hooks.compressed_all_reduce import as_bytes, from_bytes
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.tree import describe
 
 Compress = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
@@ -31,35 +31,35 @@ class FromFunctions(LossyHook):
     decompress: Decompress
     error_feedback: bool = field(default=False, kw_only=True)
 
-    def send(self, share: Share, *, feedback: bool) -> Sending:
-        if not share.flat.numel():
-            return Sent(share.flat, share.flat.clone, share.states)
-        given, parts = self._compressed(share.flat)
-        if not share.flat.is_meta and not torch.compiler.is_compiling():
-            wanted, got = _layout(self, share.flat.numel(), share.flat.dtype), [(p.shape, p.dtype) for p in parts]
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+        if not inputs.flat.numel():
+            return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
+        given, parts = self._compressed(inputs.flat)
+        if not inputs.flat.is_meta and not torch.compiler.is_compiling():
+            wanted, got = _layout(self, inputs.flat.numel(), inputs.flat.dtype), [(p.shape, p.dtype) for p in parts]
             if got != wanted:  # other ranks' messages might be of other lengths again
                 raise StrategyError(
                     f"{self!r}: shapes and dtypes of what compress returns must follow from the length and dtype of "
-                    f"its argument. For {describe(share.flat)} it gave {_said(got)}, and for as many zeros "
+                    f"its argument. For {describe(inputs.flat)} it gave {_said(got)}, and for as many zeros "
                     f"{_said(wanted)}."
                 )
         # Decompressed before it is sent: the wire may do with a buffer what it likes.
-        mine = self._decompressed(given, share.flat) if feedback else None
+        mine = self._decompressed(given, inputs.flat) if feedback else None
         message = torch.cat([as_bytes(part.reshape(1, -1)) for part in parts], 1)[0]
-        messages = yield Ask("all_gather", message)
-        total = torch.zeros_like(share.flat)
-        for rank in range(1 if messages.is_meta else share.axis_size):
+        messages = yield CollectiveRequest("all_gather", message)
+        total = torch.zeros_like(inputs.flat)
+        for rank in range(1 if messages.is_meta else inputs.axis_size):
             row, start, found = messages[rank : rank + 1], 0, []
             for part in parts:
                 values, start = from_bytes(row, start, part.numel(), part.dtype)
                 found.append(values.reshape(part.shape))
-            total = total + self._decompressed(tuple(found) if isinstance(given, tuple) else found[0], share.flat)
+            total = total + self._decompressed(tuple(found) if isinstance(given, tuple) else found[0], inputs.flat)
 
         def own() -> Tensor:
             assert mine is not None
             return mine
 
-        return Sent(total, own, share.states)
+        return CompressionResult(total, own, inputs.states)
 
     def _compressed(self, flat: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
         """What compress gives, and as a tuple."""
@@ -101,7 +101,7 @@ def from_functions(compress: Compress, decompress: Decompress, *, error_feedback
     tensor([2., 3.])
 
     Each rank sends n - 1 messages. Where that is too much for many ranks derive from
-    :class:`ltx.hooks.ScatteredHook`, which sends two whatever their number.
+    :class:`ltx.hooks.CompressedAllReduce`, which sends two whatever their number.
 
     Args:
         compress: from a rank's gradients of a bucket, divided by the number of ranks (one vector of float32 or

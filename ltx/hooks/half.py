@@ -13,15 +13,15 @@ from typing import ClassVar
 
 import torch
 
-from ltx.hooks.lossy import Sending, Sent
-from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
-from ltx.sync.reduction import Ask, Share
+from ltx.gradients.reduction import BucketInput, CollectiveRequest
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
+from ltx.hooks.lossy import Compression, CompressionResult
 
 _WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class HalfHook(ScatteredHook):
+class HalfHook(CompressedAllReduce):
     """The sum of shares rounded to `short`. With error feedback they are added up in their own dtype (as messages of
     2 bytes a number), since what a sum in half precision rounds off would be nobody's to feed back.
     """
@@ -45,12 +45,12 @@ class HalfHook(ScatteredHook):
             return super().wire_dtype(dtype)
         return self.short if dtype in _WIDE else dtype
 
-    def send(self, share: Share, *, feedback: bool) -> Sending:
-        dtype = share.flat.dtype
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+        dtype = inputs.flat.dtype
         if feedback:
-            return (yield from super().send(share, feedback=True))
-        total = yield Ask("sum", share.flat.to(self.short) if dtype in _WIDE else share.flat)
-        return Sent(total.to(dtype), lambda: share.flat, share.states)
+            return (yield from super().send(inputs, feedback=True))
+        total = yield CollectiveRequest("psum", inputs.flat.to(self.short) if dtype in _WIDE else inputs.flat)
+        return CompressionResult(total.to(dtype), lambda: inputs.flat, inputs.states)
 
 
 @dataclass(frozen=True)

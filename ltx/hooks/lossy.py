@@ -19,13 +19,13 @@ import torch
 
 from ltx.arguments import checked
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms, is_plain, parts_of
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, Terms, is_plain, parts_of
 
 RESIDUAL = "residual"
 
 
-class Sent(NamedTuple):
+class CompressionResult(NamedTuple):
     """What a lossy hook has done with a share.
 
     Attributes:
@@ -44,9 +44,9 @@ class Sent(NamedTuple):
 
 
 #: Yields asks as a Reduction does, returns what was sent.
-Sending = Generator[Ask, torch.Tensor, Sent]
+Compression = Generator[CollectiveRequest, torch.Tensor, CompressionResult]
 #: The same with what is left of the share.
-Keeping = Generator[Ask, torch.Tensor, tuple[Sent, torch.Tensor]]
+CompressionWithRemainder = Generator[CollectiveRequest, torch.Tensor, tuple[CompressionResult, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -82,28 +82,28 @@ class LossyHook(CommHook):
     def with_error_feedback(self) -> LossyHook:
         return replace(self, error_feedback=True)
 
-    def carried(self, state: LeafState, axis_size: int) -> Terms:
+    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
         return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()
 
-    def send(self, share: Share, *, feedback: bool) -> Sending:
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         """Send what this hook sends of a share. `feedback`: somebody will ask for `own`."""
         raise NotImplementedError(f"{type(self).__name__} must define send(share)")
 
-    def send_and_keep(self, share: Share) -> Keeping:
+    def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
         """:meth:`send`, and what is left of the share, for which its memory may be used."""
-        corrected = share.flat
-        sent = yield from self.send(share, feedback=True)
+        corrected = inputs.flat
+        sent = yield from self.send(inputs, feedback=True)
         return sent, corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
 
-    def reduce(self, share: Share) -> Reduction:
+    def reduce(self, inputs: BucketInput) -> Reduction:
         if not self.error_feedback:
-            sent = yield from self.send(share, feedback=False)
+            sent = yield from self.send(inputs, feedback=False)
             return sent.total, sent.states
-        sent, left = yield from self.send_and_keep(share)
+        sent, left = yield from self.send_and_keep(inputs)
         # What isn't finite has reached every rank as such, so nothing of it is left to send. A sum will find it.
         if not sent.finite and not (is_plain(left) and left.sum().isfinite()):
             left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        residuals = zip(sent.states, parts_of(left, share.bucket), strict=True)
+        residuals = zip(sent.states, parts_of(left, inputs.bucket), strict=True)
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ltx.gradients.reduction import BucketInput, Reduction
 from ltx.hooks.base import CommHook
-from ltx.sync.reduction import Reduction, Share
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,6 @@ class Noop(CommHook):
     def scale(self, axis_size: int) -> float:
         return 1.0
 
-    def reduce(self, share: Share) -> Reduction:
-        return share.flat, share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        return inputs.flat, inputs.states
         yield  # a generator that asks for nothing

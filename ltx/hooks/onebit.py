@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import is_plain
 from ltx.hooks.base import check_whole
 from ltx.hooks.chunks import CHUNK, chunks
-from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
-from ltx.sync.reduction import is_plain
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
 
 #: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.
 _BITS = {
@@ -28,7 +28,7 @@ _BITS = {
 
 
 @dataclass(frozen=True)
-class OneBit(ScatteredHook):
+class OneBit(CompressedAllReduce):
     """One bit a gradient: about a thirtieth of float32's bytes. Meant to come after some exact steps.
 
     Args:

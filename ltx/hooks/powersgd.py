@@ -23,12 +23,12 @@ import torch
 
 from ltx.arguments import brief
 from ltx.errors import StrategyError
+from ltx.gradients.buckets import Leaf
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, is_plain, parts_of
 from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.base import CommHook, check_whole
-from ltx.hooks.lossy import LossyHook, Sending, Sent
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.noise import key_of, normal
-from ltx.sync.buckets import Leaf
-from ltx.sync.reduction import Ask, LeafState, Share, is_plain, parts_of
 
 Q = "q"
 
@@ -65,7 +65,7 @@ class PowerHook(LossyHook):
         return AllReduce() if step < self.start_step else self
 
     @property
-    def settled_from(self) -> int:
+    def constant_after(self) -> int:
         return self.start_step
 
     def in_graph(self, step: int) -> CommHook | None:
@@ -120,50 +120,50 @@ class PowerSGD(PowerHook):
             state[Q] = self._random(r, columns, dtype, crc32(path.encode()), device=param.device)
         return state
 
-    def _start(self, share: Share, member: int, columns: int, r: int) -> torch.Tensor:
+    def _start(self, inputs: BucketInput, member: int, columns: int, r: int) -> torch.Tensor:
         if self.warm_start:
-            return share.states[member][Q]
-        place = (share.step, share.bucket.members[member])
-        return self._random(r, columns, share.flat.dtype, *place, device=share.flat.device)
+            return inputs.states[member][Q]
+        place = (inputs.step, inputs.bucket.members[member])
+        return self._random(r, columns, inputs.flat.dtype, *place, device=inputs.flat.device)
 
-    def send(self, share: Share, *, feedback: bool) -> Sending:
-        if not share.flat.numel():
-            return Sent(share.flat, share.flat.clone, share.states)
-        thin, whole = _layout(share.bucket.leaves, self.rank, self.min_compression_rate)
-        parts, n = share.flat.split(share.bucket.sizes), share.axis_size
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+        if not inputs.flat.numel():
+            return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
+        thin, whole = _layout(inputs.bucket.leaves, self.rank, self.min_compression_rate)
+        parts, n = inputs.flat.split(inputs.bucket.sizes), inputs.axis_size
         matrices = [parts[m].view(rows, columns) for m, rows, columns, _ in thin]
-        starts = [self._start(share, m, columns, r) for m, _, columns, r in thin]
+        starts = [self._start(inputs, m, columns, r) for m, _, columns, r in thin]
         # Of all ways to write this product the one in which BLAS is fastest, three times as fast as its transpose.
         firsts = [matrix @ start.mT for matrix, start in zip(matrices, starts, strict=True)]
-        ask = Ask("sum", _joined([*firsts, *(parts[m] for m in whole)]))
-        *firsts, whole_sums = _cut((yield ask), firsts)
+        request = CollectiveRequest("psum", _joined([*firsts, *(parts[m] for m in whole)]))
+        *firsts, whole_sums = _cut((yield request), firsts)
         firsts = _orthonormal_all(firsts)
         seconds = [first @ matrix for matrix, first in zip(matrices, firsts, strict=True)]
         if thin:
-            *seconds, _ = _cut((yield Ask("sum", _joined(seconds))), seconds)
+            *seconds, _ = _cut((yield CollectiveRequest("psum", _joined(seconds))), seconds)
         norms = [torch.linalg.vector_norm(second, dim=-1, keepdim=True) for second in seconds]
-        regular = is_plain(share.flat) and _regular(norms)
-        states = [dict(state) for state in share.states]
+        regular = is_plain(inputs.flat) and _regular(norms)
+        states = [dict(state) for state in inputs.states]
         if self.warm_start:
             for (m, *_), second, norm, start in zip(thin, seconds, norms, starts, strict=True):
                 states[m][Q] = second / norm if regular else _next_start(second, norm, start)
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
         # Over all ranks a part of 1/n each adds up to the total.
-        early = feedback and is_plain(share.flat)
+        early = feedback and is_plain(inputs.flat)
         total = _assembled(parts, products, sums, 1 / n if early else None)
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
             if not early:
                 corrected.sub_(total, alpha=1 / n)
-            if ask.sent is not None:  # another hook has done the sums, so what travels whole has a residual too
-                sent = _cut(ask.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
+            if request.sent is not None:  # another hook has done the sums, so what travels whole has a residual too
+                sent = _cut(request.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
                 for m, mine in zip(whole, sent, strict=True):
-                    parts_of(corrected, share.bucket)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
+                    parts_of(corrected, inputs.bucket)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
             return corrected
 
         # NaN or inf anywhere in a matrix makes all of its second product NaN: nobody has to look for them.
-        return Sent(total, lambda: total / n, states, remainder, finite=regular and ask.sent is None)
+        return CompressionResult(total, lambda: total / n, states, remainder, finite=regular and request.sent is None)
 
 
 @dataclass(frozen=True)
@@ -188,21 +188,21 @@ class BatchedPowerSGD(PowerHook):
 
     warm_start: bool = field(default=False, init=False)
 
-    def send(self, share: Share, *, feedback: bool) -> Sending:
-        numel, n = share.flat.numel(), share.axis_size
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+        numel, n = inputs.flat.numel(), inputs.axis_size
         side = max(1, isqrt(max(numel - 1, 0)) + 1)
-        matrix = torch.nn.functional.pad(share.flat, (0, side * side - numel)).view(1, side, side)
-        place = (share.step, share.bucket.index)
+        matrix = torch.nn.functional.pad(inputs.flat, (0, side * side - numel)).view(1, side, side)
+        place = (inputs.step, inputs.bucket.index)
         start = self._random(min(self.rank, side), side, matrix.dtype, *place, device=matrix.device)
-        first = orthonormal((yield Ask("sum", start @ matrix.mT)))
-        second = yield Ask("sum", first @ matrix)
+        first = orthonormal((yield CollectiveRequest("psum", start @ matrix.mT)))
+        second = yield CollectiveRequest("psum", first @ matrix)
         total = (first.mT @ second).view(-1)[:numel]
         finite = is_plain(second) and bool(second.isfinite().all())  # see PowerSGD
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
             return corrected.sub_(total, alpha=1 / n)
 
-        return Sent(total, lambda: total / n, share.states, remainder, finite)
+        return CompressionResult(total, lambda: total / n, inputs.states, remainder, finite)
 
 
 def _thin(shape: torch.Size, rank: int, rate: float) -> tuple[int, int, int] | None:

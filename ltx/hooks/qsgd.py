@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import BucketInput
 from ltx.hooks.base import check_whole
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
 from ltx.hooks.noise import key_of, uniform
-from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
-from ltx.sync.reduction import Share
 
 
 @dataclass(frozen=True)
-class QSGD(ScatteredHook):
+class QSGD(CompressedAllReduce):
     """Stochastic eight-bit quantization whose expectation is the mean: a quarter of float32's bytes.
 
     Args:
@@ -54,9 +54,9 @@ class QSGD(ScatteredHook):
     def multiple(self) -> int:
         return self.block
 
-    def keys(self, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-        place = (self.seed, share.step, share.bucket.index)
-        first, second = (key_of(*place, turn, share.rank, device=share.flat.device) for turn in (0, 1))
+    def keys(self, inputs: BucketInput) -> tuple[torch.Tensor, torch.Tensor]:
+        place = (self.seed, inputs.step, inputs.bucket.index)
+        first, second = (key_of(*place, turn, inputs.rank, device=inputs.flat.device) for turn in (0, 1))
         return first, second
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:

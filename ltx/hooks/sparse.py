@@ -17,11 +17,11 @@ import torch
 
 from ltx.arguments import brief
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, is_plain
 from ltx.hooks.chunks import CHUNK, chunks
-from ltx.hooks.lossy import LossyHook, Sending, Sent
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.noise import key_of, uniform
-from ltx.hooks.scattered import ScatteredHook, as_bytes, from_bytes
-from ltx.sync.reduction import Ask, Share, is_plain
 
 #: Rows of at least this many numbers are sampled, every so many of them; a prime, so as to meet all columns.
 _LONG, _EVERY = 1 << 16, 101
@@ -35,7 +35,7 @@ def _check_ratio(hook: TopK | RandomK) -> None:
 
 
 @dataclass(frozen=True)
-class TopK(ScatteredHook):
+class TopK(CompressedAllReduce):
     """The greatest numbers of each rank's part of a bucket, as values and places.
 
     Args:
@@ -137,14 +137,14 @@ class RandomK(LossyHook):
         super().__post_init__()
         _check_ratio(self)
 
-    def send(self, share: Share, *, feedback: bool) -> Sending:
-        flat, numel = share.flat, share.flat.numel()
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+        flat, numel = inputs.flat, inputs.flat.numel()
         if not numel:
-            return Sent(flat, flat.clone, share.states)
+            return CompressionResult(flat, flat.clone, inputs.states)
         count = max(1, round(self.ratio * numel))
         edges = torch.arange(count + 1, device=flat.device) * numel // count
         lengths = edges.diff()
-        key = key_of(self.seed, share.step, share.bucket.index, device=flat.device)
+        key = key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)
         # In float64, in which a length times a number below 1 stays below the length.
         places = edges[:-1] + (uniform(key, count, torch.float64) * lengths).long()
         # What isn't finite has to arrive wherever it is. Not as 0 * low, which Inductor takes for 0.
@@ -152,11 +152,13 @@ class RandomK(LossyHook):
         values = flat[places] + (low - low) + (high - high)
         if not self.error_feedback:
             values = values * lengths
-        ask = Ask("sum", values)
+        request = CollectiveRequest("psum", values)
         given = values.clone() if feedback else values
-        total = yield ask
+        total = yield request
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros(numel).scatter(0, places, values)
 
-        return Sent(spread(total), lambda: spread(given if ask.sent is None else ask.sent()), share.states)
+        return CompressionResult(
+            spread(total), lambda: spread(given if request.sent is None else request.sent()), inputs.states
+        )

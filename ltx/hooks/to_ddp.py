@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ltx import wire
+from ltx import comm
 from ltx.arguments import shown
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
+from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.pending import PendingReductions
+from ltx.gradients.reduction import BucketInput, LeafState, pack
 from ltx.hooks.base import CommHook
-from ltx.sync.buckets import Bucket, leaves_of
-from ltx.sync.flights import Flights
-from ltx.sync.reduction import LeafState, Share, pack
 
 
 class StateDict(TypedDict):
@@ -33,9 +33,9 @@ class _Pass:
     """One backward pass: its buckets so far."""
 
     axis: Axis
-    line: wire.Line
-    passage: wire.BackwardPass
-    flights: Flights
+    axis_comm: comm.AxisComm
+    passage: comm.BackwardPass
+    pending: PendingReductions
     names: list[list[str]] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     futures: list[torch.futures.Future[torch.Tensor]] = field(default_factory=list)
@@ -89,13 +89,13 @@ class ToTorch:
         except BaseException as error:
             # Peers may wait for the rest of this pass.
             if self._pass is not None:
-                self._pass.line.passes.leave_by(error)
+                self._pass.axis_comm.recovery.abort(error)
                 self._pass = None
             raise
 
     def _refuse_another(self, bucket: GradBucket) -> None:
         """Raise if this isn't the next bucket of the pass under way, nor the first of a new one."""
-        expected = len(self._pass.flights) if self._pass is not None and self._pass.going_on else 0
+        expected = len(self._pass.pending) if self._pass is not None and self._pass.going_on else 0
         if bucket.index() != expected:
             raise StrategyError(
                 f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
@@ -103,13 +103,13 @@ class ToTorch:
             )
 
     def _begin(self, state: Any) -> _Pass:
-        axis = wire.resolve(self._group_of(state))
+        axis = comm.resolve(self._group_of(state))
         assert isinstance(axis.backing, GroupBacking)
-        line: wire.Line = axis.backing.line
-        passage, flights = line.passes.enter(), Flights(line)
-        line.passes.rejoin()
-        passage.flush = flights.flush
-        return _Pass(axis, line, passage, flights)
+        axis_comm: comm.AxisComm = axis.backing.comm
+        passage, pending = axis_comm.recovery.enter(), PendingReductions(axis_comm)
+        axis_comm.recovery.recover()
+        passage.flush = pending.flush
+        return _Pass(axis, axis_comm, passage, pending)
 
     def _group_of(self, state: Any) -> Any:
         group = state if state is not None else self._group
@@ -132,24 +132,24 @@ class ToTorch:
         mine = Bucket(bucket.index(), tuple(range(len(grads))), leaves_of(grads))
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [hook.states_of(entry) for entry in states]
-        now.line.passes.flush_others(now.passage)
-        self._agree(now.line, hook, names, grads, mine, states, bucket.is_last())
+        now.axis_comm.recovery.flush_others(now.passage)
+        self._agree(now.axis_comm, hook, names, grads, mine, states, bucket.is_last())
         # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
         flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
         now.dtypes.append(buffer.dtype)
         now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))
-        now.flights.launch(
+        now.pending.launch(
             hook,
-            Share(flat, mine, now.axis.size, now.line.rank, states, self.step, bucket.is_last(), now.axis),
+            BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, bucket.is_last(), now.axis),
         )
-        now.flights.poll()
+        now.pending.poll()
         self._settle(now)
         return now.futures[-1]
 
     def _agree(
         self,
-        line: wire.Line,
+        axis_comm: comm.AxisComm,
         hook: CommHook,
         names: list[str],
         grads: list[torch.Tensor],
@@ -159,35 +159,35 @@ class ToTorch:
     ) -> None:
         """Ranks must have the same buckets and the same hook; they compare those that are new."""
         state_names = sorted({name for state in states for name in state})
-        line.issue_agreed(
-            line.bucket_channel(0),
+        axis_comm.negotiate_issue(
+            axis_comm.bucket_channel(0),
             ("to_torch", hook, tuple(names), bucket, tuple(state_names), last),
-            lambda: wire.Signature.of(
+            lambda: comm.Signature.of(
                 f"bucket {bucket.index} of DistributedDataParallel",
                 names,
                 grads,
                 f"{hook!r} with states {state_names}{', the last bucket' if last else ''}",
             ),
         )
-        line.open_phases(hook.phases_on(line.size))
+        axis_comm.open_phases(hook.phases_on(axis_comm.size))
 
     def _settle(self, now: _Pass) -> None:
         """Complete the futures of what has landed."""
         for place, future in enumerate(now.futures):
-            landed = now.flights.landed(place)
-            if landed is not None and not future.done():
-                future.set_result(landed[0].to(now.dtypes[place]))
+            reduced = now.pending.completed(place)
+            if reduced is not None and not future.done():
+                future.set_result(reduced[0].to(now.dtypes[place]))
 
     def _land(self, now: _Pass) -> None:
         """All buckets are there: wait for them, then take over the next states at once."""
-        landed = list(now.flights.land_each())
+        reduced = list(now.pending.wait_each())
         self._settle(now)
-        for names, (_, states) in zip(now.names, landed, strict=True):
+        for names, (_, states) in zip(now.names, reduced, strict=True):
             for name, state in zip(names, states, strict=True):
                 self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
         self.step += 1
         now.passage.done()
-        now.line.passes.complete()
+        now.axis_comm.recovery.complete()
         self._pass = None
 
     # --- state -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,13 @@
 """Layers whose forward pass communicates."""
 
-from ltx.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from ltx.nn.sync_batch_norm import convert_sync_batch_norm as convert_sync_batch_norm
-from ltx.nn.sync_batch_norm import sync_batch_norm as sync_batch_norm
+from ltx.nn.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
+
+__all__ = [
+    "SyncBatchNorm",
+    "convert_sync_batch_norm",
+    "sync_batch_norm",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -25,7 +25,7 @@ import torch
 
 from ltx.errors import WorkerError
 from ltx.runtime.messages import Call
-from ltx.runtime.parcels import Parcel, Pickler, pack
+from ltx.runtime.packing import Message, Pickler, pack
 
 #: Where ltx itself is installed.
 LTX_HOME = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ LTX_HOME = Path(__file__).resolve().parents[1]
 LARGE_BYTES = 16 << 20
 
 
-def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parcel:
+def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
     """The parcel of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, and what that names.
 
     Raises:
@@ -59,7 +59,7 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
     return pickler.parcel()
 
 
-def inherited_call(number: int) -> Parcel:
+def inherited_call(number: int) -> Message:
     """The parcel of a call to the function that a fork has inherited."""
     return pack(Call(number, inherited=True))
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from ltx.errors import CallInterruptedError
-from ltx.runtime.crew import Crew
 from ltx.runtime.failures import told_where
 from ltx.runtime.messages import At, Failure, Idle, Result
-from ltx.runtime.parcels import Parcel
+from ltx.runtime.packing import Message
+from ltx.runtime.worker_group import WorkerGroup
 
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
 PATIENCE_S = 0.5
@@ -27,9 +27,9 @@ _TELL_S = 1.0
 
 
 def collect(
-    crew: Crew,
+    workers: WorkerGroup,
     number: int,
-    call: Parcel,
+    call: Message,
     ranks: Sequence[int],
     name: str,
     limit_s: float | None,
@@ -44,41 +44,46 @@ def collect(
     """
     answers: dict[int, Any] = {}
     for rank in ranks:
-        if not crew.send(rank, call):  # one that goes after this is found out below
-            answers[rank] = Idle(crew.exit_text(rank))
+        if not workers.send(rank, call):  # one that goes after this is found out below
+            answers[rank] = Idle(workers.exit_text(rank))
     grace_s = GRACE_S if grace_s is None else grace_s
     try:
-        return _gather(crew, number, ranks, answers, limit_s, grace_s)
+        return _gather(workers, number, ranks, answers, limit_s, grace_s)
     except KeyboardInterrupt:
         waiting = set(ranks) - answers.keys()
-        crew.cancel(waiting, number)
-        _be_patient(crew, waiting, answers, grace_s)
+        workers.cancel(waiting, number)
+        _be_patient(workers, waiting, answers, grace_s)
         kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
         raise CallInterruptedError(_where(name, answers, ranks, kept), kept) from None
 
 
 def _gather(
-    crew: Crew, number: int, ranks: Sequence[int], answers: dict[int, Any], limit_s: float | None, grace_s: float
+    workers: WorkerGroup,
+    number: int,
+    ranks: Sequence[int],
+    answers: dict[int, Any],
+    limit_s: float | None,
+    grace_s: float,
 ) -> dict[int, Any]:
     waiting = set(ranks) - answers.keys()
     end = float("inf") if limit_s is None else time.monotonic() + limit_s
     if answers:
         end = min(end, time.monotonic() + PATIENCE_S)
     while waiting and time.monotonic() < end:
-        for rank, answer in _receive(crew, waiting, answers, end).items():
+        for rank, answer in _receive(workers, waiting, answers, end).items():
             if not isinstance(answer, Result):
                 end = min(end, time.monotonic() + PATIENCE_S)
             waiting.discard(rank)
     if waiting:
-        crew.cancel(waiting, number)
-        _be_patient(crew, waiting, answers, grace_s)
+        workers.cancel(waiting, number)
+        _be_patient(workers, waiting, answers, grace_s)
     return answers
 
 
-def _be_patient(crew: Crew, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
+def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
     """Wait until `waiting` have given up, `grace_s` at most; who interrupts that has had enough."""
     end = time.monotonic() + grace_s
-    _wait(crew, waiting, answers, min(end, time.monotonic() + _TELL_S))
+    _wait(workers, waiting, answers, min(end, time.monotonic() + _TELL_S))
     if waiting and time.monotonic() < end:
         print(
             f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they end "
@@ -88,16 +93,16 @@ def _be_patient(crew: Crew, waiting: set[int], answers: dict[int, Any], grace_s:
             flush=True,
         )
         with suppress(KeyboardInterrupt):
-            _wait(crew, waiting, answers, end)
+            _wait(workers, waiting, answers, end)
 
 
-def _wait(crew: Crew, waiting: set[int], answers: dict[int, Any], end: float) -> None:
+def _wait(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float) -> None:
     while waiting and time.monotonic() < end:
-        waiting -= _receive(crew, waiting, answers, end).keys()
+        waiting -= _receive(workers, waiting, answers, end).keys()
 
 
-def _receive(crew: Crew, waiting: set[int], answers: dict[int, Any], end: float) -> dict[int, Any]:
-    came = crew.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
+def _receive(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float) -> dict[int, Any]:
+    came = workers.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
     answers.update(came)
     return {rank: answer for rank, answer in came.items() if not isinstance(answer, At)}
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ltx import collectives, wire
+from ltx import collectives, comm
 from ltx.axis import GroupBacking
 from ltx.errors import (
     CheckpointError,
@@ -26,13 +26,13 @@ from ltx.errors import (
 from ltx.runtime import init
 from ltx.runtime.elastic_arguments import Arguments, Batch, check_same_data, ones_own
 from ltx.runtime.groups import meet_in, store_of, worlds_so_far
+from ltx.runtime.membership import Membership, begin_run
 from ltx.runtime.placement import Placement
-from ltx.runtime.roster import Roster, begin_run
 from ltx.runtime.world import World
-from ltx.transforms.data_position import DataPosition
-from ltx.transforms.divergence import fingerprint
-from ltx.transforms.train_state import Metrics, TrainState
-from ltx.transforms.train_step import TrainStep
+from ltx.training.data_position import DataPosition
+from ltx.training.replicas import fingerprint
+from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_step import TrainStep
 
 #: What the loss of a peer, or of the connection with it, shows as.
 LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaDivergedError)
@@ -161,7 +161,7 @@ class _Way:
     at: _At
     settings: dict[str, Any]
     place: Placement
-    roster: Roster | None = None
+    membership: Membership | None = None
     hold: Any = None  # on the directory of the snapshots
     has_state: bool = True  # false for a newcomer until its peers have given it theirs
     begun: bool = False  # has looked for a snapshot to start from
@@ -196,8 +196,8 @@ class _Run(Arguments):
             init.abandon(error)
             raise
         finally:
-            if way.roster is not None:
-                way.roster.close(over)
+            if way.membership is not None:
+                way.membership.close(over)
             if way.hold is not None:
                 way.hold.release()
 
@@ -207,7 +207,7 @@ class _Run(Arguments):
             return
         from ltx.checkpoint import runs
 
-        _, rank = wire.size_and_rank(self.axis)
+        _, rank = comm.size_and_rank(self.axis)
         token, failure = os.urandom(8).hex(), None
         try:
             if rank == 0:
@@ -230,20 +230,22 @@ class _Run(Arguments):
         store = store_of(way.place)
         if store is None:
             return
-        size, rank = wire.size_and_rank(self.axis)
+        size, rank = comm.size_and_rank(self.axis)
         own = ones_own(way.at.state)
         refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
         entrance = self.entrance(way.at.state, way.at.position)
         begun = begin_run(store, size, worlds_so_far(), entrance, refusal) if rank == 0 else (0, "")
         run = collectives.broadcast_object(begun, 0, self.axis)
-        way.roster = Roster.of_member(store, run, rank, size, worlds_so_far(), _heartbeat_s(way))
+        way.membership = Membership.of_member(store, run, rank, size, worlds_so_far(), _heartbeat_s(way))
         collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
 
     def _join(self, way: _Way) -> None:
         """Be taken into a run that has begun, and given its state."""
         entrance = self.entrance(way.at.state, way.at.position)
-        way.roster = Roster.of_newcomer(way.place, entrance, self.meeting_timeout.total_seconds(), _heartbeat_s(way))
-        place = way.roster.be_taken(way.place)
+        way.membership = Membership.of_newcomer(
+            way.place, entrance, self.meeting_timeout.total_seconds(), _heartbeat_s(way)
+        )
+        place = way.membership.be_taken(way.place)
         if place.local_rank != way.place.local_rank and init.world().device.type == "cuda":
             raise WorldError(
                 f"rank {place.rank}: this newcomer computes on {init.world().device}, as another rank of its node "
@@ -258,9 +260,9 @@ class _Run(Arguments):
             self._check_taken_over(done, place)
 
     def _train(self, way: _Way) -> None:
-        size, rank = wire.size_and_rank(self.axis)
+        size, rank = comm.size_and_rank(self.axis)
         while way.at.position.epoch < self.epochs:
-            if way.roster is not None and way.roster.waiting and self._room(way, size, way.roster.waiting):
+            if way.membership is not None and way.membership.waiting and self._room(way, size, way.membership.waiting):
                 raise _NewcomersError(f"rank {rank}: newcomers are to be taken in.")
             batch = self.data(way.at.position.indices(rank, size))
             state, metrics = self.train(way.at.state, *(batch if isinstance(batch, tuple) else (batch,)))
@@ -305,20 +307,20 @@ class _Run(Arguments):
 
     def _meet(self, way: _Way, loss: Exception) -> Placement:
         """This rank's place among those that are left; raises if it can't go on."""
-        roster, lost = way.roster, _lost_on(self.axis)
+        membership, lost = way.membership, _lost_on(self.axis)
         way.futile += 1
-        if roster is None or way.futile > _PATIENCE:
+        if membership is None or way.futile > _PATIENCE:
             raise loss
-        before = set(roster.members)
+        before = set(membership.members)
         init.abandon(loss)
         _let_go_of_frames(loss)
-        place = roster.meet(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
+        place = membership.meet(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
         if place is None:
             raise PeerLostError(
                 f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
                 "again with all of them, from the last snapshot."
             ) from loss
-        if not before.issuperset(roster.members):
+        if not before.issuperset(membership.members):
             way.futile = 0
         if place.size < self.min_ranks:
             raise PeerLostError(
@@ -329,10 +331,10 @@ class _Run(Arguments):
 
     def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
         """How far each rank of a new world is."""
-        assert way.roster is not None
-        meet_in(way.roster.world_store(), place)
+        assert way.membership is not None
+        meet_in(way.membership.world_store(), place)
         way.place = place
-        world = init.reform(way.settings, way.roster.meetings, place)
+        world = init.reform(way.settings, way.membership.meetings, place)
         for callback in self.on_reset:
             callback(world)
         hold: tuple[str, str | None] = ("", None)
@@ -405,8 +407,8 @@ def _lost_on(axis: Any) -> Callable[[], list[int]]:
     """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
     if not init.settings():
         return list
-    backing = wire.resolve(axis).backing
-    return backing.line.gone if isinstance(backing, GroupBacking) else list
+    backing = comm.resolve(axis).backing
+    return backing.comm.gone if isinstance(backing, GroupBacking) else list
 
 
 def _heartbeat_s(way: _Way) -> float:

@@ -9,14 +9,14 @@ from datetime import timedelta
 from typing import Any
 
 from ltx import tree
+from ltx.comm.signature import Signature
 from ltx.errors import InputError, StrategyError, UnsupportedError
 from ltx.runtime import init
 from ltx.runtime.placement import Placement
 from ltx.runtime.world import World
-from ltx.transforms.data_position import DataPosition
-from ltx.transforms.train_state import Metrics, TrainState
-from ltx.transforms.train_step import TrainStep
-from ltx.wire.signature import Signature
+from ltx.training.data_position import DataPosition
+from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_step import TrainStep
 
 #: ``data(indices)`` gives a rank's batch.
 Batch = Callable[[Any], Any]
@@ -62,7 +62,7 @@ class Arguments:
         if self.train.overlap != "backward":
             raise UnsupportedError(
                 f"elastic: the train step has overlap={self.train.overlap!r}, which doesn't commit a step whole: a "
-                'loss in the middle would leave a torn state. Make it with overlap="backward".'
+                'loss in the middle would leave an invalid state. Make it with overlap="backward".'
             )
         axis = self.axis
         if axis is not None and not isinstance(axis, str):
@@ -84,7 +84,7 @@ class Arguments:
             position.check_sizes(self.min_ranks, world.size)
         if (own := ones_own(state)) and self.snapshots is None and world.size > 1:
             raise StrategyError(
-                f"elastic: with {state.kinds.strategy} the {' and '.join(own)} of a lost rank {'is' * (len(own) < 2)}"
+                f"elastic: with {state.layout.strategy} the {' and '.join(own)} of a lost rank {'is' * (len(own) < 2)}"
                 f"{'are' * (len(own) > 1)} lost with it, so the others can't go on. Give a directory for snapshots=, "
                 "from which a new start of all ranks goes on."
             )
@@ -96,7 +96,7 @@ class Arguments:
         leaves = zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True)
         found = {path: leaf for path, leaf in leaves if path.partition(".")[0] in parts}
         said = {
-            "strategy": state.kinds.strategy,
+            "strategy": state.layout.strategy,
             "data": replace(position, epoch=0, done=0),
             "epochs": self.epochs,
             "snapshots": self.every if self.snapshots is not None else None,
@@ -109,9 +109,9 @@ class Arguments:
 
 def ones_own(state: TrainState) -> list[str]:
     """The parts of `state` that a lost rank takes with it. Buffers aren't among them: any rank's will do."""
-    kinds = state.kinds
+    layout = state.layout
     parts = {"params": state.trained, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
-    return [name for name, part in parts.items() if getattr(kinds, name) != "replicated" and tree.flatten(part)[0]]
+    return [name for name, part in parts.items() if getattr(layout, name) != "replicated" and tree.flatten(part)[0]]
 
 
 def _joins() -> bool:

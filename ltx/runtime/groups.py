@@ -24,14 +24,14 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ltx import wire
+from ltx import comm
 from ltx.axis import Axis, GroupBacking
+from ltx.comm import close_axis, open_axis
+from ltx.comm.operations import connect_limit
 from ltx.errors import WorldError
 from ltx.runtime.launchers import UNSURE
 from ltx.runtime.placement import Placement, is_loopback, loopback_listener
 from ltx.runtime.world import World, world_of
-from ltx.wire import close_axis, open_axis
-from ltx.wire.operations import connect_limit
 
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
@@ -173,7 +173,7 @@ def _gather(meeting: Store, world: World, timeout: timedelta) -> None:
     meeting.append("here", f"{world.rank} {world.size}\n")  # type: ignore[attr-defined]
     deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.001
     while True:
-        said = [line.split() for line in meeting.get("here").decode().splitlines()]
+        said = [axis_comm.split() for axis_comm in meeting.get("here").decode().splitlines()]
         here = {int(rank): int(size) for rank, size in said}
         if len(set(here.values())) > 1:
             told = "; ".join(f"rank {rank} says {size}" for rank, size in sorted(here.items()))
@@ -299,7 +299,7 @@ def close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
 
     Collectives that are given a process group or a DeviceMesh open an axis for it.
     """
-    everything = wire.open_axes()
+    everything = comm.open_axes()
     held.extend(with_groups(everything))
     for axis in everything:
         if all(axis is not other for other in axes):
@@ -308,8 +308,8 @@ def close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
 
 def with_groups(axes: tuple[Axis, ...]) -> list[Any]:
     """The lines of `axes` and their channels, each with a process group of its own."""
-    lines = [axis.backing.line for axis in axes if isinstance(axis.backing, GroupBacking)]
-    return [one for line in lines for one in (line, *line.channels)]
+    lines = [axis.backing.comm for axis in axes if isinstance(axis.backing, GroupBacking)]
+    return [one for axis_comm in lines for one in (axis_comm, *axis_comm.channels)]
 
 
 def let_go(held: list[Any]) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ltx import comm
 from ltx import tree as trees
-from ltx import wire
 from ltx.arguments import brief, checked
 from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
 from ltx.errors import PeerLostError, TreeError, WorldError, message_of
@@ -46,7 +46,7 @@ from ltx.runtime.world import World, world_of
 from ltx.typing import Tree
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
-_DEFAULT_HEARTBEAT = timedelta(seconds=wire.DEFAULT_HEARTBEAT_S)
+_DEFAULT_HEARTBEAT = timedelta(seconds=comm.DEFAULT_HEARTBEAT_S)
 
 
 @dataclass
@@ -170,10 +170,10 @@ def shutdown() -> None:
 
 def abandon(error: BaseException) -> None:
     """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
-    for axis in wire.open_axes():
+    for axis in comm.open_axes():
         if isinstance(axis.backing, GroupBacking):
             why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
-            axis.backing.line.passes.abandon(why, lost)
+            axis.backing.comm.recovery.abandon(why, lost)
 
 
 def forget() -> None:

@@ -11,11 +11,11 @@ from ltx.arguments import checked
 from ltx.errors import WorkerError
 from ltx.runtime.calls import inherited_call, name_of, pack_call
 from ltx.runtime.collecting import collect
-from ltx.runtime.crew import Crew
 from ltx.runtime.failures import failure_error
 from ltx.runtime.messages import Result
 from ltx.runtime.pool import check_size
 from ltx.runtime.starting import StartMethod, starter
+from ltx.runtime.worker_group import WorkerGroup
 
 T = TypeVar("T")
 
@@ -72,16 +72,16 @@ def launch(
     # A fork has the function already, and all that it refers to.
     call = pack_call(1, fn, args, {}) if method != "fork" else inherited_call(1)
     handed = (fn, args) if method == "fork" else None
-    crew = Crew(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
+    workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
     try:
-        answers = collect(crew, 1, call, range(nprocs), name_of(fn), limit_s)
+        answers = collect(workers, 1, call, range(nprocs), name_of(fn), limit_s)
         complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))
         if complete:
-            crew.stop()
+            workers.stop()
     finally:
         call.close()
-        crew.finish_output()
-        crew.kill()
+        workers.finish_output()
+        workers.kill()
     if not complete:
         raise failure_error(name_of(fn), answers, range(nprocs), nprocs, limit_s, kept=None)
     return [answers[rank].value for rank in range(nprocs)]

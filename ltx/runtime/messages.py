@@ -20,7 +20,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The port of the store that rank 0's worker hosts: rank 0 tells the driver, the driver tells the others."""
 
     port: int

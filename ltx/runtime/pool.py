@@ -21,12 +21,12 @@ from ltx.arguments import checked
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import name_of, pack_call
 from ltx.runtime.collecting import collect
-from ltx.runtime.crew import Crew
 from ltx.runtime.failures import failure_error
 from ltx.runtime.messages import Failure, Result
-from ltx.runtime.parcels import Parcel
+from ltx.runtime.packing import Message
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.starting import starter
+from ltx.runtime.worker_group import WorkerGroup
 from ltx.runtime.world import POOL_VARIABLE
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = False
         self._calls = 0
-        self._crew: Crew | None = self._start()
+        self._workers: WorkerGroup | None = self._start()
 
     def __len__(self) -> int:
         return self._size
@@ -91,8 +91,8 @@ class Pool:
         state = "starts new workers at the next run"
         if self._closed:
             state = "closed"
-        elif self._crew is not None:
-            state = f"pids {self._crew.pids}"
+        elif self._workers is not None:
+            state = f"pids {self._workers.pids}"
         return f"<ltx.Pool of {self._size}: {state}>"
 
     def __enter__(self) -> Pool:
@@ -106,15 +106,15 @@ class Pool:
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank; empty while there are none."""
-        return [] if self._crew is None else self._crew.pids
+        return [] if self._workers is None else self._workers.pids
 
     def close(self) -> None:
         """End the workers and wait for them. Harmless the second time."""
         with self._lock:
             self._closed = True
-            if self._crew is not None:
-                self._crew.stop()
-                self._crew = None
+            if self._workers is not None:
+                self._workers.stop()
+                self._workers = None
 
     def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PerRank[T]:
         """Call ``fn(*args, **kwargs)`` on every worker and wait for all of them.
@@ -164,7 +164,7 @@ class Pool:
     def _next(self, name: str) -> int:
         if self._closed:
             raise WorkerError(f"this {self!r} can't run {name}. Make a new one: ltx.Pool({self._size}).")
-        if self._crew is not None and not self._crew.is_ours:
+        if self._workers is not None and not self._workers.is_ours:
             raise WorkerError(
                 f"this ltx.Pool was started by another process than {os.getpid()}, which is a fork of that one. "
                 "Make a pool of its own in the fork."
@@ -173,33 +173,33 @@ class Pool:
         return self._calls
 
     def _do(
-        self, number: int, call: Parcel, ranks: Sequence[int], name: str, timeout_s: float | None
+        self, number: int, call: Message, ranks: Sequence[int], name: str, timeout_s: float | None
     ) -> dict[int, Result]:
         __tracebackhide__ = True
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        crew = self._ready()
+        workers = self._ready()
         kept = False
         try:
-            answers = collect(crew, number, call, ranks, name, limit_s, self._grace_s)
+            answers = collect(workers, number, call, ranks, name, limit_s, self._grace_s)
             kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
-            crew.torn = not all(isinstance(answers.get(rank), Result) for rank in ranks)
+            workers.torn = not all(isinstance(answers.get(rank), Result) for rank in ranks)
         except CallInterruptedError as interrupt:
-            kept = crew.torn = interrupt.kept
+            kept = workers.torn = interrupt.kept
             raise
         finally:
             call.close()
-            crew.finish_output()
+            workers.finish_output()
             if not kept:
                 self._drop()
-        if crew.torn or not kept:
+        if workers.torn or not kept:
             raise failure_error(name, answers, ranks, self._size, limit_s, kept)
         return answers
 
-    def _ready(self) -> Crew:
+    def _ready(self) -> WorkerGroup:
         """The workers, with a whole world."""
-        if self._crew is not None and self._crew.torn:
+        if self._workers is not None and self._workers.torn:
             try:
-                self._crew.renew()
+                self._workers.renew()
             except BaseException as error:
                 self._drop()
                 if not isinstance(error, WorkerError):
@@ -209,18 +209,18 @@ class Pool:
                     "are started.",
                     stacklevel=4,
                 )
-        if self._crew is None:
-            self._crew = self._start()
-        return self._crew
+        if self._workers is None:
+            self._workers = self._start()
+        return self._workers
 
     def _drop(self) -> None:
-        if self._crew is not None:
-            self._crew.kill()
-            self._crew = None
+        if self._workers is not None:
+            self._workers.kill()
+            self._workers = None
 
-    def _start(self) -> Crew:
+    def _start(self) -> WorkerGroup:
         start = starter("popen", self._size, self._threads)
-        return Crew(self._size, start, self._threads, self._start_timeout_s, self._show_output)
+        return WorkerGroup(self._size, start, self._threads, self._start_timeout_s, self._show_output)
 
 
 def check_size(caller: str, n: object) -> None:

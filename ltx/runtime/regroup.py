@@ -18,7 +18,7 @@ _PAUSE_S = 0.02
 
 
 @dataclass(frozen=True)
-class Seat:
+class Member:
     """A process of a run, and where it computes.
 
     Attributes:
@@ -34,10 +34,10 @@ class Seat:
     host: str
 
     @staticmethod
-    def of(who: int, place: Placement) -> Seat:
+    def of(who: int, place: Placement) -> Member:
         """That of process `who`, whose place in the world before is `place`."""
         newcomer = place.joins is not None
-        return Seat(who, -1 if newcomer else place.node_rank, place.local_rank, platform.node())
+        return Member(who, -1 if newcomer else place.node_rank, place.local_rank, platform.node())
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class Decision:
         known: the numbers that are no newcomers any more, for they have been taken in or were lost.
     """
 
-    seats: tuple[Seat, ...]
+    members: tuple[Member, ...]
     known: frozenset[int]
 
     @property
-    def members(self) -> list[int]:
+    def numbers(self) -> list[int]:
         """Who goes on, by rank."""
-        return [seat.who for seat in self.seats]
+        return [member.who for member in self.members]
 
     def place(self, who: int, before: Placement) -> Placement:
         """The new place of `who`. Ranks and nodes are counted anew; local ranks stay where they can."""
-        seats = _on_nodes(self.seats)
-        mine = seats[self.members.index(who)]
-        nodes = sorted({seat.node for seat in seats})
+        members = _on_nodes(self.members)
+        mine = members[self.numbers.index(who)]
+        nodes = sorted({member.node for member in members})
         return replace(
             before,
-            rank=seats.index(mine),
-            size=len(seats),
+            rank=members.index(mine),
+            size=len(members),
             local_rank=mine.local_rank,
-            local_size=sum(seat.node == mine.node for seat in seats),
+            local_size=sum(member.node == mine.node for member in members),
             node_rank=nodes.index(mine.node),
             num_nodes=len(nodes),
             master=before.master or before.joins,
@@ -77,32 +77,32 @@ class Decision:
 
     def to_json(self) -> str:
         """Text for the store."""
-        return json.dumps([[[s.who, s.node, s.local_rank, s.host] for s in self.seats], sorted(self.known)])
+        return json.dumps([[[s.who, s.node, s.local_rank, s.host] for s in self.members], sorted(self.known)])
 
     @staticmethod
     def from_json(text: bytes) -> Decision:
         """Inverse of :meth:`to_json`."""
-        seats, known = json.loads(text)
-        return Decision(tuple(Seat(*seat) for seat in seats), frozenset(known))
+        members, known = json.loads(text)
+        return Decision(tuple(Member(*member) for member in members), frozenset(known))
 
 
-def _on_nodes(seats: Sequence[Seat]) -> list[Seat]:
+def _on_nodes(members: Sequence[Member]) -> list[Member]:
     """The seats, with newcomers on the node of their host, at a free local rank if theirs is taken."""
-    found = [seat for seat in seats if seat.node >= 0]
-    for seat in seats[len(found) :]:
+    found = [member for member in members if member.node >= 0]
+    for member in members[len(found) :]:
         new = 1 + max((other.node for other in found), default=-1)
-        node = next((other.node for other in found if other.host == seat.host), new)
+        node = next((other.node for other in found if other.host == member.host), new)
         taken = {other.local_rank for other in found if other.node == node}
-        free = next(local for local in range(len(seats)) if local not in taken)
-        found.append(replace(seat, node=node, local_rank=free if seat.local_rank in taken else seat.local_rank))
+        free = next(local for local in range(len(members)) if local not in taken)
+        found.append(replace(member, node=node, local_rank=free if member.local_rank in taken else member.local_rank))
     return found
 
 
-class Meeting:
+class Regroup:
     """The `count`-th meeting of a run.
 
     Args:
-        store: the run's, or an :class:`ltx.wire.pulse.AskedStore` for it.
+        store: the run's, or an :class:`ltx.comm.heartbeat.TimeoutStore` for it.
         count: which meeting it is, the same number on all ranks: that of the world that comes of it.
     """
 
@@ -110,9 +110,11 @@ class Meeting:
         self.count = count
         self._store, self._at = store, f"meeting/{count}"
 
-    def come(self, seat: Seat) -> None:
-        """Say that the process of `seat` is here."""
-        self._store.append(f"{self._at}/log", f"{json.dumps([seat.who, seat.node, seat.local_rank, seat.host])}\n")
+    def come(self, member: Member) -> None:
+        """Say that the process of `member` is here."""
+        self._store.append(
+            f"{self._at}/log", f"{json.dumps([member.who, member.node, member.local_rank, member.host])}\n"
+        )
 
     def decline(self, who: int) -> None:
         """Say that `who` won't come, so that nobody needs to wait for it."""
@@ -125,7 +127,7 @@ class Meeting:
 
     def hold(
         self,
-        mine: Seat,
+        mine: Member,
         members: Sequence[int],
         gone: Callable[[Sequence[int]], Collection[int]],
         limit_s: float,
@@ -159,20 +161,20 @@ class Meeting:
                 missing += [who for who in new if who not in came]
             if lost.union(declined).issuperset(missing) or time.monotonic() > deadline:
                 absent = [who for who in new if who in lost or who in missing]
-                seats = tuple(came[who] for who in (*here, *taken))
-                decided = Decision(seats, frozenset((*known, *members, *taken, *absent)))
+                chosen = tuple(came[who] for who in (*here, *taken))
+                decided = Decision(chosen, frozenset((*known, *members, *taken, *absent)))
                 self._store.compare_set(f"{self._at}/decided", "", decided.to_json())
             else:
                 time.sleep(_PAUSE_S)
         return decision
 
-    def _read(self) -> tuple[dict[int, Seat], set[int]]:
+    def _read(self) -> tuple[dict[int, Member], set[int]]:
         """The seats of those that have come, and who has declined."""
-        came, declined = dict[int, Seat](), set[int]()
+        came, declined = dict[int, Member](), set[int]()
         for line in self._store.get(f"{self._at}/log").splitlines():
             who, *rest = json.loads(line)
             if rest:
-                came[who] = Seat(who, *rest)
+                came[who] = Member(who, *rest)
             else:
                 declined.add(who)
         return came, declined

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ltx.axis import set_world_axes
+from ltx.comm.signed_messages import KEY
 from ltx.errors import WorkerError
 from ltx.runtime import init, worker
 from ltx.runtime.calls import LTX_HOME
 from ltx.runtime.world import POOL_VARIABLE
-from ltx.wire.seal import KEY
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS: tuple[str, ...] = get_args(StartMethod)

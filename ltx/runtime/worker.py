@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from ltx.runtime import init, parcels, show
+from ltx.runtime import init, packing, show
 from ltx.runtime.described import failure_of, places_of
-from ltx.runtime.messages import At, Call, Cancel, Failure, Meeting, Ready, Renew, Result, Setup, Stop
+from ltx.runtime.messages import At, Call, Cancel, Failure, Ready, Rendezvous, Renew, Result, Setup, Stop
 from ltx.runtime.output import Writer
 from ltx.runtime.placement import LOOPBACK, loopback_listener
 from ltx.runtime.refresh import Modules
@@ -40,39 +40,39 @@ def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None 
         connection: this process' end.
         inherited: (function, arguments) of the call that a fork does.
     """
-    setup: Setup = parcels.receive(connection)()
+    setup: Setup = packing.receive(connection)()
     sys.path[:] = setup.sys_path
-    desk = _Desk(connection, inherited)
-    signal.signal(signal.SIGINT, desk.interrupt)
+    loop = _WorkerLoop(connection, inherited)
+    signal.signal(signal.SIGINT, loop.interrupt)
     try:
         _start_world(connection, setup.threads)
     except Exception as error:
-        desk.send(failure_of(error))
+        loop.send(failure_of(error))
         os._exit(1)
     # Modules live as long as the process: the collector needn't go through them, now and at the end of the process.
     gc.freeze()
     gc.enable()
-    show.outbox = desk.send
+    show.outbox = loop.send
     if setup.shows_output:
-        sys.stdout, sys.stderr = Writer("stdout", 1, desk.send), Writer("stderr", 2, desk.send)
-    desk.send(Ready())
+        sys.stdout, sys.stderr = Writer("stdout", 1, loop.send), Writer("stderr", 2, loop.send)
+    loop.send(Ready())
     # A thread of its own reads, so that the end of the driver is seen while a call runs or hangs in a collective.
-    threading.Thread(target=desk.read, name="ltx-worker-reader", daemon=True).start()
+    threading.Thread(target=loop.read, name="ltx-worker-reader", daemon=True).start()
     while True:
-        message, load = desk.inbox.get()
+        message, load = loop.inbox.get()
         if isinstance(message, Stop):
             return
         if isinstance(message, Renew):
-            desk.send(_renewed(message))
+            loop.send(_renewed(message))
         elif isinstance(message, Call):
-            desk.answer(message, load)
+            loop.answer(message, load)
 
 
 # A call in which KeyboardInterrupt was raised so long ago, and which goes on, has caught it.
 _CAUGHT_S = 1.0
 
 
-class _Desk:
+class _WorkerLoop:
     """Where a worker's messages come in and go out.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Desk:
     def read(self) -> None:
         while True:
             try:
-                load = parcels.receive(self._connection)
+                load = packing.receive(self._connection)
             except (EOFError, OSError):
                 os._exit(1)
             message = load()
@@ -119,7 +119,7 @@ class _Desk:
 
     def _tell_place(self, number: int, caught: bool = False) -> None:
         """Say where call `number` is, unless its answer is on its way: that comes last."""
-        place = parcels.pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
+        place = packing.pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
         with self._sending, suppress(OSError):  # the driver is gone
             if self.running == number:
                 place.send(self._connection)
@@ -133,7 +133,7 @@ class _Desk:
             raise KeyboardInterrupt
 
     def send(self, message: Any) -> None:
-        self._deliver(parcels.pack(message))
+        self._deliver(packing.pack(message))
 
     def answer(self, call: Call, load: Callable[[], Any]) -> None:
         """Do a call, and send what came of it."""
@@ -141,13 +141,13 @@ class _Desk:
             reply = self._reply(call, load)
         except KeyboardInterrupt as error:  # it came just when the call had ended
             self.running = None
-            reply = parcels.pack(failure_of(error, cancelled=True))
+            reply = packing.pack(failure_of(error, cancelled=True))
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # broken or closed: no reason to lose the answer
                 stream.finish() if isinstance(stream, Writer) else stream.flush()
         self._deliver(reply)
 
-    def _reply(self, call: Call, load: Callable[[], Any]) -> parcels.Parcel:
+    def _reply(self, call: Call, load: Callable[[], Any]) -> packing.Message:
         """The parcel with a call's result. BaseException: a worker outlives ``sys.exit`` in a call."""
         doing = "unpickling the function and its arguments: "
         self.running = call.number
@@ -159,13 +159,13 @@ class _Desk:
             value = fn(*args, **kwargs)
             self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
-            reply = parcels.pack(Result(value))
+            reply = packing.pack(Result(value))
             self.running = None
             return reply
         except BaseException as error:
             self.running = None
             init.abandon(error)
-            return parcels.pack(failure_of(error, doing, cancelled=self.cancelled == call.number))
+            return packing.pack(failure_of(error, doing, cancelled=self.cancelled == call.number))
 
     def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The function and its arguments."""
@@ -178,7 +178,7 @@ class _Desk:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, label)
         return fn, args, kwargs
 
-    def _deliver(self, parcel: parcels.Parcel) -> None:
+    def _deliver(self, parcel: packing.Message) -> None:
         shields = threading.current_thread() is threading.main_thread()
         with self._sending:
             self._delivering = shields
@@ -223,9 +223,9 @@ def _start_world(connection: Connection, threads: int) -> None:
         )
         _hosted.append(store)
         port = store.port
-        parcels.pack(Meeting(port)).send(connection)
+        packing.pack(Rendezvous(port)).send(connection)
     else:
-        port = parcels.receive(connection)().port
+        port = packing.receive(connection)().port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(port)
     init.init()
 

@@ -1,7 +1,13 @@
 """Strategies: one algorithm a file."""
 
-from ltx.strategies.base import Strategy as Strategy
-from ltx.strategies.ddp import DDPStrategy as DDPStrategy
+from ltx.strategies.base import Strategy
+from ltx.strategies.ddp import DDPStrategy
 
 #: What transformations use when they are given none. Made once: Dynamo can't make one while it traces.
 DEFAULT = DDPStrategy()
+
+__all__ = [
+    "DEFAULT",
+    "DDPStrategy",
+    "Strategy",
+]

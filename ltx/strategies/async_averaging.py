@@ -21,15 +21,15 @@ import torch
 
 from ltx import hooks, tree
 from ltx.arguments import brief
-from ltx.axis import Axis, GroupBacking, ShapesBacking, VmapBacking
+from ltx.axis import Axis, GroupBacking, MetaBacking, VmapBacking
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.gradients.exchange import Exchange
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
-from ltx.strategies.kinds import Kinds
 from ltx.strategies.local_sgd import WithinNode
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, node
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.exchange import Exchange
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree
 
 _MEAN = hooks.AllReduce()
@@ -62,7 +62,7 @@ class AsyncAveraging(NodeStrategy):
     none waits for another in a step, and ranks may do different numbers of steps. (The exception: ranks that go on
     from states that weren't made by ``train.init`` in this process wait for each other at their first round.)
 
-    ``train.settle(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
+    ``train.finish(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
     takes part in the others' rounds until they have come too; then all hold the same parameters, the mean. Training may
     go on with the next step, which is Bagua's ``resume``. Parameters of ranks differ at other times, and so do losses:
     the metrics' is the rank's own. A round under way isn't part of a saved state: settle before saving. Where the world
@@ -91,7 +91,7 @@ class AsyncAveraging(NodeStrategy):
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
         UnsupportedError: simulated ranks without a schedule.
-        PeerLostError, CollectiveTimeoutError: from a step or :meth:`settle`: a rank is gone, or has begun no round for
+        PeerLostError, CollectiveTimeoutError: from a step or :meth:`finish`: a rank is gone, or has begun no round for
             the axis' timeout. The state is as it was before the step.
 
     Example:
@@ -106,7 +106,7 @@ class AsyncAveraging(NodeStrategy):
         >>> state, _ = ltx.vmap(train)(state, xs)
         >>> state.params  # -2 and -6, and the round's -1 and +1
         tensor([-3., -5.])
-        >>> ltx.vmap(train.settle)(state).params
+        >>> ltx.vmap(train.finish)(state).params
         tensor([-4., -4.])
     """
 
@@ -158,8 +158,8 @@ class AsyncAveraging(NodeStrategy):
         return self.warmup_steps, 1 if self.schedule is None else self.schedule[0]
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds(params="per_rank", opt_state="per_rank")
+    def layout(self) -> StateLayout:
+        return StateLayout(params="per_rank", opt_state="per_rank")
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)
@@ -171,92 +171,92 @@ class AsyncAveraging(NodeStrategy):
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         # Ranks are together here. Later the first of them to begin a round would wait for the others to compare it.
-        self.meet(self._round, *self._message(params, 0), Moment(0, axis), background=True)
+        self.negotiate(self._round, *self._message(params, 0), StepInfo(0, axis), background=True)
         return super().init_optimizer(optimizer, params, axis)
 
-    def update(self, update: Update, states: States, at: Moment, pending: Round | None) -> Updated:
-        if at.step < self.warmup_steps or at.axis.size == 1:
-            return super().update(update, states, at, pending)
+    def update(self, update: Update, states: States, info: StepInfo, pending: Round | None) -> Updated:
+        if info.step < self.warmup_steps or info.axis.size == 1:
+            return super().update(update, states, info, pending)
         # Before the optimizer: if a peer is lost, the state is as it was.
-        lands, begins = self._due(at, pending)
-        deltas, states, pending = self._land(update.params, states, at, pending) if lands else (None, states, pending)
+        lands, begins = self._due(info, pending)
+        deltas, states, pending = self._land(update.params, states, info, pending) if lands else (None, states, pending)
         params, opt_state = update.apply()
         params = _moved(params, deltas)
         if begins:
-            pending, states = self._begin(params, states, at)
+            pending, states = self._begin(params, states, info)
         return Updated(params, opt_state, states, pending)
 
-    def settle(self, params: Tree, states: States, at: Moment, pending: Round | None) -> tuple[Tree, States]:
-        if at.axis.size == 1:
+    def finish(self, params: Tree, states: States, info: StepInfo, pending: Round | None) -> tuple[Tree, States]:
+        if info.axis.size == 1:
             return params, states
-        deltas, states, _ = self._land(params, states, at, pending)
+        deltas, states, _ = self._land(params, states, info, pending)
         params = _moved(params, deltas)
-        settled, count = False, at.axis.size // self.together
+        settled, count = False, info.axis.size // self.together
         while not settled:
             # This rank stands still meanwhile, so x + S / n - s is the mean itself: to the bit the same on all ranks.
-            landed = self._landed(self._exchange(params, at, settling=1), params, at)
+            reduced = self._landed(self._exchange(params, info, settling=1), params, info)
             leaves, spec = tree.flatten(params)
-            settled = self.schedule is not None or round(count * landed[-1].item()) == count
-            params = tree.unflatten(spec, landed[: len(leaves)])
+            settled = self.schedule is not None or round(count * reduced[-1].item()) == count
+            params = tree.unflatten(spec, reduced[: len(leaves)])
         return params, states
 
     @property
     def _round(self) -> hooks.CommHook:
         return _MEAN if self.together == 1 else AmongNodes(self.together, _MEAN)
 
-    def _due(self, at: Moment, pending: Round | None) -> tuple[bool, bool]:
+    def _due(self, info: StepInfo, pending: Round | None) -> tuple[bool, bool]:
         """Whether a round is landed in this step, and whether the next one begins at its end."""
         if self.schedule is not None:
             period, delay = self.schedule
-            since = at.step - self.warmup_steps
+            since = info.step - self.warmup_steps
             return since >= delay and (since - delay) % period == 0, since % period == 0
         under_way = pending is not None and pending.mean is not None
         is_there = under_way and pending is not None and pending.mean is not None and pending.mean.done
         late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
-        is_there, late = self._all_of_node([bool(is_there), late], at)
+        is_there, late = self._all_of_node([bool(is_there), late], info)
         return is_there, (late or pending is None) and (is_there or not under_way)
 
-    def _all_of_node(self, flags: list[bool], at: Moment) -> list[bool]:
+    def _all_of_node(self, flags: list[bool], info: StepInfo) -> list[bool]:
         """Which flags are set on all ranks of the node."""
         if self.together == 1:
             return flags
-        there = Moment(at.step, node(at.axis, self.together))
+        there = StepInfo(info.step, node(info.axis, self.together))
         given = torch.tensor(flags, dtype=torch.float64)
-        landed, _ = self.exchange(_MEAN, [given], ["whether a round is due"], there).land()
-        return [round(self.together * share) == self.together for share in landed[0].tolist()]
+        reduced, _ = self.exchange(_MEAN, [given], ["whether a round is due"], there).wait()
+        return [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
 
-    def _begin(self, params: Tree, states: States, at: Moment) -> tuple[Round | None, States]:
+    def _begin(self, params: Tree, states: States, info: StepInfo) -> tuple[Round | None, States]:
         """Begin a round; where that does it all, what it comes to waits in the states."""
         leaves = tree.flatten(params)[0]
-        mean = self._exchange(params, at, settling=0)
-        if isinstance(at.axis.backing, GroupBacking | ShapesBacking):
+        mean = self._exchange(params, info, settling=0)
+        if isinstance(info.axis.backing, GroupBacking | MetaBacking):
             return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
-        landed = self._landed(mean, params, at)
+        reduced = self._landed(mean, params, info)
         paths = tree.leaf_paths(params)
-        return None, {path: {_DELTA: y - x} for path, y, x in zip(paths, landed, leaves, strict=False)}
+        return None, {path: {_DELTA: y - x} for path, y, x in zip(paths, reduced, leaves, strict=False)}
 
     def _land(
-        self, params: Tree, states: States, at: Moment, pending: Round | None
+        self, params: Tree, states: States, info: StepInfo, pending: Round | None
     ) -> tuple[list[torch.Tensor] | None, States, Round | None]:
         """(S / n - s of the round under way, the states and the round without it)"""
         if pending is not None and pending.mean is not None:
-            landed = self._landed(pending.mean, params, at)
-            deltas = [y - s for y, s in zip(landed, pending.snapshot, strict=False)]
+            reduced = self._landed(pending.mean, params, info)
+            deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]
             return deltas, states, Round(pending.began_s)
         if states:
             return [states[path][_DELTA] for path in tree.leaf_paths(params)], {}, pending
         return None, states, pending
 
-    def _landed(self, mean: Exchange, params: Tree, at: Moment) -> list[torch.Tensor]:
+    def _landed(self, mean: Exchange, params: Tree, info: StepInfo) -> list[torch.Tensor]:
         """What a round has come to. In a node each rank has had a part of it."""
-        landed, _ = mean.land()
+        reduced, _ = mean.wait()
         if self.together == 1:
-            return landed
-        there = Moment(at.step, node(at.axis, self.together))
-        return self.exchange(FromParts(self.together), landed, self._message(params, 0)[1], there).land()[0]
+            return reduced
+        there = StepInfo(info.step, node(info.axis, self.together))
+        return self.exchange(FromParts(self.together), reduced, self._message(params, 0)[1], there).wait()[0]
 
-    def _exchange(self, params: Tree, at: Moment, settling: int) -> Exchange:
-        return self.exchange(self._round, *self._message(params, settling), at, background=True)
+    def _exchange(self, params: Tree, info: StepInfo, settling: int) -> Exchange:
+        return self.exchange(self._round, *self._message(params, settling), info, background=True)
 
     def _message(self, params: Tree, settling: int) -> tuple[list[torch.Tensor], list[str]]:
         """What a round sends, and its names: the parameters; on the clock, whether this rank is settling too."""

@@ -15,13 +15,13 @@ from ltx import hooks
 from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import LeafState
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Strategy
-from ltx.strategies.kinds import Kinds
-from ltx.strategies.late import LateHook
 from ltx.strategies.nodes import ByNode, NodeStrategy
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.reduction import LeafState
+from ltx.strategies.post_update import PostUpdateHook
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree
 
 #: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.
@@ -134,8 +134,8 @@ class BaguaStrategy(Strategy):
         return self.inner.cycle
 
     @property
-    def kinds(self) -> Kinds:
-        return self.inner.kinds
+    def layout(self) -> StateLayout:
+        return self.inner.layout
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         self.inner.check_optimizer(optimizer)
@@ -146,23 +146,23 @@ class BaguaStrategy(Strategy):
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         return self.inner.init_optimizer(optimizer, params, axis)
 
-    def begin(self, params: Tree, states: States, at: Moment, pending: Any) -> Any:
-        return self.inner.begin(params, states, at, pending)
+    def begin(self, params: Tree, states: States, info: StepInfo, pending: Any) -> Any:
+        return self.inner.begin(params, states, info, pending)
 
-    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
-        return self.inner.update(update, states, at, pending)
+    def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
+        return self.inner.update(update, states, info, pending)
 
-    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
-        return self.inner.after_update(params, states, at)
+    def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
+        return self.inner.after_update(params, states, info)
 
-    def settle(self, params: Tree, states: States, at: Moment, pending: Any) -> tuple[Tree, States]:
-        return self.inner.settle(params, states, at, pending)
+    def finish(self, params: Tree, states: States, info: StepInfo, pending: Any) -> tuple[Tree, States]:
+        return self.inner.finish(params, states, info, pending)
 
-    def talks_late(self, step: int) -> bool:
-        return self.inner.talks_late(step)
+    def communicates_after_update(self, step: int) -> bool:
+        return self.inner.communicates_after_update(step)
 
-    def late_hook(self, optimizer: Optimizer, step: int) -> LateHook | None:
-        return self.inner.late_hook(optimizer, step)
+    def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
+        return self.inner.post_update_hook(optimizer, step)
 
     def hook_in_training(self, step: int) -> hooks.CommHook | None:
         return self.inner.hook_in_training(step)
@@ -170,8 +170,8 @@ class BaguaStrategy(Strategy):
     def shares_gradients(self, step: int) -> bool:
         return self.inner.shares_gradients(step)
 
-    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, at: Moment) -> Tree:
-        return self.inner.gather_optimizer(optimizer, params, opt_state, at)
+    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, info: StepInfo) -> Tree:
+        return self.inner.gather_optimizer(optimizer, params, opt_state, info)
 
     def check_weighted(self, step: int) -> None:
         self.inner.check_weighted(step)
@@ -181,8 +181,8 @@ class BaguaStrategy(Strategy):
         return self.inner.updates_in_buckets
 
     @property
-    def talks_besides(self) -> bool:
-        return self.inner.talks_besides
+    def communicates_besides(self) -> bool:
+        return self.inner.communicates_besides
 
 
 # --- the algorithms that are hooks ------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class SumReduce(hooks.AllReduce):
     def scale(self, axis_size: int) -> float:
         return 1.0
 
-    def counts_as(self, axis_size: int) -> float:
+    def derivative_scale(self, axis_size: int) -> float:
         """What the sum over ranks is multiplied by in derivatives of the result."""
         return 1.0
 
@@ -207,7 +207,7 @@ class ByteGradSum(hooks.ByteGrad):
     def scale(self, axis_size: int) -> float:
         return 1.0
 
-    def counts_as(self, axis_size: int) -> float:
+    def derivative_scale(self, axis_size: int) -> float:
         """What the sum over ranks is multiplied by in derivatives of the result."""
         return 1.0
 

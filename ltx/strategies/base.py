@@ -10,20 +10,20 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.arguments import brief, check_fields
-from ltx.axis import Axis, ShapesBacking
+from ltx.axis import Axis, MetaBacking
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.gradients.exchange import Exchange
+from ltx.gradients.planning import make_plan
+from ltx.gradients.reduction import LeafState
+from ltx.gradients.schedule import Plan
+from ltx.gradients.sizes import DEFAULT_BYTES, MIB
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer
-from ltx.strategies.kinds import Kinds
-from ltx.strategies.late import LateHook
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.exchange import Exchange
-from ltx.sync.planning import make_plan
-from ltx.sync.reduction import LeafState
-from ltx.sync.schedule import Plan
-from ltx.sync.sizes import DEFAULT_BYTES, MIB
+from ltx.strategies.post_update import PostUpdateHook
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree
 
 
@@ -42,16 +42,18 @@ class Strategy:
     * :meth:`begin`: what is set going before the forward pass.
     * :meth:`update`: the optimizer's part. Most strategies only say what becomes of the parameters afterwards:
       :meth:`after_update`.
-    * :meth:`settle`: what is still under way between two steps lands.
-    * :meth:`talks_late`: whether ranks talk after the optimizer has run, so that a step must keep what it began with.
+    * :meth:`finish`: what is still under way between two steps lands.
+    * :meth:`communicates_after_update`: whether ranks talk after the optimizer has run, so that a step must keep what
+      it began with.
 
     They talk through :meth:`exchange`: what is left of one when a rank fails doesn't mix with the next.
 
     Attributes:
         bucket_bytes: gradients travel in buckets of at most this many bytes; a hook that sends far less than them may
             ask for larger ones (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first meet there
-            (:func:`ltx.measure_network`), and sizes are chosen by what a message costs
-            (:mod:`ltx.sync.sizes`), the same on every rank and from then on. Sums of three and more ranks are rounded
+            (:func:`ltx.profile.measure_network`), and sizes are chosen by what a message costs
+            (:mod:`ltx.gradients.sizes`), the same on every rank and from then on. Sums of three and more ranks are
+            rounded
             by where a number lies in its bucket: give a number where two runs must be equal bit for bit. Compiled
             graphs want the measurement before; simulated ranks and worlds of one take the default.
         first_bucket_bytes: size of the first bucket; small, so that the link starts early. With "auto" its size at
@@ -63,7 +65,7 @@ class Strategy:
 
     bucket_bytes: int | Literal["auto"] = DEFAULT_BYTES
     first_bucket_bytes: int = MIB
-    network: wire.Network | None = None
+    network: comm.Network | None = None
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)
 
@@ -76,9 +78,9 @@ class Strategy:
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 what = 'a positive number of bytes or "auto"' if auto else "a positive number of bytes"
                 raise StrategyError(f"{type(self).__name__}.{name} must be {what}, got {brief(value)}.")
-        if not isinstance(self.network, wire.Network | None):
+        if not isinstance(self.network, comm.Network | None):
             raise StrategyError(
-                f"{type(self).__name__}.network must be an ltx.Network or None, got {brief(self.network)}."
+                f"{type(self).__name__}.network must be an ltx.profile.Network or None, got {brief(self.network)}."
             )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise StrategyError(
@@ -145,9 +147,9 @@ class Strategy:
         return ()
 
     @property
-    def kinds(self) -> Kinds:
+    def layout(self) -> StateLayout:
         """How the parts of a train state relate across ranks."""
-        return Kinds()
+        return StateLayout()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`.
@@ -168,11 +170,11 @@ class Strategy:
         """The optimizer's state before the first step."""
         return optimizer.init(params)
 
-    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, at: Moment) -> Tree:
+    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, info: StepInfo) -> Tree:
         """A sharded optimizer state, whole on every rank: what :meth:`init_optimizer` makes in a world of one."""
         return opt_state
 
-    def begin(self, params: Tree, states: States, at: Moment, pending: Any) -> Any:
+    def begin(self, params: Tree, states: States, info: StepInfo, pending: Any) -> Any:
         """Set going what is to be under way during the forward and the backward pass.
 
         `pending` is what the last step left (None at first); what this returns is given to :meth:`update`. Where it
@@ -180,28 +182,28 @@ class Strategy:
         """
         return pending
 
-    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
+    def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
         """The optimizer's part of a step: ``update.apply()``, and whatever goes with it."""
         params, opt_state = update.apply()
-        params, states = self.after_update(params, states, at)
+        params, states = self.after_update(params, states, info)
         return Updated(params, opt_state, states, pending)
 
-    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
+    def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
         """What becomes of the updated parameters, and the next state. Neither may be written to."""
         return params, states
 
-    def settle(self, params: Tree, states: States, at: Moment, pending: Any) -> tuple[Tree, States]:
+    def finish(self, params: Tree, states: States, info: StepInfo, pending: Any) -> tuple[Tree, States]:
         """Land what is `pending` between two steps, on all ranks together."""
         return params, states
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         """Whether :meth:`update` talks once the optimizer has run, in the step after `step` others.
 
         The optimizer then doesn't update in place, so that a step in which a peer fails leaves its state as it was.
         """
         return type(self).after_update is not Strategy.after_update
 
-    def late_hook(self, optimizer: Optimizer, step: int) -> LateHook | None:
+    def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
         """What ranks say of parameters in a step that talks late, where a bucket needn't wait for the others.
 
         With ``overlap="update"`` it is driven in the place of :meth:`update`. None: :meth:`update` does all of it.
@@ -210,7 +212,7 @@ class Strategy:
 
     def check_weighted(self, step: int) -> None:
         """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""
-        if self.kinds.params == "per_rank" or self.hook_in_training(step) is None:
+        if self.layout.params == "per_rank" or self.hook_in_training(step) is None:
             raise StrategyError(
                 f"train_step: the loss is an ltx.Weighted, and {type(self).__name__} lets ranks take steps of their "
                 "own and averages their parameters or updates, in which every rank counts alike whatever its weight. "
@@ -231,7 +233,7 @@ class Strategy:
         return type(self).update is Strategy.update
 
     @property
-    def talks_besides(self) -> bool:
+    def communicates_besides(self) -> bool:
         """Whether a training step talks about more than gradients."""
         mine = type(self)
         return (
@@ -244,17 +246,17 @@ class Strategy:
     def cycle(self) -> tuple[int, int]:
         """(first, length): from step `first` on, what a step sends repeats itself every `length` steps.
 
-        :func:`ltx.plan` takes its mean over that many steps.
+        :func:`ltx.profile.plan` takes its mean over that many steps.
         """
         hook = self.hook(0)
-        return (0 if hook is None else hook.settled_from), 1
+        return (0 if hook is None else hook.constant_after), 1
 
     def exchange(
         self,
         hook: CommHook,
         tensors: Sequence[torch.Tensor],
         paths: Sequence[str],
-        at: Moment,
+        info: StepInfo,
         states: Sequence[LeafState] = (),
         *,
         background: bool = False,
@@ -274,31 +276,31 @@ class Strategy:
                 peers can do the step again with it.
             like: the tree that has the tensors for leaves, where buckets are to be those of its gradients.
         """
-        plan = self._plan(hook, tensors, paths, at, states, background, like)
-        backing = at.axis.backing
-        if isinstance(backing, ShapesBacking) and backing.exchange is not None:
+        plan = self._plan(hook, tensors, paths, info, states, background, like)
+        backing = info.axis.backing
+        if isinstance(backing, MetaBacking) and backing.exchange is not None:
             watched: Exchange = backing.exchange(plan, tensors, states, background, paths)
             return watched
         return Exchange(plan, tensors, states, background, midway)
 
-    def meet(
+    def negotiate(
         self,
         hook: CommHook,
         tensors: Sequence[torch.Tensor],
         paths: Sequence[str],
-        at: Moment,
+        info: StepInfo,
         *,
         background: bool = False,
     ) -> None:
         """Compare an exchange with the peers now, so that the first one needn't wait for them. Nothing is sent."""
-        self._plan(hook, tensors, paths, at, (), background)
+        self._plan(hook, tensors, paths, info, (), background)
 
     def _plan(
         self,
         hook: CommHook,
         tensors: Sequence[torch.Tensor],
         paths: Sequence[str],
-        at: Moment,
+        info: StepInfo,
         states: Sequence[LeafState],
         background: bool,
         like: Tree = None,
@@ -307,11 +309,11 @@ class Strategy:
         return make_plan(
             self,
             hook,
-            at.axis,
+            info.axis,
             tensors,
             lambda: range(len(tensors)) if like is None else tree.insertion_order(like)[::-1],
             names,
-            at.step,
+            info.step,
             lambda: list(paths),
             f"{type(self).__name__}{' in the background' if background else ''}",
             tuple(paths),

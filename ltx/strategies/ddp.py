@@ -18,13 +18,13 @@ import torch
 from ltx import hooks
 from ltx.arguments import brief
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import LeafState
 from ltx.hooks.base import check_whole
 from ltx.strategies.base import Strategy, unchanging
 from ltx.strategies.candidates import hook_of
 from ltx.strategies.fields import resolve_hook
-from ltx.strategies.kinds import Kinds
-from ltx.strategies.update import Moment, States
-from ltx.sync.reduction import LeafState
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo
 from ltx.typing import Tree
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -55,8 +55,8 @@ class DDPStrategy(Strategy):
 
     A hook pays if it takes a rank less time to encode and decode than it saves on the link. Of B bytes of float32 a sum
     over n ranks takes 2 (n-1)/n B/beta at a bandwidth of beta, with a hook that sends c times less the c-th part of
-    that, and its codec B/4 times the seconds for a number that were measured of it (:mod:`ltx.transforms.prices`). So
-    it breaks even at
+    that, and its codec B/4 times the seconds for a number that were measured of it (:mod:`ltx.estimate.codec_costs`).
+    So it breaks even at
 
         beta = 8 (n-1)/n (1 - 1/c) / (codec - all-reduce's packing)          (bytes a second)
 
@@ -69,11 +69,11 @@ class DDPStrategy(Strategy):
     most of a step, say what you want instead. So do on GPUs, whose codecs are faster than those that were measured.
 
     The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, and so the
-    same for as long as training goes on; ``ltx.explain(step, state)`` says why. In a world of one, and on simulated
-    ranks without a `network`, it is "none". A checkpoint fits a state in which the same was chosen, or one whose hook
-    carries the same; to go on with another choice, load into the one that was, which the error of a load names, and
-    then take the next one's communication state: ``replace(state, sync_state=replace(train.step.init(state.params),
-    step=state.step))``.
+    same for as long as training goes on; ``ltx.profile.explain(step, state)`` says why. In a world of one, and on
+    simulated ranks without a `network`, it is "none". A checkpoint fits a state in which the same was chosen, or one
+    whose hook carries the same; to go on with another choice, load into the one that was, which the error of a load
+    names, and then take the next one's communication state: ``replace(state,
+    sync_state=replace(train.step.init(state.params), step=state.step))``.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
@@ -160,26 +160,28 @@ class DDPStrategy(Strategy):
     @property
     def cycle(self) -> tuple[int, int]:
         start, period = self.start_local_sgd_step, self.model_averaging_period
-        return (self._hook.settled_from, 1) if start is None else (start, period or 1)
+        return (self._hook.constant_after, 1) if start is None else (start, period or 1)
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds() if self.start_local_sgd_step is None else Kinds(params="per_rank", opt_state="per_rank")
+    def layout(self) -> StateLayout:
+        return (
+            StateLayout() if self.start_local_sgd_step is None else StateLayout(params="per_rank", opt_state="per_rank")
+        )
 
     @property
-    def talks_besides(self) -> bool:
+    def communicates_besides(self) -> bool:
         return self.start_local_sgd_step is not None
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         start, period = self.start_local_sgd_step, self.model_averaging_period
         return start is not None and period is not None and step >= start and (step - start) % period == 0
 
-    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
-        if not self.talks_late(at.step):
+    def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
+        if not self.communicates_after_update(info.step):
             return params, states
         from ltx.strategies.local_sgd import mean_over
 
-        return mean_over(self, params, at), states
+        return mean_over(self, params, info), states
 
 
 @lru_cache(maxsize=64)

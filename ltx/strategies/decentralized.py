@@ -22,12 +22,12 @@ from ltx import tree
 from ltx.arguments import brief
 from ltx.axis import Axis, GroupBacking
 from ltx.errors import RankMismatchError, StrategyError
+from ltx.gradients.exchange import Exchange
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
 from ltx.strategies.gossip import GossipStrategy
 from ltx.strategies.nodes import AmongNodes, FromParts, ToParts
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.exchange import Exchange
-from ltx.sync.reduction import Ask, Reduction, Share
+from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree
 
 # Numbers of steps are told apart modulo this power of two.
@@ -80,42 +80,42 @@ class Decentralized(GossipStrategy):
                 f'them. Use an even number of {what}, or peer_selection_mode="all".'
             )
 
-    def begin(self, params: Tree, states: States, at: Moment, pending: object) -> Exchange | None:
+    def begin(self, params: Tree, states: States, info: StepInfo, pending: object) -> Exchange | None:
         given = tree.flatten(params)[0]
-        if not self.communicates(at.step) or at.axis.size == 1 or not given:
+        if not self.communicates(info.step) or info.axis.size == 1 or not given:
             return None
         paths = [*tree.leaf_paths(params), "number of steps"]
-        given = [*given, step_tag(at.step, given[0])]
+        given = [*given, step_tag(info.step, given[0])]
         gossip = AllReduce() if self.peer_selection_mode == "all" else ShiftOne(self.communication_interval)
         if self.node_size is None:
-            return self.exchange(gossip, given, paths, at)
-        given, _ = self.exchange(ToParts(self.node_size), given, paths, at, midway=True).land()
-        return self.exchange(AmongNodes(self.node_size, gossip), given, paths, at, midway=True)
+            return self.exchange(gossip, given, paths, info)
+        given, _ = self.exchange(ToParts(self.node_size), given, paths, info, midway=True).wait()
+        return self.exchange(AmongNodes(self.node_size, gossip), given, paths, info, midway=True)
 
-    def update(self, update: Update, states: States, at: Moment, pending: Exchange | None) -> Updated:
+    def update(self, update: Update, states: States, info: StepInfo, pending: Exchange | None) -> Updated:
         if pending is None:
-            return super().update(update, states, at, None)
+            return super().update(update, states, info, None)
         spec, paths = tree.flatten(update.params)[1], [*tree.leaf_paths(update.params), "number of steps"]
-        landed, _ = pending.land()
+        reduced, _ = pending.wait()
         if self.node_size is not None:
-            landed, _ = self.exchange(FromParts(self.node_size), landed, paths, at).land()
-        *landed, tag = landed
-        if isinstance(at.axis.backing, GroupBacking):
-            self._check(tag, at, at.axis.backing.rank)
+            reduced, _ = self.exchange(FromParts(self.node_size), reduced, paths, info).wait()
+        *reduced, tag = reduced
+        if isinstance(info.axis.backing, GroupBacking):
+            self._check(tag, info, info.axis.backing.rank)
         # In memory of their own, rather than a bucket's.
-        y = tree.unflatten(spec, [mean.clone() for mean in landed])
-        return super().update(replace(update, params=y), states, at, None)
+        y = tree.unflatten(spec, [mean.clone() for mean in reduced])
+        return super().update(replace(update, params=y), states, info, None)
 
-    def _check(self, tag: torch.Tensor, at: Moment, rank: int) -> None:
-        mine = step_tag(at.step, tag)
+    def _check(self, tag: torch.Tensor, info: StepInfo, rank: int) -> None:
+        mine = step_tag(info.step, tag)
         if not bool(((mine == 0) & (tag != 0)).any()):
             return
         what = "others, which were at steps of their own"
         if self.peer_selection_mode == "shift_one" and not self.hierarchical:
-            peer = peers(at.axis.size, at.step // self.communication_interval)[rank]
+            peer = peers(info.axis.size, info.step // self.communication_interval)[rank]
             what = f"those of rank {peer}, which was at its step {_step_of(2 * tag - mine)}"
         raise RankMismatchError(
-            f"rank {rank}: its parameters, at step {at.step}, were averaged with {what}. Ranks must take the same "
+            f"rank {rank}: its parameters, at step {info.step}, were averaged with {what}. Ranks must take the same "
             "number of steps. The state is as before the step; go on from one checkpoint on all ranks."
         )
 
@@ -146,14 +146,14 @@ class ShiftOne(CommHook):
     def scale(self, axis_size: int) -> float:
         return 1.0
 
-    def reduce(self, share: Share) -> Reduction:
-        if share.axis_size == 1:
-            return share.flat, share.states
-        assert isinstance(share.step, int)  # no graph holds this hook
-        mine = share.flat.clone()  # the wire may do with a buffer what it likes
-        pairs = pairing(share.axis_size, share.step // self.communication_interval)
-        theirs = yield Ask("permute", share.flat, arguments=pairs)
-        return theirs.add_(mine).div_(2), share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        if inputs.axis_size == 1:
+            return inputs.flat, inputs.states
+        assert isinstance(inputs.step, int)  # no graph holds this hook
+        mine = inputs.flat.clone()  # the wire may do with a buffer what it likes
+        pairs = pairing(inputs.axis_size, inputs.step // self.communication_interval)
+        theirs = yield CollectiveRequest("ppermute", inputs.flat, arguments=pairs)
+        return theirs.add_(mine).div_(2), inputs.states
 
 
 # --- the number of steps, sent along ----------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ import torch
 from ltx import hooks, tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import LeafState
 from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Strategy
 from ltx.strategies.fields import check_number, resolve_hook
-from ltx.strategies.kinds import Kinds
-from ltx.strategies.update import Moment, States
-from ltx.sync.reduction import LeafState
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo
 from ltx.typing import Tree
 
 #: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.
@@ -107,8 +107,8 @@ class DiLoCoStrategy(Strategy):
         return 0, self.period
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds(
+    def layout(self) -> StateLayout:
+        return StateLayout(
             "per_rank", opt_state="per_rank", sync_state="per_rank" if self._outer_hook.stateful else "replicated"
         )
 
@@ -135,11 +135,11 @@ class DiLoCoStrategy(Strategy):
         """`step + 1`, counted from where the first outer step of a fragment would have had a whole period before it."""
         return step + 1 + fragment * self.period // self.fragments
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         return self.due(step) is not None
 
-    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
-        fragment = self.due(at.step)
+    def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
+        fragment = self.due(info.step)
         if fragment is None:
             return params, states
         leaves, spec = tree.flatten(params)
@@ -152,10 +152,10 @@ class DiLoCoStrategy(Strategy):
             state[ANCHOR].to(leaves[i].dtype).to(state[ANCHOR].dtype) - leaves[i]
             for i, state in zip(members, before, strict=True)
         ]
-        outer_step = self._since(at.step, fragment) // self.period - 1
+        outer_step = self._since(info.step, fragment) // self.period - 1
         hook = self._outer_hook.at(outer_step)
         held = [hook.states_of(state) for state in before]
-        grads, advanced = self.exchange(hook, moved, paths, Moment(outer_step, at.axis), held).land()
+        grads, advanced = self.exchange(hook, moved, paths, StepInfo(outer_step, info.axis), held).wait()
         leaves, states = list(leaves), dict(states)
         for i, path, d, after in zip(members, paths, grads, advanced, strict=True):
             v = self.outer_momentum * states[path][VELOCITY] + d

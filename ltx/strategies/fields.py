@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from ltx import hooks
 from ltx.arguments import brief
 from ltx.errors import StrategyError
@@ -33,3 +35,8 @@ def check_number(strategy: Any, name: str, least: float, below: float = math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < below:
         allowed = f"of at least {least:g}" if below == math.inf else f"from {least:g} on, and less than {below:g}"
         raise StrategyError(f"{type(strategy).__name__}.{name} must be a number {allowed}, got {brief(value)}.")
+
+
+def in_dtype(hook: hooks.CommHook | None, dtype: torch.dtype | None) -> hooks.CommHook | None:
+    """`hook`, whose sums travel in `dtype`."""
+    return hook if hook is None or dtype is None else hooks.cast(hook, dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ltx.hooks.base import check_whole
-from ltx.strategies.kinds import Kinds
 from ltx.strategies.nodes import NodeStrategy
+from ltx.strategies.state_layout import StateLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class GossipStrategy(NodeStrategy):
         return 0, self.communication_interval
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds(params="per_rank", opt_state="per_rank")
+    def layout(self) -> StateLayout:
+        return StateLayout(params="per_rank", opt_state="per_rank")
 
     def hook(self, step: int) -> None:
         return None

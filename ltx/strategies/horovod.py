@@ -22,13 +22,13 @@ from ltx import hooks, tree
 from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.gradients.reduction import BucketInput, LeafState, Reduction
 from ltx.optim import Optimizer
 from ltx.optim.scaled_lr import with_scaled_lr
 from ltx.strategies.base import Strategy, unchanging
-from ltx.strategies.kinds import Kinds
-from ltx.strategies.moves import AdasumOfWaysBack, moved_together
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.reduction import LeafState, Reduction, Share
+from ltx.strategies.parameter_moves import AdasumOfWaysBack, moved_together
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree
 
 #: In the communication state: the sum of a parameter's gradients in the passes since the last update.
@@ -87,25 +87,25 @@ class Scaled(hooks.CommHook):
             return whole
         return whole / (axis_size if self.predivide is None else self.predivide)
 
-    def counts_as(self, axis_size: int) -> float:
-        return self.hook.counts_as(axis_size) * (axis_size if self.op == "sum" else 1)
+    def derivative_scale(self, axis_size: int) -> float:
+        return self.hook.derivative_scale(axis_size) * (axis_size if self.op == "sum" else 1)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         narrow = self.hook.wire_dtype(dtype)
         return dtype if self.passes else narrow  # passes are added before anything is rounded
 
-    def reduce(self, share: Share) -> Reduction:
-        dtype, states, flat = share.bucket.dtype, share.states, share.flat
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat
         if self.passes:
             earlier = torch.cat([state[PASSES].reshape(-1) for state in states])
-            flat = (flat + earlier * self.scale(share.axis_size)).to(self.hook.wire_dtype(dtype))
+            flat = (flat + earlier * self.scale(inputs.axis_size)).to(self.hook.wire_dtype(dtype))
             states = [{name: x for name, x in state.items() if name != PASSES} for state in states]
-        total, after = yield from self.hook.reduce(replace(share, flat=flat, states=states))
+        total, after = yield from self.hook.reduce(replace(inputs, flat=flat, states=states))
         if self.passes:
-            zeros = [torch.zeros_like(state[PASSES]) for state in share.states]
+            zeros = [torch.zeros_like(state[PASSES]) for state in inputs.states]
             after = [{**state, PASSES: zero} for state, zero in zip(after, zeros, strict=True)]
         if self.predivide is not None:
-            total = total.to(dtype) * (self.predivide / share.axis_size)
+            total = total.to(dtype) * (self.predivide / inputs.axis_size)
         return total, after
 
 
@@ -262,21 +262,21 @@ class HorovodStrategy(Strategy):
     # --- training steps ----------------------------------------------------------------------------------------------
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds(opt_state="per_rank" if self.op == "adasum" else "replicated")
+    def layout(self) -> StateLayout:
+        return StateLayout(opt_state="per_rank" if self.op == "adasum" else "replicated")
 
     @property
     def updates_in_buckets(self) -> bool:
         return self.backward_passes_per_step == 1 and not self.scale_lr
 
     @property
-    def talks_besides(self) -> bool:
+    def communicates_besides(self) -> bool:
         return self.op == "adasum"
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         return self.op == "adasum" and self._synchronises(step)
 
-    def late_hook(self, optimizer: Optimizer, step: int) -> AdasumOfWaysBack | None:
+    def post_update_hook(self, optimizer: Optimizer, step: int) -> AdasumOfWaysBack | None:
         whole = self.op != "adasum" or self.backward_passes_per_step > 1 or not optimizer.moves_params
         return None if whole else AdasumOfWaysBack(self._short)
 
@@ -306,8 +306,8 @@ class HorovodStrategy(Strategy):
     def _on(self, optimizer: Optimizer, axis: Axis) -> Optimizer:
         return with_scaled_lr(optimizer, axis.size) if self.scale_lr else optimizer
 
-    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
-        if not self._synchronises(at.step):
+    def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
+        if not self._synchronises(info.step):
             added = update.if_finite(self._added(update, states)[0], states)
             return Updated(update.params, update.opt_state, added, pending)
         if self.op == "adasum":
@@ -315,8 +315,8 @@ class HorovodStrategy(Strategy):
                 added, grads = self._added(update, states)
                 states = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
                 update = replace(update, grads=grads)
-            return replace(moved_together(self, self._short, update, states, at), pending=pending)
-        params, opt_state = replace(update, optimizer=self._on(update.optimizer, at.axis)).apply()
+            return replace(moved_together(self, self._short, update, states, info), pending=pending)
+        params, opt_state = replace(update, optimizer=self._on(update.optimizer, info.axis)).apply()
         return Updated(params, opt_state, states, pending)
 
     def _added(self, update: Update, states: States) -> tuple[States, Tree]:

@@ -27,12 +27,12 @@ from ltx import hooks, tree
 from ltx.arguments import brief
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, sum_of_shares
 from ltx.hooks.base import check_whole
 from ltx.strategies.base import Strategy
 from ltx.strategies.fields import resolve_hook
-from ltx.strategies.kinds import Kinds
-from ltx.strategies.update import Moment, States
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, sum_of_shares
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo
 from ltx.typing import Tree
 
 #: (period, number of ranks), both ascending.
@@ -128,8 +128,8 @@ class LocalSGDStrategy(Strategy):
         return self.warmup_steps, self.period if isinstance(self.period, int) else _levels(self.period)[-1][0]
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds(params="per_rank", opt_state="per_rank")
+    def layout(self) -> StateLayout:
+        return StateLayout(params="per_rank", opt_state="per_rank")
 
     def check_axis(self, axis: Axis) -> None:
         if axis.size == 1:
@@ -153,12 +153,12 @@ class LocalSGDStrategy(Strategy):
             return 1
         return next((size for period, size in reversed(_levels(self.period)) if step % period == 0), 1)
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         return self.group(step, 2) > 1
 
-    def after_update(self, params: Tree, states: States, at: Moment) -> tuple[Tree, States]:
-        size = self.group(at.step, at.axis.size)
-        return (params if size == 1 else mean_over(self, params, Moment(at.step, inner(at.axis, size)))), states
+    def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
+        size = self.group(info.step, info.axis.size)
+        return (params if size == 1 else mean_over(self, params, StepInfo(info.step, inner(info.axis, size)))), states
 
     @property
     def _comm_hook(self) -> hooks.CommHook:
@@ -191,12 +191,12 @@ class WithinNode(hooks.CommHook):
     def scale(self, axis_size: int) -> float:
         return 1.0 if axis_size == 1 else 1.0 / self.ranks
 
-    def reduce(self, share: Share) -> Reduction:
-        assert share.axis is not None
-        if share.axis_size == 1:
-            return (yield from sum_of_shares(share))
-        total = yield Ask("sum", share.flat, axis=inner(share.axis, self.ranks))
-        return total, share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        assert inputs.axis is not None
+        if inputs.axis_size == 1:
+            return (yield from sum_of_shares(inputs))
+        total = yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))
+        return total, inputs.states
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -224,12 +224,12 @@ def averages_at(step: int, start: int, period: int) -> bool:
     return step >= start and (step - start) % period == 0
 
 
-def mean_over(strategy: Strategy, params: Tree, at: Moment) -> Tree:
-    """The mean of the parameters over the ranks of ``at.axis``."""
-    if at.axis.size == 1:
+def mean_over(strategy: Strategy, params: Tree, info: StepInfo) -> Tree:
+    """The mean of the parameters over the ranks of ``info.axis``."""
+    if info.axis.size == 1:
         return params
     leaves, spec = tree.flatten(params)
-    means, _ = strategy.exchange(hooks.AllReduce(), leaves, tree.leaf_paths(params), at).land()
+    means, _ = strategy.exchange(hooks.AllReduce(), leaves, tree.leaf_paths(params), info).wait()
     return tree.unflatten(spec, means)
 
 

@@ -23,15 +23,24 @@ import torch
 from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.pending import Reduced
+from ltx.gradients.reduction import (
+    BucketInput,
+    CollectiveRequest,
+    LeafState,
+    Reduction,
+    Terms,
+    is_plain,
+    parts_of,
+    unpack,
+)
 from ltx.hooks import ByteGrad
 from ltx.optim.base import Optimizer
 from ltx.strategies.gossip import GossipStrategy
-from ltx.strategies.late import LateHook, Old, Settled, talked_late
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.buckets import Bucket
-from ltx.sync.flights import Landed
-from ltx.sync.reduction import Ask, LeafState, Reduction, Share, Terms, is_plain, parts_of, unpack
+from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
+from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()
@@ -59,7 +68,7 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     Example:
         >>> from ltx.strategies.low_precision import LowPrecisionDecentralized
-        >>> LowPrecisionDecentralized(communication_interval=2).kinds.params
+        >>> LowPrecisionDecentralized(communication_interval=2).layout.params
         'per_rank'
     """
 
@@ -80,25 +89,28 @@ class LowPrecisionDecentralized(GossipStrategy):
                 )
         return super().init_optimizer(optimizer, params, axis)
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         return self.communicates(step)
 
     @property
     def updates_in_buckets(self) -> bool:
         return True
 
-    def late_hook(self, optimizer: Optimizer, step: int) -> Ring | None:
+    def post_update_hook(self, optimizer: Optimizer, step: int) -> Ring | None:
         return self._ring if self.communicates(step) else None
 
-    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
+    def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
         params, opt_state = update.apply()
-        if not self.communicates(at.step):
+        if not self.communicates(info.step):
             return Updated(params, opt_state, states, pending)
-        return replace(talked_late(self.exchange, self._ring, update, params, opt_state, states, at), pending=pending)
+        return replace(
+            communicate_after_update(self.exchange, self._ring, update, params, opt_state, states, info),
+            pending=pending,
+        )
 
 
 @dataclass(frozen=True)
-class Ring(NodeHook, LateHook):
+class Ring(NodeHook, PostUpdateHook):
     """One round: what is given are the weights after the optimizer, what comes out the messages.
 
     They come in place of a state, by the name of what they are added to; of each a row for each rank of the node.
@@ -117,7 +129,7 @@ class Ring(NodeHook, LateHook):
     def scale(self, axis_size: int) -> float:
         return 1.0 / min(self.node_size, axis_size)
 
-    def carried(self, state: LeafState, axis_size: int) -> Terms:
+    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
         m = min(self.node_size, axis_size)
         own, *others = (state[name] for name in self.known(axis_size))
         return [(own, -5 / 3 / m), *((other, 2 / 3 / len(others) / m) for other in others)]
@@ -129,41 +141,41 @@ class Ring(NodeHook, LateHook):
         """What is known apart. Of two places left and right are the same one, which is known once."""
         return self.state_names[: 2 if axis_size == 2 * min(self.node_size, axis_size) else 3]
 
-    def reduce(self, share: Share) -> Reduction:
+    def reduce(self, inputs: BucketInput) -> Reduction:
         m = self.node_size
-        if not share.flat.numel():
-            return share.flat, ()
-        assert share.axis is not None
-        nodes = across(share.axis, m)
-        names = self.known(share.axis_size)
-        z = yield from scattered(share, m)
+        if not inputs.flat.numel():
+            return inputs.flat, ()
+        assert inputs.axis is not None
+        nodes = across(inputs.axis, m)
+        names = self.known(inputs.axis_size)
+        z = yield from scattered(inputs, m)
         messages = [_CODEC.encode(z[None], None)[0]]
         for by in (1, -1)[: len(names) - 1]:
             message = messages[0]
             if nodes.size > 1:
-                message = yield Ask("permute", message.clone(), None, _shifted(nodes.size, by), nodes)
+                message = yield CollectiveRequest("ppermute", message.clone(), None, _shifted(nodes.size, by), nodes)
             messages.append(message)
         # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
-        if node(share.axis, m).size > 1:
-            arrived = list((yield from gathered(torch.stack(messages), share, m)).unbind(1))
+        if node(inputs.axis, m).size > 1:
+            arrived = list((yield from gathered(torch.stack(messages), inputs, m)).unbind(1))
         else:
             arrived = [message[None] for message in messages]
         messages_of = dict(zip(names, arrived, strict=True))
-        return share.flat.new_empty(0), [messages_of]
+        return inputs.flat.new_empty(0), [messages_of]
 
     def written(self, old: Old) -> list[torch.Tensor]:
         return [state[name] for state in old.states for name in self.known(old.axis_size)]
 
-    def settled(self, bucket: Bucket, landed: Landed, old: Old) -> Settled:
+    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
         if not bucket.numel:
-            return Settled(old.params, old.states)
-        (messages, *_) = landed[1]
+            return PostUpdateResult(old.params, old.states)
+        (messages, *_) = reduced[1]
         states, names, dtype = old.states, list(messages), self.wire_dtype(bucket.dtype)
-        if old.gives and dtype is bucket.dtype:
+        if old.may_overwrite and dtype is bucket.dtype:
             # The next weights are what is known of them.
             known = [{**state, "right": state[names[-1]]} for state in states]
             finish = partial(_add_all, messages, states)
-            return Settled([state["own"].detach() for state in states], known, finish)
+            return PostUpdateResult([state["own"].detach() for state in states], known, finish)
         moved = []
         for name, rows in messages.items():
             width = -(-bucket.numel // len(rows))
@@ -171,7 +183,7 @@ class Ring(NodeHook, LateHook):
             moved.append(_moved([state[name] for state in states], change, bucket))
         by_leaf = zip(*(parts_of(x, bucket) for x in (moved[0], moved[1], moved[-1])), strict=True)
         known = [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
-        return Settled(unpack(moved[0], bucket), known)
+        return PostUpdateResult(unpack(moved[0], bucket), known)
 
 
 def _add_all(messages: LeafState, states: Sequence[LeafState]) -> None:

@@ -19,11 +19,11 @@ import torch
 from ltx.arguments import brief
 from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
+from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import CommHook
 from ltx.hooks.base import check_whole
 from ltx.strategies.base import Strategy
-from ltx.sync.buckets import Bucket, leaves_of
-from ltx.sync.reduction import Ask, Reduction, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +104,18 @@ class ByNode(NodeHook):
     def scale(self, axis_size: int) -> float:
         return self.hook.scale(axis_size)
 
-    def counts_as(self, axis_size: int) -> float:
+    def derivative_scale(self, axis_size: int) -> float:
         """What the sum over ranks is multiplied by in derivatives of the result."""
         return self.hook.scale(axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.hook.wire_dtype(dtype)
 
-    def reduce(self, share: Share) -> Reduction:
-        part = yield from scattered(share, self.node_size)
-        part = yield from among_nodes(self.hook, part, share, self.node_size)
-        parts = yield from gathered(part, share, self.node_size)
-        return parts.reshape(-1)[: share.flat.numel()], share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        part = yield from scattered(inputs, self.node_size)
+        part = yield from among_nodes(self.hook, part, inputs, self.node_size)
+        parts = yield from gathered(part, inputs, self.node_size)
+        return parts.reshape(-1)[: inputs.flat.numel()], inputs.states
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ class ToParts(NodeHook):
     def scale(self, axis_size: int) -> float:
         return 1.0 / min(self.node_size, axis_size)
 
-    def reduce(self, share: Share) -> Reduction:
-        part = yield from scattered(share, self.node_size)
-        return _in_place(part, share, self.node_size), share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        part = yield from scattered(inputs, self.node_size)
+        return _in_place(part, inputs, self.node_size), inputs.states
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class AmongNodes(NodeHook):
     def scale(self, axis_size: int) -> float:
         return self.hook.scale(axis_size // min(self.node_size, axis_size))
 
-    def reduce(self, share: Share) -> Reduction:
-        part = yield from among_nodes(self.hook, part_of(share.flat, share, self.node_size), share, self.node_size)
-        return _in_place(part, share, self.node_size), share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        part = yield from among_nodes(self.hook, part_of(inputs.flat, inputs, self.node_size), inputs, self.node_size)
+        return _in_place(part, inputs, self.node_size), inputs.states
 
 
 @dataclass(frozen=True)
@@ -165,62 +165,62 @@ class FromParts(NodeHook):
     def scale(self, axis_size: int) -> float:
         return 1.0
 
-    def reduce(self, share: Share) -> Reduction:
-        parts = yield from gathered(part_of(share.flat, share, self.node_size), share, self.node_size)
-        return parts.reshape(-1)[: share.flat.numel()], share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        parts = yield from gathered(part_of(inputs.flat, inputs, self.node_size), inputs, self.node_size)
+        return parts.reshape(-1)[: inputs.flat.numel()], inputs.states
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
 
-Steps = Generator[Ask, torch.Tensor, torch.Tensor]
+Steps = Generator[CollectiveRequest, torch.Tensor, torch.Tensor]
 
 
-def scattered(share: Share, node_size: int) -> Steps:
+def scattered(inputs: BucketInput, node_size: int) -> Steps:
     """This rank's part of the sum over its node."""
-    assert share.axis is not None
-    mates = node(share.axis, node_size)
+    assert inputs.axis is not None
+    mates = node(inputs.axis, node_size)
     if mates.size == 1:
-        return share.flat
-    return (yield Ask("reduce_scatter", _parts(share.flat, mates.size), axis=mates))
+        return inputs.flat
+    return (yield CollectiveRequest("psum_scatter", _parts(inputs.flat, mates.size), axis=mates))
 
 
-def gathered(mine: torch.Tensor, share: Share, node_size: int) -> Steps:
+def gathered(mine: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
     """What each rank of the node has, on a new first dimension."""
-    assert share.axis is not None
-    mates = node(share.axis, node_size)
+    assert inputs.axis is not None
+    mates = node(inputs.axis, node_size)
     if mates.size == 1:
         return mine[None]
-    return (yield Ask("all_gather", mine, axis=mates))
+    return (yield CollectiveRequest("all_gather", mine, axis=mates))
 
 
-def among_nodes(hook: CommHook, part: torch.Tensor, share: Share, node_size: int) -> Steps:
+def among_nodes(hook: CommHook, part: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
     """What `hook` makes of a part, among the ranks that have the same one in their nodes."""
-    assert share.axis is not None
-    nodes = across(share.axis, node_size)
+    assert inputs.axis is not None
+    nodes = across(inputs.axis, node_size)
     there = replace(
-        share,
+        inputs,
         flat=part,
-        bucket=Bucket(share.bucket.index, (0,), leaves_of([part])),
+        bucket=Bucket(inputs.bucket.index, (0,), leaves_of([part])),
         axis_size=nodes.size,
-        rank=share.rank // min(node_size, share.axis_size),
+        rank=inputs.rank // min(node_size, inputs.axis_size),
         states=({},),
         axis=nodes,
     )
     reduction = hook.reduce(there)
     try:
-        ask = next(reduction)
+        request = next(reduction)
         while True:
-            ask.axis = nodes
-            ask = reduction.send((yield ask))
+            request.axis = nodes
+            request = reduction.send((yield request))
     except StopIteration as end:
         result: torch.Tensor = end.value[0]
         return result
 
 
-def part_of(flat: torch.Tensor, share: Share, node_size: int) -> torch.Tensor:
+def part_of(flat: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:
     """This rank's part of what all ranks of the node have."""
-    parts = _parts(flat, min(node_size, share.axis_size))
-    place = share.rank % len(parts)
+    parts = _parts(flat, min(node_size, inputs.axis_size))
+    place = inputs.rank % len(parts)
     if isinstance(place, int):
         return parts[place]
     return parts.gather(0, place.reshape(1, 1).expand(1, parts.shape[1]))[0]
@@ -232,7 +232,7 @@ def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
     return (torch.nn.functional.pad(flat, (0, -numel % m)) if numel % m else flat).view(m, -(-numel // m))
 
 
-def _in_place(part: torch.Tensor, share: Share, node_size: int) -> torch.Tensor:
+def _in_place(part: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:
     """The part where it belongs, and zeros."""
-    rows = torch.arange(min(node_size, share.axis_size), device=part.device)[:, None]
-    return torch.where(rows == share.rank % len(rows), part, 0.0).reshape(-1)[: share.flat.numel()]
+    rows = torch.arange(min(node_size, inputs.axis_size), device=part.device)[:, None]
+    return torch.where(rows == inputs.rank % len(rows), part, 0.0).reshape(-1)[: inputs.flat.numel()]

@@ -21,14 +21,14 @@ from ltx import hooks, tree
 from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError
+from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms, parts_of
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
 from ltx.optim.quantized_adam import QAdamOptimizer
 from ltx.strategies.base import unchanging
-from ltx.strategies.kinds import Kinds
 from ltx.strategies.nodes import ByNode, NodeStrategy
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.reduction import LeafState, Reduction, Share, Terms, parts_of
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo, Update, Updated
 
 MOMENTUM = "momentum"
 _EIGHT_BITS = hooks.ByteGrad()
@@ -68,15 +68,15 @@ class MeanMomentum(hooks.CommHook):
     def scale(self, axis_size: int) -> float:
         return (1 - self.beta1) / axis_size
 
-    def carried(self, state: LeafState, axis_size: int) -> Terms:
+    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
         return [(state[MOMENTUM], self.beta1 / axis_size)]
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.among.wire_dtype(dtype)
 
-    def reduce(self, share: Share) -> Reduction:
-        mean, _ = yield from self.among.reduce(replace(share, states=[{} for _ in share.states]))
-        return mean, [{MOMENTUM: part} for part in parts_of(mean, share.bucket)]
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        mean, _ = yield from self.among.reduce(replace(inputs, states=[{} for _ in inputs.states]))
+        return mean, [{MOMENTUM: part} for part in parts_of(mean, inputs.bucket)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ class QAdam(NodeStrategy):
         return self.warmup_steps, 1
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds(sync_state="replicated")
+    def layout(self) -> StateLayout:
+        return StateLayout(sync_state="replicated")
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, QAdamOptimizer):
@@ -159,21 +159,21 @@ class QAdam(NodeStrategy):
                     f"QAdam.{name} must be the optimizer's: got {brief(mine)}, and {its!r} in {optimizer!r}."
                 )
 
-    def update(self, update: Update, states: States, at: Moment, pending: None) -> Updated:
+    def update(self, update: Update, states: States, info: StepInfo, pending: None) -> Updated:
         count = update.opt_state.count
-        if count != at.step:
+        if count != info.step:
             raise StrategyError(
-                f"QAdam: the optimizer's state has counted {count} steps and the communication state {at.step}, so "
+                f"QAdam: the optimizer's state has counted {count} steps and the communication state {info.step}, so "
                 "they may be in different phases. Use the two that one step returned."
             )
-        if at.step >= self.warmup_steps and update.finite is None:
+        if info.step >= self.warmup_steps and update.finite is None:
             # The next momentum itself, of which the optimizer needn't take a copy.
             moments = update.optimizer.leaf_states(update.opt_state, update.params)
             grads, spec = tree.flatten(update.grads)
             held = [{**own, "exp_avg": mean} for own, mean in zip(moments, grads, strict=True)]
             update = replace(update, opt_state=replace(update.opt_state, per_param=tree.unflatten(spec, held)))
         params, opt_state = update.apply()
-        if at.step + 1 == self.warmup_steps:
+        if info.step + 1 == self.warmup_steps:
             moments = update.optimizer.leaf_states(opt_state, params)
             states = _with_momenta(states, dict(zip(tree.leaf_paths(params), moments, strict=True)))
         return Updated(params, opt_state, states)

@@ -10,9 +10,9 @@ import torch
 
 from ltx import tree
 from ltx.axis import Axis
+from ltx.gradients.reduction import LeafState
 from ltx.optim.base import Optimizer
 from ltx.optim.state import TorchState
-from ltx.sync.reduction import LeafState
 from ltx.typing import Tree
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ States = dict[str, LeafState]
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepInfo:
     """When and where a strategy acts.
 
     Attributes:
@@ -45,7 +45,7 @@ class Update:
         donate: whether :meth:`apply` overwrites `params` and `opt_state`.
         finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
             tensor under transforms); else None.
-        gives: whether the step gives its old state away once nothing can fail any more, for
+        may_overwrite: whether the step gives its old state away once nothing can fail any more, for
             :attr:`Updated.finish` to write to.
     """
 
@@ -55,7 +55,7 @@ class Update:
     opt_state: Tree
     donate: bool = False
     finite: bool | torch.Tensor | None = None
-    gives: bool = False
+    may_overwrite: bool = False
 
     def apply(self) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state); the old ones where gradients aren't finite.
@@ -95,7 +95,8 @@ class Updated:
     """What :meth:`Strategy.update` gives: all that a step changes, and what it leaves under way.
 
     Attributes:
-        finish: what is left to be done to tensors of the old state, which an update that `gives` them lends to the new
+        finish: what is left to be done to tensors of the old state, which an update that `may_overwrite` them lends to
+            the new
             one: a step whose ranks talk late writes to them when all has landed. It can't fail, and nothing is between
             it and the step's end, an interrupt neither.
     """

@@ -25,18 +25,18 @@ from torch.nn.functional import pad
 from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.pending import Reduced
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
 from ltx.optim.base import Optimizer
 from ltx.optim.chain import Chain
 from ltx.optim.clip import ClipByGlobalNorm, ClipState, global_norm
 from ltx.strategies.base import Strategy
-from ltx.strategies.kinds import Kinds
-from ltx.strategies.late import LateHook, Old, Settled
+from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult
 from ltx.strategies.shards import Shards
-from ltx.strategies.update import Moment, States, Update, Updated
-from ltx.sync.buckets import Bucket
-from ltx.sync.flights import Landed
-from ltx.sync.reduction import Ask, Reduction, Share
+from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree
 
 
@@ -83,23 +83,23 @@ class MeanPart(CommHook):
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
 
-    def reduce(self, share: Share) -> Reduction:
-        if not share.flat.numel():
-            return share.flat, share.states
-        mine = yield Ask("reduce_scatter", _side_by_side(share))
-        placed = _placed_eagerly if isinstance(share.rank, int) else _placed
-        return placed(mine, share), share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        if not inputs.flat.numel():
+            return inputs.flat, inputs.states
+        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
+        placed = _placed_eagerly if isinstance(inputs.rank, int) else _placed
+        return placed(mine, inputs), inputs.states
 
 
-def _side_by_side(share: Share) -> Tensor:
+def _side_by_side(inputs: BucketInput) -> Tensor:
     """The parts of all parameters of a bucket, a row for each rank: one pass, and none over one large parameter."""
-    blocks = [_rows(flat, share.axis_size) for flat in share.flat.split(share.bucket.sizes)]
+    blocks = [_rows(flat, inputs.axis_size) for flat in inputs.flat.split(inputs.bucket.sizes)]
     return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
 
 
-def _placed_eagerly(mine: Tensor, share: Share) -> Tensor:
+def _placed_eagerly(mine: Tensor, inputs: BucketInput) -> Tensor:
     """The parts `mine` of this rank in a flat bucket of zeros."""
-    n, sizes, flat, rank = share.axis_size, share.bucket.sizes, mine.new_zeros(share.bucket.numel), int(share.rank)
+    n, sizes, flat, rank = inputs.axis_size, inputs.bucket.sizes, mine.new_zeros(inputs.bucket.numel), int(inputs.rank)
     widths = [width(size, n) for size in sizes]
     for whole, own, m in zip(flat.split(sizes), mine.split(widths), widths, strict=True):
         there = whole[rank * m : (rank + 1) * m]
@@ -107,10 +107,10 @@ def _placed_eagerly(mine: Tensor, share: Share) -> Tensor:
     return flat
 
 
-def _placed(mine: Tensor, share: Share) -> Tensor:
+def _placed(mine: Tensor, inputs: BucketInput) -> Tensor:
     """:func:`_placed_eagerly` for simulated ranks, where nothing is written into."""
-    n, sizes = share.axis_size, share.bucket.sizes
-    here = (torch.arange(n, device=mine.device) == share.rank)[:, None]
+    n, sizes = inputs.axis_size, inputs.bucket.sizes
+    here = (torch.arange(n, device=mine.device) == inputs.rank)[:, None]
     rows = torch.where(here, mine, torch.zeros_like(mine))
     blocks = rows.split([width(size, n) for size in sizes], 1)
     return torch.cat([block.reshape(-1)[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -126,28 +126,28 @@ class AllParts(CommHook):
     def scale(self, axis_size: int) -> float:
         return 1.0
 
-    def gives(self, bucket: Bucket, axis_size: int) -> Bucket:
+    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
         return replace(
             bucket, leaves=tuple(replace(leaf, shape=torch.Size((axis_size, *leaf.shape))) for leaf in bucket.leaves)
         )
 
-    def reduce(self, share: Share) -> Reduction:
-        if not share.flat.numel():
-            return share.flat, share.states
-        rows = yield Ask("all_gather", share.flat)
-        sizes = share.bucket.sizes
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        if not inputs.flat.numel():
+            return inputs.flat, inputs.states
+        rows = yield CollectiveRequest("all_gather", inputs.flat)
+        sizes = inputs.bucket.sizes
         if len(sizes) == 1:
-            return rows.reshape(-1), share.states
-        if not isinstance(share.rank, int):
-            return torch.cat([block.reshape(-1) for block in rows.split(sizes, 1)]), share.states
+            return rows.reshape(-1), inputs.states
+        if not isinstance(inputs.rank, int):
+            return torch.cat([block.reshape(-1) for block in rows.split(sizes, 1)]), inputs.states
         flat = rows.new_empty(rows.numel())  # the same in one pass
         for whole, block in zip(flat.split([len(rows) * m for m in sizes]), rows.split(sizes, 1), strict=True):
             whole.view(block.shape).copy_(block)
-        return flat, share.states
+        return flat, inputs.states
 
 
 @dataclass(frozen=True)
-class PartUpdated(MeanPart, LateHook):
+class PartUpdated(MeanPart, PostUpdateHook):
     """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters."""
 
     phases: ClassVar[int] = 2
@@ -163,25 +163,25 @@ class PartUpdated(MeanPart, LateHook):
     def held(self, opt_state: Tree, axis: Axis) -> Shards:
         return _shards(opt_state, axis)
 
-    def reduce(self, share: Share) -> Reduction:
-        n, sizes, update = share.axis_size, share.bucket.sizes, share.update
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        n, sizes, update = inputs.axis_size, inputs.bucket.sizes, inputs.update
         assert update is not None
         widths = [width(size, n) for size in sizes]
-        if not share.flat.numel():
-            update([share.flat.to(share.bucket.dtype)] * len(sizes))
-            return share.flat, ()
-        mine = yield Ask("reduce_scatter", _side_by_side(share))
-        given = update(mine.to(share.bucket.dtype).split(widths))
-        rows = yield Ask("all_gather", torch.cat(given) if len(given) > 1 else given[0])
+        if not inputs.flat.numel():
+            update([inputs.flat.to(inputs.bucket.dtype)] * len(sizes))
+            return inputs.flat, ()
+        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
+        given = update(mine.to(inputs.bucket.dtype).split(widths))
+        rows = yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])
         return rows, ()
 
-    def settled(self, bucket: Bucket, landed: Landed, old: Old) -> Settled:
+    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
         if not bucket.numel:
-            return Settled(old.params, old.states)
-        blocks = landed[0].split([width(size, old.axis_size) for size in bucket.sizes], 1)
-        if old.gives:
-            return Settled(old.params, old.states, partial(_joined, blocks, old.params))
-        return Settled([_whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
+            return PostUpdateResult(old.params, old.states)
+        blocks = reduced[0].split([width(size, old.axis_size) for size in bucket.sizes], 1)
+        if old.may_overwrite:
+            return PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))
+        return PostUpdateResult([_whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
 
 
 def _whole(parts: Tensor, like: Tensor) -> Tensor:
@@ -254,10 +254,10 @@ class ZeroStrategy(Strategy):
     def shares_gradients(self, step: int) -> bool:
         return False
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         return True
 
-    def late_hook(self, optimizer: Optimizer, step: int) -> PartUpdated:
+    def post_update_hook(self, optimizer: Optimizer, step: int) -> PartUpdated:
         return PartUpdated()
 
     @property
@@ -265,8 +265,8 @@ class ZeroStrategy(Strategy):
         return True
 
     @property
-    def kinds(self) -> Kinds:
-        return Kinds(opt_state="sharded")
+    def layout(self) -> StateLayout:
+        return StateLayout(opt_state="sharded")
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         for member in _members(optimizer):
@@ -287,11 +287,11 @@ class ZeroStrategy(Strategy):
                 )
         return _shards(state, axis)
 
-    def update(self, update: Update, states: States, at: Moment, pending: Any) -> Updated:
-        axis, paths, (leaves, spec) = at.axis, tree.leaf_paths(update.params), tree.flatten(update.params)
+    def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
+        axis, paths, (leaves, spec) = info.axis, tree.leaf_paths(update.params), tree.flatten(update.params)
         mine = replace(
             update,
-            optimizer=self._together(update.optimizer, at),
+            optimizer=self._together(update.optimizer, info),
             params=_parts(update.params, axis),
             grads=_parts(update.grads, axis),
             opt_state=_own(update.opt_state, axis),
@@ -300,32 +300,32 @@ class ZeroStrategy(Strategy):
         del update, mine  # the gradients' memory is the new parameters'
         parts = tree.flatten(params)[0]
         if axis.size > 1:
-            parts, _ = self.exchange(AllParts(), parts, paths, at).land()
+            parts, _ = self.exchange(AllParts(), parts, paths, info).wait()
         whole = [_whole(new, old) for new, old in zip(parts, leaves, strict=True)]
         return Updated(tree.unflatten(spec, whole), _shards(opt_state, axis), states, pending)
 
-    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, at: Moment) -> Shards:
+    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, info: StepInfo) -> Shards:
         if opt_state.ranks == 1:
             return opt_state
         like = tree.flatten(optimizer.init(_parts(params, Axis("whole", 1))))[0]
-        leaves, spec = tree.flatten(_own(opt_state, at.axis))
+        leaves, spec = tree.flatten(_own(opt_state, info.axis))
         split = [i for i, leaf in enumerate(leaves) if leaf.ndim == 1]
         paths = tree.leaf_paths(opt_state.state)
         given = [leaves[i] for i in split]
         for i, rows in zip(
-            split, self.exchange(AllParts(), given, [paths[i] for i in split], at).land()[0], strict=True
+            split, self.exchange(AllParts(), given, [paths[i] for i in split], info).wait()[0], strict=True
         ):
             leaves[i] = rows.reshape(-1)[: like[i].numel()]
         return Shards(tree.unflatten(spec, leaves), 1, 0)
 
-    def _together(self, optimizer: Optimizer, at: Moment) -> Optimizer:
+    def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
         """`optimizer`, clipping by the norm of all ranks' parts."""
 
         def norm(parts: Sequence[Tensor]) -> Tensor:
             own = global_norm(list(parts))
-            squares = [own.double().square().reshape(1) * at.axis.size]  # an exchange gives the mean
-            if at.axis.size > 1:
-                squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], at).land()
+            squares = [own.double().square().reshape(1) * info.axis.size]  # an exchange gives the mean
+            if info.axis.size > 1:
+                squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
                 return squares[0].sqrt().reshape(()).to(own.dtype)
             return own
 

@@ -9,30 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.axis import GroupBacking
 from ltx.errors import StepError, SyncStateError
-from ltx.hooks import CommHook
+from ltx.estimate.autotune import choose_on_axis
 from ltx.strategies import DEFAULT, Strategy
-from ltx.transforms import below
-from ltx.transforms.captured import TracedValueError, nodes_made, refuse_captured
-from ltx.transforms.choosing import choose_on_axis
-from ltx.transforms.divergence import check_params_once
+from ltx.transforms import plain_autograd
+from ltx.transforms.closure_check import TracedValueError, nodes_made, refuse_captured
+from ltx.transforms.compare import check_params_once
+from ltx.transforms.debug_replicas import check_in_debug
 from ltx.transforms.first_call import look_at_modules
 from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.recompute import in_step
-from ltx.transforms.replicas import check_replicas
-from ltx.transforms.run import Marked, Run, refuse_gradients
+from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, refuse_gradients
 from ltx.transforms.step_settings import StepSettings
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
-
-if TYPE_CHECKING:
-    from ltx.transforms.in_flight import InFlight
 
 
 @dataclass(frozen=True)
@@ -52,17 +48,17 @@ class DataParallel(StepSettings):
             return self.run(args, kwargs).value()
         if torch._C._are_functorch_transforms_active() and self._runs_below(args, kwargs):
             with suppress(TracedValueError):
-                return below.call_below(self, args, kwargs)
-        with wire.span("forward"):
+                return plain_autograd.call_below(self, args, kwargs)
+        with comm.span("forward"):
             return self.run(args, kwargs).value()
 
     def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not isinstance(wire.resolve(self.axis).backing, GroupBacking):
+        if not isinstance(comm.resolve(self.axis).backing, GroupBacking):
             return False
         params, state = self._params_of(args)
         mine = {id(x) for x in tree.flatten((params, state))[0]}
         others = [x for x in tree.flatten((args, kwargs))[0] if id(x) not in mine]
-        return below.applies(tree.flatten((params, state))[0], others)
+        return plain_autograd.applies(tree.flatten((params, state))[0], others)
 
     def init(self, params: Tree) -> SyncState:
         """The communication state before the first step, for strategies that have one; without leaves for others.
@@ -81,7 +77,7 @@ class DataParallel(StepSettings):
         }
         return SyncState.new(states, choice)
 
-    def settled(self, state: SyncState | None) -> DataParallel:
+    def hook_as_chosen(self, state: SyncState | None) -> DataParallel:
         """This step with the hook that `state` says was chosen, where its strategy leaves that to a choice."""
         if state is None or not self.strategy.auto_hook or self.blocked:
             return self
@@ -91,36 +87,14 @@ class DataParallel(StepSettings):
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        deferred: bool = False,
-        step: int | None = None,
-        ahead: bool = False,
-        flight: InFlight | None = None,
-        late_hook: CommHook | None = None,
-        frozen: Tree = None,
+        options: CallOptions = PLAIN_CALL,
     ) -> Run:
-        """Call the step on marked parameters and tie its output.
-
-        `deferred`, `ahead`: the fence won't wait, nor the next step (see WireSchedule). On a wire parameters needn't
-        require gradients then: Run.source does in their place. `step`: the number of steps so far, in a whole training
-        step, which counts them; else the communication state does. `flight`: whose parameters the given ones stand for.
-        `late_hook`: what ranks share in the place of gradients. `frozen`: the parameters that go where the given ones
-        are None.
-        """
+        """Call the step on marked parameters and tie its output."""
         params, sync_state = self._params_of(args)
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or torch.compiler.is_compiling()):
-            settled = self.settled(sync_state)
-            return settled.run(
-                args,
-                kwargs,
-                deferred=deferred,
-                step=step,
-                ahead=ahead,
-                flight=flight,
-                late_hook=late_hook,
-                frozen=frozen,
-            )
+            return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = tree.flatten(params)
+        step = options.step
         if torch.compiler.is_compiling():
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
@@ -130,27 +104,27 @@ class DataParallel(StepSettings):
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
-            marked = mark(self, params, leaves, spec, sync_state, late_hook or hook, step, training, deferred, ahead)
-            local, within = hook is None, None if hook is None else hook.within(wire.resolve(self.axis))
+            marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
+            local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
-        if frozen is not None:
-            given = tree.filled(given, frozen)
+        if options.frozen is not None:
+            given = tree.filled(given, options.frozen)
         if torch.compiler.is_compiling():
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:
-            output = self._call(self._replaced(args, given), kwargs, marked, flight)
+            output = self._call(self._replaced(args, given), kwargs, marked, options)
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
         mean, blocked = self.outputs == "mean", self.blocked
         return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, source=marked.source)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, flight: InFlight | None) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, options: CallOptions) -> Any:
         """Call the user's step, and see to what it does besides returning something."""
         token, before = in_step.set(True), nodes_made()
         try:
             with (
                 look_at_modules(self.fn),
-                nullcontext() if flight is None else flight.hidden_in(marked.leaves, self.fn),
+                nullcontext() if options.around is None else options.around(marked.leaves, self.fn),
             ):
                 output = self.fn(*args, **kwargs)
         finally:
@@ -199,8 +173,8 @@ class DataParallel(StepSettings):
     def _check_given(self, args: tuple[Any, ...]) -> None:
         if self.blocked or (hook := self.strategy.hook(0)) is None:
             return
-        axis, params = wire.resolve(self.axis), self._params_of(args)[0]
-        check_replicas(axis, params)
+        axis, params = comm.resolve(self.axis), self._params_of(args)[0]
+        check_in_debug(axis, params)
         leaves, structure = tree.flatten(params)
         key = structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
         check_params_once(hook.within(axis) or axis, params, self.fn, key, None)

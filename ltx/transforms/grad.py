@@ -13,15 +13,15 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.errors import StepError
-from ltx.sync.reduction import LeafState
-from ltx.sync.wire_schedule import WireSchedule
+from ltx.gradients.process_schedule import ProcessSchedule
+from ltx.gradients.reduction import LeafState
 from ltx.transforms.data_parallel import DataParallel
-from ltx.transforms.landing import states_after
 from ltx.transforms.marking import marks_on_wire
-from ltx.transforms.sync_state import Synced, SyncState, check_state
+from ltx.transforms.run import CallOptions
+from ltx.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
 
@@ -124,7 +124,7 @@ def _is_plain(
     if torch.autograd.forward_ad._current_level >= 0 or torch.is_inference_mode_enabled():
         return False
     counted = 0 if sync_state is None else sync_state.checked_step()
-    if not tree.flatten(args[argnum])[0] or not marks_on_wire(step.settled(sync_state), counted, training=False):
+    if not tree.flatten(args[argnum])[0] or not marks_on_wire(step.hook_as_chosen(sync_state), counted, training=False):
         return False
     return not any(x.requires_grad for x in tree.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
 
@@ -141,22 +141,22 @@ def _by_plain_autograd(
     params, filled = args[argnum], list(args)
     if sync_state is not None:
         filled[argnum] = Synced(params, sync_state)
-    with wire.span("forward"), torch.enable_grad():
-        run = step.run(tuple(filled), kwargs, deferred=True)
+    with comm.span("forward"), torch.enable_grad():
+        run = step.run(tuple(filled), kwargs, CallOptions(deferred=True))
         output = checked_output(run.value())
     schedule = run.schedule
-    assert isinstance(schedule, WireSchedule)
+    assert isinstance(schedule, ProcessSchedule)
     assert run.source is not None
     leaves, spec = tree.flatten(params)
     grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
     nothing = torch.zeros((), dtype=torch.float64)
     try:
-        schedule.send_header(nothing, nothing)
-        with wire.span("backward"):
+        schedule.send_summary(nothing, nothing)
+        with comm.span("backward"):
             torch.autograd.backward(output[0] if isinstance(output, tuple) else output, inputs=[run.source])
         with torch.no_grad():
-            for bucket, landed, next_states in schedule.land_each():
-                for member, grad in zip(bucket.members, landed, strict=True):
+            for bucket, reduced, next_states in schedule.wait_each():
+                for member, grad in zip(bucket.members, reduced, strict=True):
                     grads[member] = grad
                 states.update(zip(bucket.members, schedule.plan.states_of(bucket, next_states), strict=True))
         schedule.finish()

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.axis import Axis, GroupBacking, VmapBacking
 from ltx.errors import UnsupportedError
-from ltx.hooks import CommHook
-from ltx.strategies.late import LateHook
-from ltx.sync import marker
-from ltx.sync.planning import make_plan
-from ltx.transforms import synchronise
-from ltx.transforms.divergence import check_params_once
-from ltx.transforms.replicas import check_replicas
-from ltx.transforms.run import Marked
+from ltx.gradients import marker
+from ltx.gradients.immediate_schedule import ImmediateSchedule
+from ltx.gradients.leaves import all_tracked, arrival_order, differentiable, tracked
+from ltx.gradients.planning import make_plan
+from ltx.gradients.process_schedule import schedule_for
+from ltx.gradients.schedule import Plan
+from ltx.hooks import AllReduce, CommHook
+from ltx.strategies.post_update import PostUpdateHook
+from ltx.transforms import graph_entry
+from ltx.transforms.compare import check_params_once
+from ltx.transforms.debug_replicas import check_in_debug
+from ltx.transforms.run import CallOptions, Marked
 from ltx.transforms.step_settings import StepSettings
 from ltx.transforms.sync_state import SyncState, kept_beside, states_of_leaves
 from ltx.typing import Tree
@@ -29,7 +34,7 @@ from ltx.typing import Tree
 
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
     """Whether an eager call will have a schedule on the wire; the arguments as in :meth:`StepSettings.hook`."""
-    axis, hook = wire.resolve(step_fn.axis), step_fn.hook(step, training)
+    axis, hook = comm.resolve(step_fn.axis), step_fn.hook(step, training)
     return isinstance(axis.backing, GroupBacking) and hook is not None and not _marks_nothing(step_fn, hook, axis)
 
 
@@ -45,12 +50,10 @@ def mark(
     sync_state: SyncState | None,
     hook: CommHook | None,
     step: int,
-    training: bool,
-    deferred: bool,
-    ahead: bool,
+    options: CallOptions,
 ) -> Marked:
-    """The marked parameters of an eager call of `step_fn`; the arguments as in ``DataParallel.run``."""
-    axis = wire.resolve(step_fn.axis)
+    """The marked parameters of an eager call of `step_fn` at `step`, whose strategy says `hook`."""
+    axis, hook = comm.resolve(step_fn.axis), options.hook or hook
     if hook is None or _marks_nothing(step_fn, hook, axis):
         return _mark_nothing(step_fn, leaves, sync_state, axis)
     if isinstance(axis.backing, VmapBacking) and axis.backing.part is not None:
@@ -59,8 +62,10 @@ def mark(
             "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
         )
     # Whoever defers takes the gradients from the schedule, so nothing has to lead to the parameters themselves.
-    source = torch.zeros((), requires_grad=True) if deferred and isinstance(axis.backing, GroupBacking) else None
-    wanted = synchronise.all_tracked(leaves) if source is None else synchronise.differentiable(leaves)
+    source = (
+        torch.zeros((), requires_grad=True) if options.deferred and isinstance(axis.backing, GroupBacking) else None
+    )
+    wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
         return Marked(leaves)
     paths = functools.cache(lambda: tree.leaf_paths(params))
@@ -70,21 +75,21 @@ def mark(
         hook,
         axis,
         [leaves[i] for i in wanted],
-        functools.partial(synchronise.arrival_order, params, wanted),
+        functools.partial(arrival_order, params, wanted),
         tuple(tuple(state) for state in states),
         step,
         lambda: [paths()[i] for i in wanted],
-        'data_parallel with overlap="step"' if ahead else "data_parallel",
+        'data_parallel with overlap="step"' if options.next_forward else "data_parallel",
         spec,
     )
     # Ranks that share gradients start from the same parameters; those that talk after the optimizer needn't.
-    if step_fn.strategy.kinds.params == "replicated" or not isinstance(hook, LateHook):
+    if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         sharing = hook.within(axis) or axis
-        check_replicas(sharing, params)
-        if not training:  # a train step compares its whole state
+        check_in_debug(sharing, params)
+        if options.step is None:  # a train step compares its whole state
             agreed = plan.agreement
             check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
-    schedule = synchronise.wire_schedule(plan, deferred, ahead)
+    schedule = schedule_for(plan, options.deferred, options.next_forward)
     marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
     filled = _filled(leaves, wanted, marked)
     if source is not None:
@@ -95,14 +100,14 @@ def mark(
 
 
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
-    if sync_state is None or not any(synchronise.tracked(leaf) for leaf in leaves):
+    if sync_state is None or not any(tracked(leaf) for leaf in leaves):
         return Marked(leaves)
     # Blocked, the state passes through unchanged; else this was a step, if one in which nobody talked.
     if step_fn.blocked:
         kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
     else:
         kept = kept_beside(sync_state, set(), ())
-    nothing = synchronise.no_schedule(axis)
+    nothing = ImmediateSchedule(Plan(replace(axis, backing=None), AllReduce(), (), ()))  # without buckets
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
 
 
@@ -110,7 +115,7 @@ def mark_in_graph(
     step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
     """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
-    key = synchronise.prepare_trace(
+    key = graph_entry.prepare_trace(
         step_fn.strategy,
         step_fn.axis,
         step,
@@ -121,24 +126,24 @@ def mark_in_graph(
     )
     if key == "":
         return Marked(leaves)
-    wanted = synchronise.differentiable(leaves)
+    wanted = differentiable(leaves)
     names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
     states: list[torch.Tensor] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     if sync_state is not None:
-        paths, all_names = tree.plain_paths(params), synchronise.names_in_graph(key)
+        paths, all_names = tree.plain_paths(params), graph_entry.names_in_graph(key)
         entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
         names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
         states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
         kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
-    arrival = tuple(synchronise.arrival_order(params, wanted))
+    arrival = tuple(arrival_order(params, wanted))
     clock = None if sync_state is None else sync_state.clock
-    outs = synchronise.mark_in_graph(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
+    outs = graph_entry.mark_in_graph(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
     tokens = outs[len(wanted) :]
     before, after = [x for x, _ in kept], [y for _, y in kept]
 
     def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
-        return list(synchronise.tie_in_graph(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
+        return list(graph_entry.tie_in_graph(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
 
     return Marked(_filled(leaves, wanted, outs[: len(wanted)]), tie)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,36 @@ import torch
 from ltx import collectives, tree
 from ltx.axis import Axis
 from ltx.errors import StepError, WeightError
-from ltx.sync.schedule import Schedule
+from ltx.gradients.schedule import Schedule
+from ltx.hooks import CommHook
 from ltx.transforms.sync_state import unwrapped
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How the marker of one call works. A plain call of a step has none of these.
+
+    Attributes:
+        deferred: the backward pass doesn't wait for its reductions: the caller does. The caller then differentiates
+            with respect to :attr:`Run.source`, and parameters needn't require gradients.
+        next_forward: the next forward pass goes on while reductions of this one are pending.
+        step: the number of steps so far, for a caller that counts them; None: the communication state counts.
+        hook: what ranks share in place of gradients; None: what the strategy says.
+        frozen: parameters that take the places of None among those of the step.
+        around: a context manager, given the marked parameters and the step's function, that surrounds the call.
+    """
+
+    deferred: bool = False
+    next_forward: bool = False
+    step: int | None = None
+    hook: CommHook | None = None
+    frozen: Tree = None
+    around: Callable[[list[Any], Any], AbstractContextManager[Any]] | None = None
+
+
+PLAIN_CALL = CallOptions()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ltx.arguments import brief, check_fields
 from ltx.errors import StepError, StrategyError
 from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
-from ltx.transforms import synchronise
+from ltx.strategies.fields import in_dtype
 from ltx.typing import Step
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class StepSettings:
         if self.blocked:
             return None
         hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
-        return synchronise.in_dtype(hook, self.reduce_dtype)
+        return in_dtype(hook, self.reduce_dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-from ltx import tree, wire
+from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.collectives import psum
 from ltx.collectives.linear import check_dense, check_sums
 from ltx.collectives.sparse import is_sparse
 from ltx.errors import SyncStateError, UnsupportedError
+from ltx.gradients import marker
+from ltx.gradients.leaves import arrival_order, differentiable
+from ltx.gradients.planning import make_plan
+from ltx.gradients.process_schedule import schedule_for
 from ltx.hooks import CommHook
 from ltx.strategies import DEFAULT, Strategy
-from ltx.sync import marker
-from ltx.sync.planning import make_plan
-from ltx.transforms import synchronise
+from ltx.transforms import graph_entry
 from ltx.transforms.sync_state import SyncState, check_state
 from ltx.typing import Tree
 
@@ -71,16 +73,16 @@ def sync_gradients(
         check_sums("sync_gradients", dense, dense if len(dense) < len(leaves) else grads)
         if sync_state is not None:
             check_state(sync_state)
-    wanted = synchronise.differentiable(leaves)
+    wanted = differentiable(leaves)
     sparse = [] if compiling else [i for i in wanted if is_sparse(leaves[i])]
     wanted = [i for i in wanted if i not in sparse]
-    arrival = partial(synchronise.arrival_order, grads, wanted)
+    arrival = partial(arrival_order, grads, wanted)
     mine = [leaves[i] for i in wanted]
     if compiling:
-        key = synchronise.prepare_trace(strategy, axis, 0, False)
+        key = graph_entry.prepare_trace(strategy, axis, 0, False)
         reduced = mine
         if key and mine:
-            reduced = list(synchronise.reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
+            reduced = list(graph_entry.reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
     else:
         paths = tree.leaf_paths(grads)
         hook = strategy.hook(sync_state.checked_step() if sync_state is not None else 0) if sparse else None
@@ -101,7 +103,7 @@ def _reduce_sparse(hook: CommHook, axis: Any, grads: dict[str, torch.Tensor]) ->
             f"sync_gradients: leaf {next(iter(grads))!r} is sparse, and {hook!r} combines whole tensors. Use "
             "x.to_dense()."
         )
-    factor = hook.counts_as(wire.resolve(axis).size)
+    factor = hook.derivative_scale(comm.resolve(axis).size)
     return [psum(x, axis) * factor for x in grads.values()]
 
 
@@ -127,7 +129,7 @@ def _reduce(
     plan = make_plan(
         strategy,
         hook,
-        wire.resolve(axis),
+        comm.resolve(axis),
         grads,
         arrival,
         tuple(tuple(s) for s in states),
@@ -136,7 +138,7 @@ def _reduce(
         "sync_gradients",
         tuple(paths),
     )
-    schedule = synchronise.wire_schedule(plan, deferred=False)
+    schedule = schedule_for(plan)
     reduced, advanced = marker.reduce_gradients(schedule, grads, [list(s.values()) for s in states])
     if state is None:
         return reduced, None

@@ -7,7 +7,7 @@ whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, coun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ import torch
 from ltx import axis, tree
 from ltx.arguments import shown
 from ltx.errors import SyncStateError
+from ltx.gradients.leaves import tracked
+from ltx.gradients.reduction import LeafState
+from ltx.gradients.schedule import Plan
 from ltx.hooks import CommHook
-from ltx.sync.reduction import LeafState
-from ltx.transforms.synchronise import tracked
 from ltx.typing import Tree
 
 
@@ -140,3 +141,20 @@ def kept_beside(
         if path not in wanted or name not in names
     ]
     return [(state.uses, torch.ones_like(state.uses)), (state.clock, state.clock.detach() + 1), *rest]
+
+
+def states_after(
+    plan: Plan, states: dict[int, LeafState], before: dict[str, LeafState], params: Tree, places: Sequence[int]
+) -> dict[str, LeafState]:
+    """Communication state by path: that of `states`, by leaf of `plan`, the rest as it was `before`.
+
+    `places`: of the plan's leaves among the parameters.
+    """
+    entries = {path: dict(entry) for path, entry in before.items()}
+    if any(plan.state_names):
+        paths = tree.leaf_paths(params)
+        for member, state in states.items():
+            if state:
+                entries[paths[places[member]]].update(state)
+    detached: dict[str, LeafState] = tree.map(torch.Tensor.detach, entries)
+    return detached

@@ -128,7 +128,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "process_group_backend": None,
         "timeout": timedelta(seconds=60),
     }
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         ltx.psum(T)
     found: dict[str, list[Call]] = {
         # --- axes
@@ -329,26 +329,28 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             Call(ltx.DynamicLossScale, (), {"init": 8.0, "growth": 2.0, "backoff": 0.5, "growth_interval": 10})
         ],
         # --- planning
-        "ltx.explain": [Call(ltx.explain, (dp, params(), batch()), {"world": 4, "sync_step": 0}, _uses, free=(2,))],
-        "ltx.Explanation": [],  # results, which nobody makes by hand
-        "ltx.Cost": [],
-        "ltx.plan": [
+        "ltx.profile.explain": [
+            Call(ltx.profile.explain, (dp, params(), batch()), {"world": 4, "sync_step": 0}, _uses, free=(2,))
+        ],
+        "ltx.profile.Explanation": [],  # results, which nobody makes by hand
+        "ltx.profile.Cost": [],
+        "ltx.profile.plan": [
             Call(
-                ltx.plan,
+                ltx.profile.plan,
                 (ddp, params()),
                 {**network, "optimizer": adam, "steps": range(2), "codec_s": None, "send_s": None},
                 _uses,
             )
         ],
-        "ltx.recommend": [Call(ltx.recommend, (params(),), {**network, "send_s": None}, _uses)],
+        "ltx.profile.recommend": [Call(ltx.profile.recommend, (params(),), {**network, "send_s": None}, _uses)],
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
-        "ltx.measure_network": [Call(ltx.measure_network, ("data",))],
-        "ltx.Network": [Call(ltx.Network, (1e9, 1e-4), {}, lambda network: network.sum_s(1000, 2))],
-        "ltx.record": [Call(ltx.record, (), {"profiler": False}, _entered)],
-        "ltx.timeline": [Call(ltx.timeline, ([trace],), {}, _uses)],
-        "ltx.Timeline": [],
-        "ltx.load_ipython_extension": [],  # called by IPython, with itself
+        "ltx.profile.measure_network": [Call(ltx.profile.measure_network, ("data",))],
+        "ltx.profile.Network": [Call(ltx.profile.Network, (1e9, 1e-4), {}, lambda network: network.sum_s(1000, 2))],
+        "ltx.profile.record": [Call(ltx.profile.record, (), {"profiler": False}, _entered)],
+        "ltx.profile.timeline": [Call(ltx.profile.timeline, ([trace],), {}, _uses)],
+        "ltx.profile.Timeline": [],
+        "ltx.profile.Trace": [],
         # --- hooks
         "ltx.hooks.Adasum": [Call(hooks.Adasum, (torch.float32,), {}, _reduced)],
         "ltx.hooks.After": [Call(hooks.After, (2, lossy, exact), {}, _reduced)],
@@ -370,9 +372,9 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             for name in (
                 "CommHook",
                 "LossyHook",
-                "ScatteredHook",
-                "Ask",
-                "Share",
+                "CompressedAllReduce",
+                "BucketInput",
+                "CollectiveRequest",
                 "FromFunctions",
                 "FromTorch",
                 "ToTorch",
@@ -498,7 +500,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
 
 def public_names() -> set[str]:
     """Every function and class of the public modules."""
-    modules: tuple[ModuleType, ...] = (ltx, hooks, optim, nn, checkpoint)
+    modules: tuple[ModuleType, ...] = (ltx, hooks, optim, nn, checkpoint, ltx.profile)
     return {
         f"{module.__name__}.{name}"
         for module in modules

@@ -85,7 +85,7 @@ def test_where_ltx_unpickles() -> None:
     assert found == {
         "objects.py:broadcast_object",
         "objects.py:all_gather_object",
-        "parcels.py:receive",
+        "packing.py:receive",
         "failures.py:_original",
         "storage.py:read_metadata",
     }

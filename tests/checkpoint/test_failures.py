@@ -24,8 +24,8 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
+from ltx.comm.notes import Notes
 from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError
-from ltx.wire.notes import Notes
 
 Ranks = Callable[[int], ltx.Pool]
 Torn = Callable[..., Any]
@@ -236,7 +236,7 @@ def test_a_round_under_way_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> N
         state, _ = train(train.init(torch.ones(3)), torch.ones(3))
         with pytest.raises(InputError) as raised:
             ltx.checkpoint.save(tmp_path, state)
-        ltx.checkpoint.save(tmp_path, train.settle(state))
+        ltx.checkpoint.save(tmp_path, train.finish(state))
         return str(raised.value), ltx.checkpoint.load(tmp_path, train.init(torch.ones(3))).step
 
     for said, step in ranks(2).run(on_a_rank):

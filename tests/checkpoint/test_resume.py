@@ -32,7 +32,7 @@ def bits(state: Any) -> list[Tensor]:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    assert (a.step, a.sync_state.step, a.kinds) == (b.step, b.sync_state.step, b.kinds)
+    assert (a.step, a.sync_state.step, a.layout) == (b.step, b.sync_state.step, b.layout)
     assert ltx.tree.flatten(a)[1] == ltx.tree.flatten(b)[1]
     for path, x, y in zip(ltx.tree.leaf_paths(a), bits(a), bits(b), strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape), path
@@ -54,7 +54,7 @@ def test_every_strategy_goes_on_bit_for_bit(name: str, how: str, ranks: Ranks, s
         def steps(state: Any, which: range) -> Any:
             for step in which:
                 state, _ = train(state, torch.tensor(problem.x[step, rank]), torch.tensor(problem.y[step, rank]))
-            return train.settle(state)
+            return train.finish(state)
 
         state, saving = steps(train.init(tensors(problem.start)), range(5)), None
         if how == "save":
@@ -229,10 +229,10 @@ def test_other_buckets_take_the_same_state(ranks: Ranks, tmp_path: Path) -> None
         torch.manual_seed(0)
         end = steps(many, restored, range(3, 5)).params
         torch.manual_seed(0)
-        return state, restored, end, steps(many, replace(state, kinds=restored.kinds), range(3, 5)).params
+        return state, restored, end, steps(many, replace(state, layout=restored.layout), range(3, 5)).params
 
     for state, restored, end, expected in ranks(2).run(on_a_rank):
-        assert_same(replace(state, kinds=restored.kinds), restored)
+        assert_same(replace(state, layout=restored.layout), restored)
         assert all(torch.equal(end[name], expected[name]) for name in end)
 
 

@@ -123,7 +123,7 @@ def test_bytes(n: int, ranks: Ranks) -> None:
     def run() -> tuple[int, list[str]]:
         x = [torch.randn(numel), torch.randn(numel // 2, 2)]
         ltx.adasum(x)
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             ltx.adasum(x)
         return trace.bytes, [event.operation for event in trace.events]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ltx
-from ltx import wire
+from ltx import comm
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 
@@ -97,7 +97,7 @@ def _subgroups(*members: list[int]) -> Iterator[list[Any]]:
     finally:
         for group in groups:
             if isinstance(group, dist.ProcessGroup):
-                wire.close_axis(wire.resolve(group))
+                comm.close_axis(comm.resolve(group))
                 dist.destroy_process_group(group)
 
 
@@ -267,11 +267,11 @@ def test_an_axis_is_found_by_its_name(ranks: Ranks) -> None:
         try:
             with pytest.raises(AxisError) as caught:
                 ltx.psum(torch.ones(()), "twice")
-            in_scope = wire.resolve("data") is not opened[1]
+            in_scope = comm.resolve("data") is not opened[1]
             return float(ltx.psum(torch.ones(()), "mine")), float(in_scope), str(caught.value)
         finally:
             for axis in (*opened, *other):
-                wire.close_axis(axis)
+                comm.close_axis(axis)
 
     total, in_scope, message = ranks(2).run(run).replicated()
     assert (total, in_scope) == (2.0, 1.0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import wire
+from ltx import comm
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 
@@ -32,7 +32,7 @@ def test_all_gather_grad_on_a_subgroup(ranks: Ranks) -> None:
             return str(error)
         finally:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                wire.close_axis(wire.resolve(group))
+                comm.close_axis(comm.resolve(group))
                 dist.destroy_process_group(group)
 
     outside, *members = ranks(4).run(gradient)

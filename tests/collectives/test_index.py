@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ltx
-from ltx import wire
+from ltx import comm
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 
@@ -101,13 +101,13 @@ def test_every_form_of_an_axis(ranks: Ranks) -> None:
         group = dist.new_group([0, 1])
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
         mine = ltx.axis_from_group(dist.new_group([0, 1]), "mine")
-        forms = [None, "data", wire.resolve("data"), group, mesh, mine, mine.backing.line.group]
+        forms = [None, "data", comm.resolve("data"), group, mesh, mine, mine.backing.comm.group]
         x = torch.tensor(1.0 + dist.get_rank())
         try:
             return [(ltx.psum(x, axis=a).item(), ltx.axis_index(a).item(), ltx.axis_size(a)) for a in forms]
         finally:
-            for opened in {wire.resolve(a) for a in forms} - {wire.resolve("data")}:
-                wire.close_axis(opened)
+            for opened in {comm.resolve(a) for a in forms} - {comm.resolve("data")}:
+                comm.close_axis(opened)
 
     for rank, by_form in enumerate(ranks(2).run(sums)):
         assert by_form == [(3.0, rank, 2)] * 7

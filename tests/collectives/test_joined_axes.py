@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import wire
+from ltx import comm
 from ltx.axis import MeshPart
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
@@ -230,7 +230,7 @@ def test_axes_that_no_mesh_made(ranks: Ranks) -> None:
     def run() -> str:
         with pytest.raises(AxisError) as caught:
             ltx.vmap(lambda x: ltx.psum(x), axis_name="r")(torch.ones(2))
-        assert wire.resolve(("data",)) is wire.resolve("data")
+        assert comm.resolve(("data",)) is comm.resolve("data")
         return str(caught.value)
 
     text = ranks(2).run(run).replicated()

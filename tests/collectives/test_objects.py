@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import ltx
-from ltx import wire
+from ltx import comm
+from ltx.comm import opened, sealed
 from ltx.errors import AuthenticationError, AxisError, RankMismatchError
 from ltx.runtime.pool import Pool
-from ltx.wire import opened, sealed
 
 Ranks = Callable[[int], Pool]
 
@@ -160,18 +160,18 @@ class Evil:
 
 def test_a_seal_is_for_one_rank_issue_and_world(ranks: Ranks) -> None:
     def run() -> list[bool]:
-        line: Any = wire.resolve(None).backing.line  # type: ignore[union-attr]
-        data = sealed(line, b"data", 7)
+        axis_comm: Any = comm.resolve(None).backing.comm  # type: ignore[union-attr]
+        data = sealed(axis_comm, b"data", 7)
         told = []
         for received, rank, issue in [
-            (data, line.rank, 7),
-            (data, 1 - line.rank, 7),
-            (data, line.rank, 8),
-            (data[:-1] + b"b", line.rank, 7),
-            (b"", line.rank, 7),
+            (data, axis_comm.rank, 7),
+            (data, 1 - axis_comm.rank, 7),
+            (data, axis_comm.rank, 8),
+            (data[:-1] + b"b", axis_comm.rank, 7),
+            (b"", axis_comm.rank, 7),
         ]:
             try:
-                told.append(opened(line, received, rank, issue) == b"data")
+                told.append(opened(axis_comm, received, rank, issue) == b"data")
             except AuthenticationError:
                 told.append(False)
         return told

@@ -80,7 +80,7 @@ def test_a_tree_of_every_dtype_goes_in_one_call(ranks: Ranks) -> None:
             "done": torch.tensor(rank == 0),
             "wide": torch.tensor(rank, dtype=torch.float64),
         }
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             means = ltx.weighted_mean(value, [1, torch.tensor(3, dtype=torch.int32)][rank])
         return (
             ltx.tree.map(Tensor.tolist, means),
@@ -90,7 +90,7 @@ def test_a_tree_of_every_dtype_goes_in_one_call(ranks: Ranks) -> None:
 
     means, operations, dtypes = ranks(2).run(run).replicated()
     assert means == {"done": 0.25, "half": [60000.0] * 2, "loss": 0.75, "right": [0.75, 7.0], "wide": 0.75}
-    assert operations == ["sum"] * 6, "one psum: the five leaves, and the weights"
+    assert operations == ["psum"] * 6, "one psum: the five leaves, and the weights"
     assert set(dtypes) == {torch.float16, torch.float32, torch.float64}
 
 

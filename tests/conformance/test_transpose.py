@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import wire
+from ltx import comm
 from ltx.collectives.linear import RULES, Static, apply
 from ltx.runtime.pool import Pool
 
@@ -64,7 +64,7 @@ def _maps(case: Case, x: Tensor, bar: Tensor) -> Found:
     """On one rank, for seeds of its x and ȳ: <ȳ, Ax>, <A^T ȳ, x>, and what else must agree."""
 
     def forward(x: Tensor) -> Tensor:
-        return apply(case.rule, case.static, wire.resolve(None), [x])[0]
+        return apply(case.rule, case.static, comm.resolve(None), [x])[0]
 
     y, pull = torch.func.vjp(forward, x)
     y_bar = bar[: y.numel()].reshape(y.shape)

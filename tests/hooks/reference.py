@@ -33,8 +33,8 @@ def with_feedback(send: Callable[..., Any]) -> Twin:
 
     def twin(shares: list[dict[str, Tensor]], states: States, step: int) -> tuple[dict[str, Tensor], States]:
         given = [
-            {name: x + state[name].get("residual", 0) for name, x in share.items()}
-            for share, state in zip(shares, states, strict=True)
+            {name: x + state[name].get("residual", 0) for name, x in inputs.items()}
+            for inputs, state in zip(shares, states, strict=True)
         ]
         total, parts, following = send(given, states, step)
         for rank, part in enumerate(parts):
@@ -157,8 +157,8 @@ def random_k(ratio: float, seed: int, feedback: bool) -> Twin:
         for i in range(count):
             first, last = i * numel // count, (i + 1) * numel // count
             place = first + int(drawn[i] * (last - first))
-            for part, share in zip(parts, shares, strict=True):
-                part[place] = flat(share)[place] * (1 if feedback else last - first)
+            for part, inputs in zip(parts, shares, strict=True):
+                part[place] = flat(inputs)[place] * (1 if feedback else last - first)
         following = [{name: dict(state) for name, state in of.items()} for of in states]
         return unflat(sum(parts), shares[0]), [unflat(part, shares[0]) for part in parts], following
 
@@ -172,14 +172,14 @@ def power(rank: int, warm_start: bool = True, rate: float = 2.0) -> Twin:
         parts: list[dict[str, Tensor]] = [{} for _ in shares]
         following = [{name: dict(state) for name, state in of.items()} for of in states]
         for name, x in shares[0].items():
-            whole = sum(share[name] for share in shares)
+            whole = sum(inputs[name] for inputs in shares)
             rows = x.shape[0] if x.ndim else 1
             columns = x.numel() // max(rows, 1)
             r = min(rows, columns, rank)
             if x.ndim < 2 or not (rows + columns) * r * rate < rows * columns:
                 total[name] = whole
-                for share, part in zip(shares, parts, strict=True):
-                    part[name] = share[name]
+                for inputs, part in zip(shares, parts, strict=True):
+                    part[name] = inputs[name]
                 continue
             matrix = whole.reshape(rows, columns)
             p = columns_of(matrix @ states[0][name]["q"].mT)

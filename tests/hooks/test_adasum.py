@@ -64,15 +64,15 @@ def test_bytes_are_the_rings(n: int, ranks: Ranks) -> None:
 
     def run() -> Any:
         grads = ltx.tree.map(torch.randn_like, params)
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             ltx.sync_gradients(grads, strategy())
         step = ltx.data_parallel(lambda p: p["a"].sum(), strategy())
-        with ltx.record() as again:
+        with ltx.profile.record() as again:
             torch.func.grad(step)(params)
         return (
             sum(e.nbytes for e in trace.buckets),
-            ltx.explain(step, params).matches(again),
-            str(ltx.explain(step, params)),
+            ltx.profile.explain(step, params).matches(again),
+            str(ltx.profile.explain(step, params)),
         )
 
     ring = 2 * (n - 1) / n * (64 * 256 + 1024) * 4

@@ -10,7 +10,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.hooks import noise
-from ltx.hooks.scattered import ScatteredHook
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce
 
 INPUTS = {
     "normal": lambda: torch.randn(3, 512),
@@ -23,7 +23,7 @@ INPUTS = {
 }
 
 
-def received(hook: ScatteredHook, rows: Tensor, key: Tensor | None = None) -> Tensor:
+def received(hook: CompressedAllReduce, rows: Tensor, key: Tensor | None = None) -> Tensor:
     messages = hook.encode(rows, key)
     assert messages.dtype == torch.uint8
     assert messages.shape[0] == rows.shape[0]

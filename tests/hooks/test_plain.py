@@ -13,11 +13,11 @@ import ltx
 from ltx import hooks
 from ltx.hooks import eight_bit, onebit, sparse
 from ltx.hooks.chunks import CHUNK
-from ltx.hooks.scattered import ScatteredHook
+from ltx.hooks.compressed_all_reduce import CompressedAllReduce
 
 from .table import FED_BACK, HOOKS
 
-CODECS: dict[str, ScatteredHook] = {
+CODECS: dict[str, CompressedAllReduce] = {
     "one grid": hooks.ByteGrad(),
     "one grid with zero": hooks.Quantize(),
     "a grid a block": hooks.Quantize("channel", 512),

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx import hooks
 from ltx.errors import AxisError, HookError, RankMismatchError, StrategyError, SyncStateError
-from ltx.hooks import Ask, CommHook, Reduction, Share, to_torch
+from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, to_torch
 
 from .table import HOOKS, MOST
 
@@ -42,13 +42,13 @@ class Feedback(CommHook):
     def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
         return {"error": torch.zeros_like(param)}
 
-    def reduce(self, share: Share) -> Reduction:
-        wanted = share.flat + torch.cat([state["error"].reshape(-1) for state in share.states])
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        wanted = inputs.flat + torch.cat([state["error"].reshape(-1) for state in inputs.states])
         sent = wanted.bfloat16().to(wanted.dtype)
-        shapes = [leaf.shape for leaf in share.bucket.leaves]
-        errors = [e.reshape(shape) for e, shape in zip((wanted - sent).split(share.bucket.sizes), shapes, strict=True)]
-        zero = yield Ask("sum", torch.zeros_like(sent[:1]))
-        total = yield Ask("sum", sent)
+        shapes = [leaf.shape for leaf in inputs.bucket.leaves]
+        errors = [e.reshape(shape) for e, shape in zip((wanted - sent).split(inputs.bucket.sizes), shapes, strict=True)]
+        zero = yield CollectiveRequest("psum", torch.zeros_like(sent[:1]))
+        total = yield CollectiveRequest("psum", sent)
         return total + zero, [{"error": e} for e in errors]
 
 
@@ -62,9 +62,9 @@ class Counted(CommHook):
     def at(self, step: int) -> CommHook:
         return self if step % 2 == 0 else hooks.FP16()
 
-    def reduce(self, share: Share) -> Reduction:
-        total = yield Ask("sum", share.flat * (share.step + 1) + share.last)
-        return total, share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        total = yield CollectiveRequest("psum", inputs.flat * (inputs.step + 1) + inputs.last)
+        return total, inputs.states
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class InPhases(CommHook):
 
     phases: ClassVar[int] = 3
 
-    def reduce(self, share: Share) -> Reduction:
-        count = 3 - (share.bucket.index % 2 == 0)
-        total = torch.empty_like(share.flat)
-        for part, place in zip(share.flat.tensor_split(count), total.tensor_split(count), strict=True):
-            place.copy_((yield Ask("sum", part.clone())))
-        return total, share.states
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        count = 3 - (inputs.bucket.index % 2 == 0)
+        total = torch.empty_like(inputs.flat)
+        for part, place in zip(inputs.flat.tensor_split(count), total.tensor_split(count), strict=True):
+            place.copy_((yield CollectiveRequest("psum", part.clone())))
+        return total, inputs.states
 
 
 class Delay(torch.autograd.Function):
@@ -223,7 +223,7 @@ def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
     def run() -> tuple[dict[str, list[str]], Any]:
         delays = random.Random(seed + ltx.world().rank)
         net = new_net(seed, layers=4, delays=delays)
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             found = with_ddp(hook, seed, steps=6, net=net, **SMALL)
         by_channel: dict[str, list[str]] = {}
         for event in trace.events:
@@ -251,7 +251,7 @@ def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, seed: int) -> N
             layer.register_full_backward_hook(lambda *_, k=k: log.append((time.perf_counter(), f"layer {k}")))
         ddp(batch(seed, 0)).backward()  # in one bucket
         log.clear()
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             ddp(batch(seed, 1)).backward()
         log.extend((event.issued_s, event.label) for event in trace.events if event.label.startswith("bucket"))
         return [label for _, label in sorted(log)]
@@ -407,18 +407,18 @@ def test_state_that_doesnt_fit(torn: Torn, seed: int) -> None:
 class Fails(InPhases):
     """On rank 0, in the second phase of the second bucket."""
 
-    def reduce(self, share: Share) -> Reduction:
-        for part in share.flat.tensor_split(2):
-            yield Ask("sum", part.contiguous())
-            if share.rank == 0 and share.bucket.index == 1:
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        for part in inputs.flat.tensor_split(2):
+            yield CollectiveRequest("psum", part.contiguous())
+            if inputs.rank == 0 and inputs.bucket.index == 1:
                 raise ZeroDivisionError("mine")
-        return share.flat, share.states
+        return inputs.flat, inputs.states
 
 
 @pytest.mark.full
 def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
     def run() -> tuple[str, str, Any]:
-        group = ltx.wire.resolve(None).backing.line.group
+        group = ltx.comm.resolve(None).backing.comm.group
         net = new_net(seed)
         ddp = DistributedDataParallel(net, process_group=group, find_unused_parameters=True, **SMALL)
         ddp.register_comm_hook(None, to_torch(Fails(), ddp))
@@ -445,7 +445,7 @@ def test_a_pass_that_the_program_leaves(torn: Torn, seed: int) -> None:
     """Between two buckets, on every rank: the hook goes on with another module."""
 
     def run() -> tuple[Params, int]:
-        group = ltx.wire.resolve(None).backing.line.group
+        group = ltx.comm.resolve(None).backing.comm.group
         net = new_net(seed)
         hook = to_torch(Feedback())
         how = {"process_group": group, "find_unused_parameters": True, **SMALL}
@@ -485,7 +485,7 @@ def in_bfloat16(seed: int) -> Params:
 def test_ranks_with_different_hooks(torn: Torn, seed: int) -> None:
     def run() -> str:
         hook = hooks.FP16() if ltx.world().rank else hooks.BF16()
-        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.wire.resolve(None).backing.line.group)
+        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.comm.resolve(None).backing.comm.group)
         ddp.register_comm_hook(None, to_torch(hook, ddp))
         with pytest.raises(RankMismatchError) as caught:
             ddp(batch(seed, 0)).backward()
@@ -545,7 +545,7 @@ def nothing() -> None:
 def test_one_hook_for_two_modules_is_refused(torn: Torn, seed: int) -> None:
     def run() -> str:
         one = to_torch(hooks.AllReduce())
-        _, outer = nested(seed, lambda: one, group=ltx.wire.resolve(None).backing.line.group)
+        _, outer = nested(seed, lambda: one, group=ltx.comm.resolve(None).backing.comm.group)
         with pytest.raises(StrategyError) as caught:
             outer(batch(seed, 0)).backward()
         return str(caught.value)
@@ -555,7 +555,7 @@ def test_one_hook_for_two_modules_is_refused(torn: Torn, seed: int) -> None:
 
 def test_state_of_register_comm_hook(torn: Torn, seed: int) -> None:
     def run() -> str:
-        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.wire.resolve(None).backing.line.group)
+        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.comm.resolve(None).backing.comm.group)
         ddp.register_comm_hook("data", to_torch(hooks.AllReduce()))
         with pytest.raises(AxisError) as caught:
             ddp(batch(seed, 0)).backward()

@@ -1,12 +1,12 @@
 """Seeded defects, from every package of ltx: what the test suite has to catch."""
 
-from tests.mutants import collectives, gradients, processes, steps, updates, wire
+from tests.mutants import collectives, comm, gradients, processes, steps, updates
 
 MUTANTS = (
     *collectives.MUTANTS,
     *gradients.MUTANTS,
     *steps.MUTANTS,
     *updates.MUTANTS,
-    *wire.MUTANTS,
+    *comm.MUTANTS,
     *processes.MUTANTS,
 )

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="runtime: newcomers without the key are taken in",
-        file="runtime/roster.py",
+        file="runtime/membership.py",
         old="return [who for who, proven in asked if hmac.compare_digest(proven, _asks(who, token))]",
         new="return [who for who, proven in asked]",
         breaks="whoever reaches the store joins the training",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: a newcomer doesn't check the run's key",
-        file="runtime/roster.py",
+        file="runtime/membership.py",
         old='if not hmac.compare_digest(proven, proof(f"run {token}")):',
         new="if not proven:",
         breaks="a newcomer trains for a stranger",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: another model joins",
-        file="runtime/roster.py",
+        file="runtime/membership.py",
         old="if (signature := Signature.from_json(theirs)) != entrance:",
         new="if (signature := Signature.from_json(theirs)).operation != entrance.operation:",
         breaks="a newcomer with other parameters is taken in",
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="runtime: a worker's failure isn't reported",
         file="runtime/pool.py",
-        old="        if crew.torn or not kept:\n            raise failure_error",
+        old="        if workers.torn or not kept:\n            raise failure_error",
         new="        if not kept:\n            raise failure_error",
         breaks="pool.run returns though a rank raised",
         tests=("tests/runtime/test_failures.py::test_an_exception_arrives_with_rank_type_text_and_cause",),
@@ -80,8 +80,8 @@ MUTANTS = (
     Mutant(
         name="runtime: after a failure the world isn't renewed",
         file="runtime/pool.py",
-        old="if self._crew is not None and self._crew.torn:",
-        new="if self._crew is not None and self._crew.torn is None:",
+        old="if self._workers is not None and self._workers.torn:",
+        new="if self._workers is not None and self._workers.torn is None:",
         breaks="after a failed call workers wait for what was left behind",
         tests=(
             "tests/runtime/test_failures.py::test_a_peer_that_waits_in_a_collective_is_told_at_once",
@@ -98,11 +98,11 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: tensors that share memory are sent apart",
-        file="runtime/parcels.py",
+        file="runtime/packing.py",
         old="if storage._cdata not in self._places:",
         new="if True:",
         breaks="views come out as copies on the workers",
-        tests=("tests/runtime/test_parcels.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",),
+        tests=("tests/runtime/test_packing.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",),
     ),
     Mutant(
         name="checkpoint: hashes aren't compared",

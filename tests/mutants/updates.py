@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         name="strategies: ZeRO clips by a rank's own norm",
         file="strategies/zero.py",
-        old="            if at.axis.size > 1:\n                squares, _ =",
-        new="            if at.axis.size > 999:\n                squares, _ =",
+        old="            if info.axis.size > 1:\n                squares, _ =",
+        new="            if info.axis.size > 999:\n                squares, _ =",
         breaks="clipping scales parts of one gradient by different factors",
         tests=("tests/strategies/test_zero.py::test_clipping_takes_one_norm_over_all_parts",),
     ),
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         name="strategies: a round forgets the steps since it began",
         file="strategies/async_averaging.py",
-        old="deltas = [y - s for y, s in zip(landed, pending.snapshot, strict=False)]",
+        old="deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]",
         new="deltas = [y - x for y, x in zip(landed, tree.flatten(params)[0], strict=False)]",
         breaks="asynchronous averaging throws local steps away, between processes",
         tests=("tests/strategies/test_async.py",),

@@ -1,4 +1,6 @@
-"""One rank on a real link: what ``ltx.explain`` says of some hooks, and what its interface sends. JSON on rank 0."""
+"""One rank on a real link: what ``ltx.profile.explain`` says of some hooks, and what its interface sends. JSON on rank
+0.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def measured(row: Row, rank: int, size: int) -> dict[str, object]:
         lambda params, x: sum((w * x).sum() for w in params.values()),
         ltx.DDPStrategy(comm_hook=row.hook, bucket_bytes=1, first_bucket_bytes=1),
     )
-    explained = ltx.explain(step, params, sync_step=row.sync_step)
+    explained = ltx.profile.explain(step, params, sync_step=row.sync_step)
     start = replace(step.init(params), step=row.sync_step)
     x = torch.tensor(float(size * rank))
 
@@ -79,7 +81,7 @@ def measured(row: Row, rank: int, size: int) -> dict[str, object]:
     run(1)  # signatures are compared, connections opened
     ltx.barrier()
     before = sent()
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         grads = run(STEPS)
     ltx.barrier()
     after = sent()

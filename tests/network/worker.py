@@ -20,7 +20,7 @@ def measured(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     call()  # signatures are compared, connections opened
     ltx.barrier()
     before = int(SENT.read_text())
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         found = call()
     ltx.barrier()
     return found, {"sent": int(SENT.read_text()) - before, "counted": trace.bytes}

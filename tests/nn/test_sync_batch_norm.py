@@ -190,7 +190,7 @@ def test_not_training_communicates_nothing(ranks: Ranks, seed: int) -> None:
 
     def run() -> tuple[bool, int]:
         x = xs[ltx.axis_index()]
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             y, *running = sync_batch_norm(x, mean, var, weight, bias, training=False)
         want = functional.batch_norm(x, mean, var, weight, bias, False)
         return torch.equal(y, want) and running[0] is mean and running[1] is var, len(trace.events)
@@ -202,11 +202,11 @@ def test_one_collective_each_way(ranks: Ranks) -> None:
     def run() -> list[str]:
         x = torch.randn(4, C, 5).requires_grad_()
         w, b = torch.ones(C, requires_grad=True), torch.zeros(C, requires_grad=True)
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             sync_batch_norm(x, None, None, w, b)[0].sin().sum().backward()
         return [event.operation for event in trace.events]
 
-    assert ranks(2).run(run).replicated() == ["all_gather", "reduce_scatter"]
+    assert ranks(2).run(run).replicated() == ["all_gather", "psum_scatter"]
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

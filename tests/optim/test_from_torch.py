@@ -15,7 +15,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 from ltx.errors import LtxError, OptimError
 from ltx.optim import TorchState, apply_updates, from_torch
 
-from .cases import CASES, DENSE_CASES, FUSED_CASES, Case, TorchRun, clone, random_grads, random_params, same_bits
+from .cases import (
+    CASES,
+    DENSE_CASES,
+    FUSED_CASES,
+    Case,
+    TorchRun,
+    clone,
+    random_grads,
+    random_params,
+    same_bits,
+)
 
 STEPS = 10
 

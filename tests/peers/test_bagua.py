@@ -8,7 +8,7 @@ Left out, as ltx has no way to say it:
 
 * ``reduce``, ``gather`` and ``scatter`` with one root: collectives give every rank its result.
 * ``send`` and ``recv`` by themselves: a ``ppermute`` is both ends of it.
-* aborting a communicator while another thread waits: tests/wire has the deadlines and interrupts.
+* aborting a communicator while another thread waits: tests/comm has the deadlines and interrupts.
 * ``switch_to`` another algorithm in mid-training: a strategy belongs to its step; make another step.
 * the load-balancing sampler, the cached dataset and stores, mixture of experts, the autotune service: not in ltx.
 * the fused optimizer against the plain one: ltx fuses by itself (tests/optim).
@@ -87,7 +87,7 @@ def training(algorithm: str, optimizer: Any = None, seen: Callable[..., Any] | N
         state = train.init(given["start"])
         for x, y in zip(given["x"], given["y"], strict=True):
             state = train(state, x, y)[0]
-        state = train.settle(state)
+        state = train.finish(state)
         found = {name: p.clone() for name, p in state.params.items()}
         return found if seen is None else (found, seen(state))
 
@@ -324,7 +324,7 @@ def asynchronous(given: dict[str, Any]) -> Tensor:
     state = train.init({"w": given["w"]})
     for x in given["x"]:
         state = train(state, x)[0]
-    return train.settle(state).params["w"].clone()
+    return train.finish(state).params["w"].clone()
 
 
 def nothing_is_lost(given: list[dict[str, Any]]) -> list[Any]:
@@ -364,7 +364,7 @@ def frozen_row(algorithm: str, optimizer: Any, **fields: Any) -> Any:
         state = train.init({"table": given["table"]})
         for x in given["x"]:
             state = train(state, x, torch.tensor([0, 2, 4]))[0]
-        return train.settle(state).params["table"][1::2].clone()
+        return train.finish(state).params["table"][1::2].clone()
 
     return call
 

@@ -13,7 +13,7 @@ Left out, as ltx has no way to say it:
 * named_parameters that are missing, duplicate or no pairs: parameters are a tree.
 * gradients of min, max and product by the same operation: wrong in Horovod; ltx has the true ones.
 * averages of integers in a sum's own division are ``ltx.reduce(keep_dtype=True)``; ``pmean`` gives floats.
-* reinitialisation, the timeline's API, process sets that are added while ranks run: tests/runtime, tests/wire.
+* reinitialisation, the timeline's API, process sets that are added while ranks run: tests/runtime, tests/comm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import wire
+from ltx import comm
 from ltx.errors import AxisError, CollectiveError, RankMismatchError, TreeError
 from tests.peers.cases import (
     Case,
@@ -454,8 +454,8 @@ def orthogonal(n: int, length: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def along_one(n: int, length: int, dtype: torch.dtype, scales: Tensor) -> list[Tensor]:
-    line = torch.randn(length, dtype=torch.float64)
-    return [(scale * line).to(dtype) for scale in scales[:n]]
+    axis_comm = torch.randn(length, dtype=torch.float64)
+    return [(scale * axis_comm).to(dtype) for scale in scales[:n]]
 
 
 def tiny(n: int, dtype: torch.dtype) -> list[Tensor]:
@@ -576,7 +576,7 @@ def trained(given: dict[str, Tensor], *, clip: float | None = None, **fields: An
     state = train.init({"w": given["w"]})
     for x in given["x"]:
         state = train(state, x)[0]
-    return train.settle(state).params["w"].clone()
+    return train.finish(state).params["w"].clone()
 
 
 def training_of(calls: int) -> Callable[[int], list[dict[str, Tensor]]]:
@@ -750,7 +750,7 @@ def process_sets() -> Any:
     try:
         yield axis
     finally:
-        wire.close_axis(axis)
+        comm.close_axis(axis)
         for group in groups:
             if group != dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)

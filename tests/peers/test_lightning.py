@@ -11,7 +11,7 @@ Left out, as ltx has no way to say it:
 * ``is_shared_filesystem``, the infinite barrier, destruction handlers, numbers of threads: tests/runtime has launching.
 * the sampler that wraps a sampler (``DistributedSamplerWrapper``): each rank takes its part by ``ltx.shard``.
 * connectors, precision plugins, checkpoint IO, accelerators, spawn and fork launchers, loggers: no trainer here.
-* deadlock detection by files and SIGKILL: tests/wire/test_deadlock.py has ltx's.
+* deadlock detection by files and SIGKILL: tests/comm/test_deadlock.py has ltx's.
 """
 
 from __future__ import annotations

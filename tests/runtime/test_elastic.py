@@ -19,7 +19,7 @@ import torch
 
 import ltx
 from ltx.errors import InputError, PeerLostError, StrategyError, UnsupportedError
-from ltx.transforms.train_step import TrainStep
+from ltx.training.train_step import TrainStep
 from tests.forks import Ranks, open_now, settles
 from tests.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 

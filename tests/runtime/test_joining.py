@@ -23,8 +23,8 @@ import torch.distributed as dist
 import ltx
 from ltx.errors import PeerLostError
 from ltx.runtime.elastic import _Run as Run
-from ltx.runtime.regroup import Meeting
-from ltx.runtime.roster import Roster, _asked, _asks
+from ltx.runtime.membership import Membership, _asked, _asks
+from ltx.runtime.regroup import Regroup
 from tests.forks import Body, Ranks, noticed
 from tests.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 
@@ -48,8 +48,8 @@ def test_who_asks_without_the_jobs_key_isnt_heard(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LTX_KEY", "the job's")
     mine, anothers = _asks(2, "token"), _asks(3, "token")
     monkeypatch.setenv("LTX_KEY", "a stranger's")
-    for line in (f"2 {mine}", f"4 {_asks(4, 'token')}", f"5 {anothers}", "6", "seven", f"8 {_asks(8, 'another')}"):
-        store.append("asked", f"{line}\n")  # type: ignore[attr-defined]
+    for axis_comm in (f"2 {mine}", f"4 {_asks(4, 'token')}", f"5 {anothers}", "6", "seven", f"8 {_asks(8, 'another')}"):
+        store.append("asked", f"{axis_comm}\n")  # type: ignore[attr-defined]
     monkeypatch.setenv("LTX_KEY", "the job's")
     assert _asked(store, "token") == [2]
 
@@ -198,8 +198,8 @@ def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, st
     def forger(tell: Callable[[Any], None]) -> Any:
         host, port = os.environ["LTX_JOIN"].split(":")
         store = torch.distributed.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
-        for line in ("2", f"2 {'0' * 64}", "x", "2 é"):
-            store.append("ltx/elastic/1/asked", f"{line}\n")
+        for axis_comm in ("2", f"2 {'0' * 64}", "x", "2 é"):
+            store.append("ltx/elastic/1/asked", f"{axis_comm}\n")
         deadline = time.monotonic() + 10
         for rank in (0, 1):  # each beats twice more, and so has looked
             for _ in range(2):
@@ -403,13 +403,13 @@ def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Start) -> 
 
     def dies(tell: Callable[[Any], None]) -> Any:
         if when == "asking":
-            of_newcomer = Roster.of_newcomer
+            of_newcomer = Membership.of_newcomer
 
             def ask(*args: Any) -> Any:
                 of_newcomer(*args)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            Roster.of_newcomer = ask  # type: ignore[assignment, method-assign]
+            Membership.of_newcomer = ask  # type: ignore[assignment, method-assign]
         resets = [lambda world: os.kill(os.getpid(), signal.SIGKILL)]
         return ltx.elastic(*make(), batch, START, epochs=EPOCHS, on_reset=resets)
 
@@ -433,14 +433,14 @@ def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: 
     """It came to the meeting, so that the others try to make a world with it, whose timeout is 20 s."""
 
     def dies(tell: Callable[[Any], None]) -> Any:
-        take_over = Roster._take_over
+        take_over = Membership._take_over
 
-        def take(self: Roster, *args: Any) -> Any:
+        def take(self: Membership, *args: Any) -> Any:
             if ltx.world().rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return take_over(self, *args)
 
-        Roster._take_over = take  # type: ignore[method-assign]
+        Membership._take_over = take  # type: ignore[method-assign]
         return training(trouble)(tell)
 
     def trouble(first: int, steps: int) -> None:
@@ -461,16 +461,16 @@ def test_a_rank_that_comes_to_the_meeting_and_dies_isnt_waited_for(started: Star
     """Rank 1 comes and dies; rank 2 comes later; the limit of 60 s isn't waited for."""
 
     def dies(tell: Callable[[Any], None]) -> Any:
-        come = Meeting.come
+        come = Regroup.come
 
-        def comes(self: Meeting, seat: Any) -> None:
+        def comes(self: Regroup, member: Any) -> None:
             if ltx.world().rank == 2:
                 time.sleep(1.0)
-            come(self, seat)
+            come(self, member)
             if ltx.world().rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        Meeting.come = comes  # type: ignore[method-assign]
+        Regroup.come = comes  # type: ignore[method-assign]
         return training(trouble)(tell)
 
     def trouble(first: int, steps: int) -> None:

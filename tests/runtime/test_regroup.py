@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ltx.runtime.placement import Placement
-from ltx.runtime.regroup import Decision, Meeting, Seat
+from ltx.runtime.regroup import Decision, Member, Regroup
 
 # Two nodes of two and three ranks.
 NODES = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
@@ -28,7 +28,7 @@ def met(
     gone: Sequence[int] = (),
     limit_s: float = 30.0,
     declined: Sequence[int] = (),
-    newcomers: Mapping[int, Seat] = MappingProxyType({}),
+    newcomers: Mapping[int, Member] = MappingProxyType({}),
     dropped: set[int] | None = None,
     **kwargs: Any,
 ) -> dict[int, Placement | None]:
@@ -38,26 +38,26 @@ def met(
     """
     store = dist.HashStore()  # type: ignore[attr-defined]
     for rank in declined:
-        Meeting(store, 1).decline(rank)
-    for who, seat in newcomers.items():
+        Regroup(store, 1).decline(rank)
+    for who, member in newcomers.items():
         if who in come:
-            Meeting(store, 1).come(seat)
+            Regroup(store, 1).come(member)
 
     def hold(rank: int) -> Placement | None:
         asking = lambda: list(newcomers)  # noqa: E731
-        seat = Seat.of(rank, place(rank))
-        decision = Meeting(store, 1).hold(seat, range(5), lambda some: gone, limit_s, asking=asking, **kwargs)
-        return decision.place(rank, place(rank)) if rank in decision.members else None
+        member = Member.of(rank, place(rank))
+        decision = Regroup(store, 1).hold(member, range(5), lambda some: gone, limit_s, asking=asking, **kwargs)
+        return decision.place(rank, place(rank)) if rank in decision.numbers else None
 
     members = [who for who in come if who < 5]
     with ThreadPoolExecutor(len(members)) as threads:
         found = dict(zip(members, threads.map(hold, members), strict=True))
-    decision = Meeting(store, 1).decision()
+    decision = Regroup(store, 1).decision()
     assert decision is not None
-    assert decision.known >= {*range(5), *decision.members}
-    (set() if dropped is None else dropped).update(decision.known - {*range(5), *decision.members})
+    assert decision.known >= {*range(5), *decision.numbers}
+    (set() if dropped is None else dropped).update(decision.known - {*range(5), *decision.numbers})
     for who in newcomers:
-        found[who] = decision.place(who, NEW) if who in decision.members else None
+        found[who] = decision.place(who, NEW) if who in decision.numbers else None
     return found
 
 
@@ -98,19 +98,19 @@ def test_who_lives_and_doesnt_come_is_waited_for_until_the_limit() -> None:
 
 def test_who_comes_too_late_is_told() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    seats = [Seat.of(rank, place(rank)) for rank in range(5)]
-    alone = Meeting(store, 7).hold(seats[0], range(5), lambda some: [1, 2, 3, 4], 30)
-    assert alone.members == [0]
-    assert Meeting(store, 7).hold(seats[3], range(5), lambda some: (), 30) == alone
+    members = [Member.of(rank, place(rank)) for rank in range(5)]
+    alone = Regroup(store, 7).hold(members[0], range(5), lambda some: [1, 2, 3, 4], 30)
+    assert alone.numbers == [0]
+    assert Regroup(store, 7).hold(members[3], range(5), lambda some: (), 30) == alone
 
 
 def test_who_has_come_and_died_isnt_waited_for_and_doesnt_go_on() -> None:
     """Rank 4 has come, and then it dies; so rank 1 is the last that is waited for."""
     store, dead = dist.HashStore(), set[int]()  # type: ignore[attr-defined]
-    Meeting(store, 1).come(Seat.of(4, place(4)))
+    Regroup(store, 1).come(Member.of(4, place(4)))
 
     def hold(rank: int) -> Decision:
-        return Meeting(store, 1).hold(Seat.of(rank, place(rank)), range(5), lambda some: dead, 30)
+        return Regroup(store, 1).hold(Member.of(rank, place(rank)), range(5), lambda some: dead, 30)
 
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(hold, 0)
@@ -119,37 +119,37 @@ def test_who_has_come_and_died_isnt_waited_for_and_doesnt_go_on() -> None:
         dead.update({2, 3, 4})
         time.sleep(0.1)
         assert not first.done()
-        assert hold(1).members == first.result().members == [0, 1]
+        assert hold(1).numbers == first.result().numbers == [0, 1]
 
 
-def seat(who: int, host: str = "elsewhere", local_rank: int = 0) -> Seat:
-    return Seat(who, -1, local_rank, host)
+def member(who: int, host: str = "elsewhere", local_rank: int = 0) -> Member:
+    return Member(who, -1, local_rank, host)
 
 
 def test_newcomers_come_last_on_their_hosts_nodes() -> None:
     here = platform.node()
-    newcomers = {7: seat(7), 8: seat(8), 9: seat(9, here, 5), 11: seat(11, "third", 1)}
+    newcomers = {7: member(7), 8: member(8), 9: member(9, here, 5), 11: member(11, "third", 1)}
     places = summary(met([*range(5), 7, 8, 9, 11], newcomers=newcomers))
     assert places[4] == (4, 9, 2, 3, 1, 4)
     assert places[7] == (5, 9, 0, 2, 2, 4)
     assert places[8] == (6, 9, 1, 2, 2, 4)  # its local rank was taken
     assert places[9] == (7, 9, 5, 3, 0, 4)  # this host is taken for the first of those that have its name
     assert places[11] == (8, 9, 1, 1, 3, 4)
-    found = met([0, 1, 7], gone=[2, 3, 4], newcomers={7: seat(7)})[7]
+    found = met([0, 1, 7], gone=[2, 3, 4], newcomers={7: member(7)})[7]
     assert found == Placement("join", 2, 3, 0, 1, 1, 2, ("10.0.0.1", 29500))
 
 
 def test_newcomers_that_are_lost_or_dont_come_are_left_behind() -> None:
-    newcomers, dropped = {7: seat(7), 8: seat(8), 9: seat(9)}, set[int]()
+    newcomers, dropped = {7: member(7), 8: member(8), 9: member(9)}, set[int]()
     places = met([*range(5), 7, 8], gone=[8, 9], newcomers=newcomers, dropped=dropped)
     assert dropped == {8, 9}
     assert places[7] is not None
     assert places[7].size == 6
-    assert met(range(5), limit_s=0.3, newcomers={7: seat(7)})[7] is None
+    assert met(range(5), limit_s=0.3, newcomers={7: member(7)})[7] is None
 
 
 def test_there_isnt_room_for_all_newcomers() -> None:
-    newcomers, dropped = {7: seat(7), 8: seat(8), 9: seat(9)}, set[int]()
+    newcomers, dropped = {7: member(7), 8: member(8), 9: member(9)}, set[int]()
     room: Any = lambda here, asking: min(6 - here, asking)  # noqa: E731
     places = summary(met([*range(5), 7, 8], newcomers=newcomers, dropped=dropped, room=room))
     assert places[7] is not None

@@ -58,11 +58,11 @@ SCRIPTS = {
         [(5, "DeadlockDetectedError False"), (5, "KeyError False")],
     ),
     "an exception on one rank with a collective under way that the other never joins": (
-        "from ltx.wire import resolve\n"
+        "from ltx.comm import resolve\n"
         "init(timeout=timeout)\n"
         "total()\n"
         "if world().rank == 0:\n"
-        "    ticket = resolve(None).backing.line.background.issue('sum', torch.ones(3), 'pending')\n"
+        "    work = resolve(None).backing.comm.background.issue('psum', torch.ones(3), 'pending')\n"
         "    raise KeyError('mine')\n"
         "try:\n"
         "    total()\n"
@@ -146,11 +146,11 @@ def test_what_is_under_way_in_the_background_is_joined_at_the_end(ahead: int) ->
         "    state = train.init(torch.zeros(3))\n"
         "    def begun():\n"
         "        return sum(event.label == 'background 0' for event in trace.events)\n"
-        "    with ltx.record() as trace:\n"
+        "    with ltx.profile.record() as trace:\n"
         f"        while begun() < 3 + (here.rank == {ahead}):\n"
         "            state, _ = train(state, torch.ones(3))\n"
         "try:\n"
-        "    state.pending.mean.land()\n"
+        "    state.pending.mean.wait()\n"
         "except ltx.errors.AxisError as error:\n"
         "    print('given up' in str(error))"
     )

@@ -68,13 +68,13 @@ def test_ranks_go_at_their_own_pace_and_end_together(n: int, ranks: Ranks) -> No
 
         train, results = trainer(ALWAYS, held_up), []
         state = train.init(start())
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             for steps in (5 * rank + 3, 2 * (n - rank)):  # after the first settling the others are the slow ones
                 for step in range(steps):
                     state, metrics = train(state, torch.tensor(float(rank + 1)))
                     if rank < n - 1 and not results and step == steps - 1:
                         ltx.barrier()
-                state = train.settle(state)
+                state = train.finish(state)
                 results.append((went(state), state.pending, state.step))
         return results, rounds_of(trace), metrics.loss.item()
 
@@ -109,8 +109,8 @@ def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
 
         train = trainer(AsyncAveraging(sync_interval_ms=0, hierarchical=True, node_size=2), held_up)
         state, same, results = train.init(start()), True, []
-        mates = ltx.axis.inner(ltx.wire.resolve(None), 2)
-        with ltx.record() as trace:
+        mates = ltx.axis.inner(ltx.comm.resolve(None), 2)
+        with ltx.profile.record() as trace:
             for steps in (5 * place + 3, 2 * (2 - place)):  # after the first settling the first node is the slow one
                 for step in range(steps):
                     state, metrics = train(state, torch.tensor(float(rank + 1)))
@@ -118,7 +118,7 @@ def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
                     same = same and torch.equal(both[0], both[1])
                     if place == 0 and not results and step == steps - 1:
                         ltx.barrier()
-                state = train.settle(state)
+                state = train.finish(state)
                 results.append(went(state))
         return results, rounds_of(trace), metrics.loss.item(), same
 
@@ -144,12 +144,12 @@ def test_rounds_keep_their_distance(ranks: Ranks) -> None:
     def run() -> tuple[int, int, bool]:
         train = trainer(AsyncAveraging(sync_interval_ms=3.6e6))
         state = train.init(start())
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             for _ in range(5):
                 state, _ = train(state, torch.tensor(1.0))
             before = rounds_of(trace)
             kept = pickle.loads(pickle.dumps(state))
-            state = train.settle(state)
+            state = train.finish(state)
         return before, rounds_of(trace), kept.pending is None and isinstance(state.params["w"], Tensor)
 
     assert ranks(2).run(run).replicated() == (1, 2, True)
@@ -164,7 +164,7 @@ def test_warm_up_is_together(ranks: Ranks) -> None:
             state, metrics = train(state, torch.tensor(rank + 1.0))
             losses.append(metrics.loss.item())
             at.append(went(state)["b"].item())
-        train.settle(state)
+        train.finish(state)
         return losses, at
 
     (losses, at), (losses_1, at_1) = ranks(2).run(run)
@@ -187,7 +187,7 @@ def test_all_kinds_of_leaves(ranks: Ranks) -> None:
         state = train.init(params)
         for _ in range(3 + rank):
             state, _ = train(state, torch.tensor(100.0 * rank, dtype=torch.float64))
-        return train.settle(state).params
+        return train.finish(state).params
 
     mine, theirs = ranks(2).run(run)
     for name, x in mine.items():
@@ -217,7 +217,7 @@ def test_a_rank_may_fail_alone_and_do_its_step_again(ranks: Ranks) -> None:
                     train(state, torch.tensor(1.0))
                 fails[0] = False
             state, _ = train(state, torch.tensor(rank + 1.0))
-        return went(train.settle(state))["b"]
+        return went(train.finish(state))["b"]
 
     for b in ranks(2).run(run):
         torch.testing.assert_close(b.item(), -LR * 1.5 * 6, rtol=0, atol=1e-9)
@@ -232,7 +232,7 @@ def test_it_goes_with_debug_checks_and_accumulation(ranks: Ranks) -> None:
             state = train.init(start())
             for _ in range(2 + 2 * rank):
                 state, _ = train(state, torch.full((4,), rank + 1.0))
-            return went(train.settle(state))["b"]
+            return went(train.finish(state))["b"]
 
     for b in ranks(2).run(run):
         torch.testing.assert_close(b.item(), -LR * (2 * 1 + 4 * 2) / 2, rtol=0, atol=1e-9)
@@ -257,7 +257,7 @@ def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
                 state, _ = train(state, torch.tensor(1.0))
             except PeerLostError as error:
                 said.append(str(error))
-        for again in (lambda: train(state, torch.tensor(1.0)), lambda: train.settle(state)):
+        for again in (lambda: train(state, torch.tensor(1.0)), lambda: train.finish(state)):
             with pytest.raises(PeerLostError):
                 again()
         assert all(torch.equal(before[name], x) for name, x in state.params.items())
@@ -303,7 +303,7 @@ def test_a_world_of_one_has_nobody_to_average_with() -> None:
     for _ in range(3):
         state, _ = train(state, torch.tensor(2.0))
         assert state.pending is None
-    torch.testing.assert_close(train.settle(state).params["b"].item(), 0.5 - 3 * LR * 2.0)
+    torch.testing.assert_close(train.finish(state).params["b"].item(), 0.5 - 3 * LR * 2.0)
 
 
 # --- on a schedule ---------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def on_processes(strategy: ltx.Strategy, seed: int, steps: int) -> tuple[list[di
         state, _ = train(state, torch.tensor(x[rank]), torch.tensor(y[rank]))
         assert isinstance(state.pending, Round)
         history.append({k: v.clone() for k, v in state.params.items()})
-    return history, train.settle(state).params
+    return history, train.finish(state).params
 
 
 @pytest.mark.full
@@ -353,7 +353,7 @@ def test_simulated_ranks_keep_the_round_in_their_state(seed: int) -> None:
         for rank, params in enumerate(expected[step]):
             for name, x in state.params.items():
                 np.testing.assert_allclose(x[rank].numpy(), params[name], 1e-9, 1e-9)
-    settled = ltx.vmap(train.settle)(state)
+    settled = ltx.vmap(train.finish)(state)
     assert settled.sync_state.leaves == {}
     for name, x in settled.params.items():
         assert (x == x[0]).all()

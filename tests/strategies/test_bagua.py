@@ -48,16 +48,16 @@ def test_repr_says_what_differs_from_the_defaults() -> None:
 def test_all_that_a_strategy_does_is_the_algorithms() -> None:
     """Whatever is added to the contract must be passed on."""
     # What the algorithm does by itself, and what it is given.
-    own = {"exchange", "meet", "sizes", "grouping", "auto_sizes", "auto_hook", "with_choice"}
+    own = {"exchange", "negotiate", "sizes", "grouping", "auto_sizes", "auto_hook", "with_choice"}
     contract = {name for name, value in vars(ltx.Strategy).items() if callable(value) or isinstance(value, property)}
     assert {name for name in contract if not name.startswith("_")} - own <= set(vars(ltx.BaguaStrategy))
 
 
 def test_replace_changes_the_algorithm_too() -> None:
     strategy = dataclasses.replace(ltx.BaguaStrategy("decentralized"), communication_interval=3)
-    assert strategy.talks_besides
+    assert strategy.communicates_besides
     assert strategy.inner.communication_interval == 3
-    assert dataclasses.replace(strategy, algorithm="low_precision_decentralized").talks_late(3)
+    assert dataclasses.replace(strategy, algorithm="low_precision_decentralized").communicates_after_update(3)
     with pytest.raises(StrategyError, match="has no field 'communication_interval'"):
         dataclasses.replace(strategy, algorithm="bytegrad")
 
@@ -183,8 +183,8 @@ def recorded(strategy: ltx.BaguaStrategy) -> tuple[bool, int, list[tuple[str, in
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
     state = train.init(params)
     state, _ = train(state, torch.ones(1000))
-    said = ltx.explain(train, state)
-    with ltx.record() as trace:
+    said = ltx.profile.explain(train, state)
+    with ltx.profile.record() as trace:
         train(state, torch.ones(1000))
     return said.matches(trace), said.bytes, [(e.operation, e.nbytes) for e in trace.buckets]
 
@@ -194,12 +194,12 @@ def test_a_node_sends_as_much_to_others_as_one_rank_would(ranks: Ranks) -> None:
     """Of float32: a rank gets half of its node's sum, shares it with the other node, gives its node the result."""
     nodes = {"hierarchical": True, "node_size": 2}
     for algorithm, among in (
-        ("gradient_allreduce", [("sum", 2000)]),
+        ("gradient_allreduce", [("psum", 2000)]),
         # A grid of two numbers and a byte for each of 250, to the other node; and the same back.
-        ("bytegrad", [("exchange", 258), ("all_gather", 258)]),
+        ("bytegrad", [("all_to_all", 258), ("all_gather", 258)]),
     ):
         for matches, said, issued in ranks(4).run(recorded, ltx.BaguaStrategy(algorithm, **nodes)):
-            assert issued == [("reduce_scatter", 2000), *among, ("all_gather", 2000)]
+            assert issued == [("psum_scatter", 2000), *among, ("all_gather", 2000)]
             assert said == sum(nbytes for _, nbytes in issued)
             assert matches
 

@@ -38,13 +38,13 @@ def trained(row: Row, problem: Problem, reload_at: int = -1, **kwargs: Any) -> t
     """On one rank: (its parameters after each step, once settled in the end; its last state, what went out)"""
     train, rank = trainer(row, **kwargs), int(ltx.axis_index())
     state, history = train.init(tensors(problem.start)), []
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         for step in range(problem.steps):
             if step == reload_at:
                 state = pickle.loads(pickle.dumps(state))
             state, _ = train(state, torch.tensor(problem.x[step, rank]), torch.tensor(problem.y[step, rank]))
             history.append({name: x.clone() for name, x in state.params.items()})
-    state = train.settle(state)
+    state = train.finish(state)
     return history, (state.params, state.opt_state, state.sync_state), [e.label for e in trace.events]
 
 
@@ -68,9 +68,9 @@ def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, s
     if row.replicated:  # to the last bit
         for history, _, _ in results:
             assert all(torch.equal(a[k], b[k]) for a, b in zip(history, results.rank(0)[0], strict=True) for k in a)
-        assert row.strategy.kinds.params == "replicated"
+        assert row.strategy.layout.params == "replicated"
     else:
-        assert row.strategy.kinds.params == "per_rank"
+        assert row.strategy.layout.params == "per_rank"
 
 
 @pytest.mark.full(but=1)

@@ -23,7 +23,7 @@ VALUES = [
     ltx.DDPStrategy(comm_wrapper="bf16", comm_hook=hooks.PowerSGD(rank=2), start_method="spawn"),
     ltx.DDPStrategy(comm_wrapper=hooks.error_feedback, comm_hook=hooks.ByteGrad()),
     ltx.DDPStrategy(comm_hook="auto", bucket_bytes="auto"),
-    ltx.DDPStrategy(comm_hook="auto", network=ltx.Network(bandwidth=1e9, latency=1e-4)),
+    ltx.DDPStrategy(comm_hook="auto", network=ltx.profile.Network(bandwidth=1e9, latency=1e-4)),
 ]
 
 
@@ -70,12 +70,12 @@ def test_wrappers() -> None:
 def test_models_are_averaged_only_where_asked_for() -> None:
     plain, averaging = VALUES[0], ltx.DDPStrategy(model_averaging_period=4, start_local_sgd_step=100)
     assert not plain.stateful
-    assert not plain.talks_besides
-    assert not any(map(plain.talks_late, range(200)))
-    assert plain.kinds.params == plain.kinds.opt_state == "replicated"
+    assert not plain.communicates_besides
+    assert not any(map(plain.communicates_after_update, range(200)))
+    assert plain.layout.params == plain.layout.opt_state == "replicated"
     assert averaging.stateful
-    assert averaging.talks_besides
-    assert averaging.kinds.params == averaging.kinds.opt_state == "per_rank"
+    assert averaging.communicates_besides
+    assert averaging.layout.params == averaging.layout.opt_state == "per_rank"
 
 
 def test_repr() -> None:
@@ -124,7 +124,7 @@ OR_AUTO = BYTES.replace(",", ' or "auto",')
         ({"bucket_bytes": True}, f"DDPStrategy.bucket_bytes {OR_AUTO} True."),
         ({"bucket_bytes": "large"}, f"DDPStrategy.bucket_bytes {OR_AUTO} 'large'."),
         ({"first_bucket_bytes": "auto"}, f"DDPStrategy.first_bucket_bytes {BYTES} 'auto'."),
-        ({"network": 1e9}, "DDPStrategy.network must be an ltx.Network or None, got 1000000000.0."),
+        ({"network": 1e9}, "DDPStrategy.network must be an ltx.profile.Network or None, got 1000000000.0."),
         ({"first_bucket_bytes": "1 MiB"}, f"DDPStrategy.first_bucket_bytes {BYTES} '1 MiB'."),
         ({"timeout": 60}, "DDPStrategy.timeout must be a positive datetime.timedelta, got 60."),
         (

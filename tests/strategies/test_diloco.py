@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import hooks, wire
+from ltx import comm, hooks
 from ltx.errors import StrategyError
 from ltx.strategies.diloco import cut
 
@@ -38,7 +38,7 @@ def trained(strategy: ltx.Strategy, steps: int = 12, dtype: torch.dtype = torch.
     train, generator = trainer(strategy, **kwargs), torch.Generator().manual_seed(int(ltx.axis_index()))
     state, issued = train.init(start(dtype)), []
     for _ in range(steps):
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             state, _ = train(state, torch.randn((), generator=generator, dtype=dtype))
         issued.append([(event.label, event.nbytes) for event in trace.events])
     return state, issued
@@ -110,7 +110,7 @@ def test_every_fragment_is_due_once_a_period_and_alone(_: int, seed: int) -> Non
         due = [j for j in range(k) if (step + 1 + j * period // k) % period == 0]
         assert len(due) <= 1
         assert strategy.due(step) == (due[0] if due else None)
-        assert strategy.talks_late(step) == bool(due)
+        assert strategy.communicates_after_update(step) == bool(due)
 
 
 @pytest.mark.parametrize("_", range(20))
@@ -130,7 +130,7 @@ def ring(nbytes: int, n: int) -> int:
 
 def test_bytes(ranks: Ranks) -> None:
     """Two fragments: (a, b) of 48 numbers and (c, d) of 48; at most half of the model at a time."""
-    n, header = 2, ring(wire.HEADER_BYTES, 2)
+    n, header = 2, ring(comm.SUMMARY_BYTES, 2)
     for fragments, expected in (
         (1, [0, 0, 0, ring(4 * 96, n) + header]),
         (2, [0, ring(4 * 48, n) + header] * 2),
@@ -143,7 +143,7 @@ def test_eight_bits_are_a_quarter(ranks: Ranks) -> None:
     plain = ranks(2).run(trained, ltx.DiLoCoStrategy(4)).rank(0)[1]
     coded = ranks(2).run(trained, ltx.DiLoCoStrategy(4, outer_hook=hooks.ByteGrad())).rank(0)[1]
     assert [bool(step) for step in coded] == [bool(step) for step in plain] == [False, False, False, True] * 3
-    header, grids = ring(wire.HEADER_BYTES, 2), 2 * 8  # a grid a message: centre and step
+    header, grids = ring(comm.SUMMARY_BYTES, 2), 2 * 8  # a grid a message: centre and step
     assert sum(nbytes for _, nbytes in coded[3]) - header - grids == ring(96, 2)
     assert sum(nbytes for _, nbytes in plain[3]) - header == ring(4 * 96, 2)
 
@@ -164,8 +164,8 @@ def test_anchors_are_the_same_everywhere_and_residuals_arent(ranks: Ranks) -> No
         assert state["anchor"].equal(theirs["anchor"])
         assert state["velocity"].equal(theirs["velocity"])
         assert not state["residual"].equal(theirs["residual"])
-    assert one.kinds.sync_state == "per_rank"
-    assert ltx.DiLoCoStrategy(4).kinds.sync_state == "replicated"
+    assert one.layout.sync_state == "per_rank"
+    assert ltx.DiLoCoStrategy(4).layout.sync_state == "replicated"
 
 
 def test_updates_bucket_by_bucket_give_the_same(ranks: Ranks) -> None:

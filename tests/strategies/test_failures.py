@@ -91,5 +91,5 @@ def test_a_rank_may_fail_alone_in_a_step_without_talk(torn: Torn) -> None:
 def test_settle_gives_back_what_has_nothing_under_way() -> None:
     train = trainer(LocalSGD())
     state = train.init(problem(1)[0])
-    assert train.settle(state) is not None
-    assert train.settle(state).params["w"].equal(state.params["w"])
+    assert train.finish(state) is not None
+    assert train.finish(state).params["w"].equal(state.params["w"])

@@ -61,7 +61,7 @@ def sent(algorithm: str, steps: int = 4, **fields: Any) -> list[list[tuple[str, 
     train, issued = trainer(algorithm, **fields), []
     state = train.init(start)
     for step in range(steps):
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             state, _ = train(state, *(torch.tensor(a[step, rank]).float() for a in (problem.x, problem.y)))
         issued.append([(e.channel, e.operation, e.nbytes) for e in trace.events if " " in e.label])
     return issued
@@ -72,12 +72,12 @@ NUMEL, TAG = 1016, 40
 
 def test_shift_one_sends_each_parameter_once(ranks: Ranks) -> None:
     for issued in ranks(4).run(sent, "decentralized", peer_selection_mode="shift_one", communication_interval=2):
-        assert issued == [[("buckets 0", "permute", 4 * (NUMEL + TAG))], []] * 2
+        assert issued == [[("buckets 0", "ppermute", 4 * (NUMEL + TAG))], []] * 2
 
 
 def test_all_is_one_all_reduce(ranks: Ranks) -> None:
     for issued in ranks(2).run(sent, "decentralized"):
-        assert issued == [[("buckets 0", "sum", 4 * (NUMEL + TAG))]] * 4
+        assert issued == [[("buckets 0", "psum", 4 * (NUMEL + TAG))]] * 4
 
 
 def test_a_node_gossips_as_one(ranks: Ranks) -> None:
@@ -85,8 +85,8 @@ def test_a_node_gossips_as_one(ranks: Ranks) -> None:
     half = 2 * (NUMEL + TAG)
     for issued in ranks(4).run(sent, "decentralized", peer_selection_mode="shift_one", steps=1, **NODES):
         assert [(operation, nbytes) for _, operation, nbytes in issued[0]] == [
-            ("reduce_scatter", half),
-            ("permute", half),
+            ("psum_scatter", half),
+            ("ppermute", half),
             ("all_gather", half),
         ]
 
@@ -95,15 +95,15 @@ def test_a_node_gossips_as_one(ranks: Ranks) -> None:
 def test_low_precision_sends_two_messages_of_a_quarter(n: int, messages: int, ranks: Ranks) -> None:
     for issued in ranks(n).run(sent, "low_precision_decentralized", communication_interval=3):
         steps = [[(operation, nbytes) for _, operation, nbytes in step] for step in issued]
-        assert steps == [[("permute", NUMEL + 8)] * messages, [], [], [("permute", NUMEL + 8)] * messages]
+        assert steps == [[("ppermute", NUMEL + 8)] * messages, [], [], [("ppermute", NUMEL + 8)] * messages]
 
 
 def test_low_precision_by_node(ranks: Ranks) -> None:
     for issued in ranks(4).run(sent, "low_precision_decentralized", steps=1, **NODES):
         message = NUMEL // 2 + 8
         assert [(operation, nbytes) for _, operation, nbytes in issued[0]] == [
-            ("reduce_scatter", 2 * NUMEL),
-            ("permute", message),
+            ("psum_scatter", 2 * NUMEL),
+            ("ppermute", message),
             ("all_gather", 2 * message),  # the node's own, and the other one's
         ]
 

@@ -156,7 +156,7 @@ def test_calls_in_between_send_nothing_and_leave_parameters_alone(op: str, ranks
         state, seen = train.init(params_of()), []
         for batch in x:
             before = state.params["w"].clone()
-            with ltx.record() as trace:
+            with ltx.profile.record() as trace:
                 state, _ = train(state, batch[ltx.axis_index()])
             seen.append((not trace.events, torch.equal(before, state.params["w"])))
         return [*seen, (state.step == 5, state.opt_state.count == 2)]
@@ -227,7 +227,7 @@ def test_adasum_moves_by_the_adaptive_sum_of_steps(ranks: Ranks) -> None:
         state, metrics = train(train.init(params_of()), mine)
         grads = torch.func.grad(loss)(params_of(), mine)
         moved = {k: p - 0.1 * ltx.adasum(grads[k]) for k, p in params_of().items()}
-        return state.params, moved, ltx.tree.flatten(state.opt_state)[0], state.kinds.opt_state, metrics.loss
+        return state.params, moved, ltx.tree.flatten(state.opt_state)[0], state.layout.opt_state, metrics.loss
 
     results = ranks(2).run(run)
     for params, moved, _, kind, _ in results:
@@ -264,7 +264,7 @@ def buckets_of(groups: Any, **fields: Any) -> list[tuple[str, ...]]:
     names = ("z", "y", "x", "w", "v")  # in the order of the forward pass
     params = {name: torch.zeros(8) for name in names}
     step = ltx.data_parallel(lambda p: sum(x.sum() for x in p.values()), ltx.HorovodStrategy(groups=groups, **fields))
-    return [bucket.paths for bucket in ltx.explain(step, params, world=2).buckets]
+    return [bucket.paths for bucket in ltx.profile.explain(step, params, world=2).buckets]
 
 
 def test_groups_are_buckets() -> None:

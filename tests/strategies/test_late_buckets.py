@@ -1,4 +1,4 @@
-"""Late strategies with overlap="update", which talk about a bucket as soon as its gradients are there.
+"""UpdateThenSend strategies with overlap="update", which talk about a bucket as soon as its gradients are there.
 
 What they come to is held equal, bit for bit, to what the same strategy does with whole steps.
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import DeadlockDetectedError, TornStateError, UnsupportedError
+from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from ltx.runtime.pool import Pool
-from ltx.transforms.landing import Done
-from ltx.transforms.late_landing import Late
+from ltx.training.backward_update import BackwardResult
+from ltx.training.update_then_send import UpdateThenSend
 from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
 Ranks = Callable[[int], Pool]
@@ -37,15 +37,15 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
 
     def run(donate: bool, overlap: Overlap) -> tuple[int, list[Tensor]]:
         torch.manual_seed(seed)
-        steps, by_buckets = 0, Late.run
+        steps, by_buckets = 0, UpdateThenSend.run
 
-        def counted(late: Late, total: Tensor) -> tuple[Done, Tensor]:
+        def counted(late: UpdateThenSend, total: Tensor) -> tuple[BackwardResult, Tensor]:
             nonlocal steps
             steps += 1
             return by_buckets(late, total)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Late, "run", counted)
+            patch.setattr(UpdateThenSend, "run", counted)
             tensors = trained(strategy, lambda rank: donate, make(), overlap, **more)
         return steps, tensors
 
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_torn(
             told = type(error).__name__
         try:
             told += f", {len(state.params)} parameters"
-        except TornStateError as error:
+        except InvalidStateError as error:
             told += f", {error}"
         state = train.init(params)
         for x in inputs:
@@ -169,7 +169,7 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_torn(
     expected = torn(undisturbed)
     (first, mine), (second, theirs) = torn(run, sockets=sockets)
     assert first.startswith("DeadlockDetectedError"), first
-    assert second.startswith("BrokenError, this TrainState (step 0) is torn"), second
+    assert second.startswith("BrokenError, this TrainState (step 0) is invalid"), second
     for whole, found in zip(expected, (mine, theirs), strict=True):
         torch.testing.assert_close(whole, found, rtol=0, atol=0)
 
@@ -273,8 +273,8 @@ def test_explain_says_what_is_sent(
         train = ltx.train_step(step, adam(), overlap=overlap)
         state, wrong, sent, headers = train.init(params), [], 0, 0
         for x in inputs[:2]:
-            said = ltx.explain(train, state)
-            with ltx.record() as trace:
+            said = ltx.profile.explain(train, state)
+            with ltx.profile.record() as trace:
                 state, _ = train(state, x[ltx.world().rank])
             if not said.matches(trace):
                 wrong.append(f"{said}\n{trace.events}")

@@ -11,10 +11,10 @@ import torch
 
 import ltx
 from ltx.errors import StrategyError
-from ltx.transforms.fitting import check_overlap
+from ltx.training.validation import check_overlap
+from tests.comm.conftest import OnFreshAxis
 from tests.strategies.problem import loss, make_problem
 from tests.strategies.table import ROWS
-from tests.wire.conftest import OnFreshAxis
 
 Overlap = Literal["backward", "update", "step"]
 
@@ -43,8 +43,8 @@ def _live() -> Counter[str]:
     Shapes aren't counted, of which there are logs of bounded length.
     """
     gc.collect()
-    kinds = (type(thing) for thing in gc.get_objects())
-    ours = (kind for kind in kinds if kind.__module__.startswith(("ltx", "torch")) and kind is not torch.Size)
+    layout = (type(thing) for thing in gc.get_objects())
+    ours = (kind for kind in layout if kind.__module__.startswith(("ltx", "torch")) and kind is not torch.Size)
     return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in ours)
 
 
@@ -65,7 +65,7 @@ def _grown(overlap: Overlap, seed: int, steps: int) -> dict[str, dict[str, int]]
         for _ in range(steps):
             state, _ = train(state, x, y)
         after = _live()
-        train.settle(state)
+        train.finish(state)
         more = {kind: count - before[kind] for kind, count in after.items()}
         grown[name] = {kind: count for kind, count in more.items() if count > steps // 10}
     gc.unfreeze()
@@ -76,7 +76,7 @@ def _assert_nothing_left(by_rank: Any, overlap: Overlap) -> None:
     for grown in by_rank:
         assert {"ddp", "horovod"} < set(grown)
         assert ("zero" in grown) == (overlap != "step")
-        assert {name: kinds for name, kinds in grown.items() if kinds} == {}
+        assert {name: layout for name, layout in grown.items() if layout} == {}
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
-from ltx import hooks, wire
+from ltx import comm, hooks
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests.strategies.test_failures import Torn, fails_once, undisturbed
 
@@ -49,7 +49,7 @@ def test_the_schedule_is_that_of_torchs_averager(_: int, seed: int, monkeypatch:
     ddp = ltx.DDPStrategy(model_averaging_period=period, start_local_sgd_step=warmup)
     for step, group in enumerate(theirs):
         assert mine.group(step, 8) == (1 if group is None else 8)
-        assert mine.talks_late(step) == ddp.talks_late(step) == (group is not None)
+        assert mine.communicates_after_update(step) == ddp.communicates_after_update(step) == (group is not None)
         assert (mine.hook(step) is None) == (ddp.hook(step) is None) == (step >= warmup)
 
 
@@ -63,7 +63,7 @@ def test_the_hierarchical_schedule_is_that_of_torchs_averager(
     theirs = groups_of(HierarchicalModelAverager(OrderedDict(levels), warmup, process_group=8), 60, monkeypatch)
     mine = ltx.LocalSGDStrategy(levels, warmup)
     assert [mine.group(step, 8) for step in range(60)] == [group or 1 for group in theirs]
-    assert [mine.talks_late(step) for step in range(60)] == [group is not None for group in theirs]
+    assert [mine.communicates_after_update(step) for step in range(60)] == [group is not None for group in theirs]
 
 
 # --- torch's own run -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def sent(
     train, generator = trainer(strategy, **kwargs), torch.Generator().manual_seed(int(ltx.axis_index()))
     state, issued, losses = train.init(PARAMS), [], []
     for _ in range(steps):
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             state, metrics = train(state, torch.randn(4, generator=generator))
         issued.append([(event.label, event.nbytes) for event in trace.events])
         losses.append(metrics.loss)
@@ -159,7 +159,7 @@ def ring(nbytes: int, n: int) -> int:
 def test_local_steps_send_nothing_and_periods_send_the_parameters_once(n: int, ranks: Ranks) -> None:
     results = ranks(n).run(sent, ltx.LocalSGDStrategy(3, warmup_steps=2))
     _, issued, losses = results.rank(0)
-    header = ring(wire.HEADER_BYTES, n)
+    header = ring(comm.SUMMARY_BYTES, n)
     assert [sum(nbytes for _, nbytes in step) for step in issued[2:]] == [
         ring(4 * NUMEL, n) + header if step in (2, 5) else 0 for step in range(2, 8)
     ]
@@ -175,10 +175,10 @@ def in_nodes(strategy: ltx.Strategy) -> tuple[Params, list[Any], bool]:
     state, issued = train.init(PARAMS), []
     explained = True
     for step in range(4):
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             state, _ = train(state, torch.randn(4))
         issued.append([(event.label, event.nbytes) for event in trace.events])
-        explained = explained and ltx.explain(train, PARAMS, sync_step=step).matches(trace)
+        explained = explained and ltx.profile.explain(train, PARAMS, sync_step=step).matches(trace)
     return state.params, issued, explained
 
 
@@ -187,7 +187,7 @@ def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
     strategy = ltx.LocalSGDStrategy({2: 2, 3: 4}, subgroup=2)
     results = ranks(4).run(in_nodes, strategy)
     gradients = ("bucket 0", ring(4 * NUMEL, 2))
-    header, of_node = ring(wire.HEADER_BYTES, 4), ring(wire.HEADER_BYTES, 2)
+    header, of_node = ring(comm.SUMMARY_BYTES, 4), ring(comm.SUMMARY_BYTES, 2)
     for params, issued, explained in results:
         assert explained
         assert all(gradients in step for step in issued)

@@ -15,16 +15,16 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.strategies.update import Moment, Update, Updated
-from ltx.sync.exchange import Exchange
+from ltx.gradients.exchange import Exchange
+from ltx.strategies.update import StepInfo, Update, Updated
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
 STEPS, LR = 7, 0.1
 
 
-def mean_over(strategy: ltx.Strategy, params: Params, at: Moment) -> Params:
-    mean, _ = strategy.exchange(hooks.AllReduce(), list(params.values()), list(params), at).land()
+def mean_over(strategy: ltx.Strategy, params: Params, info: StepInfo) -> Params:
+    mean, _ = strategy.exchange(hooks.AllReduce(), list(params.values()), list(params), info).wait()
     return dict(zip(params, mean, strict=True))
 
 
@@ -37,11 +37,11 @@ class LocalSGD(ltx.Strategy):
     def hook(self, step: int) -> None:
         return None
 
-    def talks_late(self, step: int) -> bool:
+    def communicates_after_update(self, step: int) -> bool:
         return (step + 1) % self.period == 0
 
-    def after_update(self, params: Any, states: Any, at: Moment) -> Any:
-        return (mean_over(self, params, at) if (at.step + 1) % self.period == 0 else params), states
+    def after_update(self, params: Any, states: Any, info: StepInfo) -> Any:
+        return (mean_over(self, params, info) if (info.step + 1) % self.period == 0 else params), states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,11 @@ class Gossip(ltx.Strategy):
     def hook(self, step: int) -> None:
         return None
 
-    def begin(self, params: Params, states: Any, at: Moment, pending: Any) -> Exchange:
-        return self.exchange(hooks.AllReduce(), list(params.values()), list(params), at, background=True)
+    def begin(self, params: Params, states: Any, info: StepInfo, pending: Any) -> Exchange:
+        return self.exchange(hooks.AllReduce(), list(params.values()), list(params), info, background=True)
 
-    def update(self, update: Update, states: Any, at: Moment, pending: Exchange) -> Updated:
-        mean, _ = pending.land()
+    def update(self, update: Update, states: Any, info: StepInfo, pending: Exchange) -> Updated:
+        mean, _ = pending.wait()
         params, opt_state = replace(update, params=dict(zip(update.params, mean, strict=True))).apply()
         return Updated(params, opt_state, states)
 
@@ -75,10 +75,10 @@ class Anchored(LocalSGD):
     def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
         return {"anchor": param.clone()}
 
-    def after_update(self, params: Params, states: Any, at: Moment) -> Any:
-        if (at.step + 1) % self.period:
+    def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
+        if (info.step + 1) % self.period:
             return params, states
-        mean = mean_over(self, params, at)
+        mean = mean_over(self, params, info)
         anchors = {path: {"anchor": (state["anchor"] + mean[path]) / 2} for path, state in states.items()}
         return {path: state["anchor"] for path, state in anchors.items()}, anchors
 
@@ -201,7 +201,7 @@ def issued() -> list[list[str]]:
     train = trainer(LocalSGD())
     state, labels = train.init(params), []
     for x in inputs:
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             state, _ = train(state, x[ltx.world().rank])
         labels.append([event.label for event in trace.events])
     return labels

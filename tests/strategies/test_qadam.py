@@ -64,8 +64,8 @@ def sent(strategy: QAdam, optimizer: optim.Optimizer) -> tuple[list[int], list[b
     train = ltx.train_step(step, optimizer)
     state, nbytes, explained = train.init(params), [], []
     for _ in range(4):
-        explanation = ltx.explain(train, state)
-        with ltx.record() as trace:
+        explanation = ltx.profile.explain(train, state)
+        with ltx.profile.record() as trace:
             state, _ = train(state, torch.tensor(1.0 + int(ltx.axis_index())))
         nbytes.append(sum(event.nbytes for event in trace.buckets))
         explained.append(explanation.matches(trace))

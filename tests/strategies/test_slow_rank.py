@@ -38,7 +38,7 @@ def training(strategy: ltx.Strategy, slow: bool) -> Callable[[Callable[[Any], No
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
             state, _ = train(state, x, x.sin().sum(1))
             tell(state.step)
-        return values(train.settle(state))
+        return values(train.finish(state))
 
     return body
 

@@ -162,7 +162,7 @@ def sizes_on_a_rank(strategy: ltx.Strategy) -> tuple[int, int, dict[str, int]]:
     train = ltx.train_step(ltx.data_parallel(lambda p, x: ((x @ p["a"]) @ p["b"]).square().mean(), strategy), ADAMW)
     state = train.init({"a": torch.ones(60, 30), "b": torch.ones(30, 7)})
     before = elements(state.opt_state)
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         state, _ = train(state, torch.ones(4, 60))
     sent: dict[str, int] = {}
     for event in trace.events:
@@ -181,10 +181,10 @@ def test_each_rank_has_a_part_of_the_state_and_sends_what_ddp_sends(n: int, rank
     before, after, sent = ranks(n).run(sizes_on_a_rank, ltx.ZeroStrategy()).replicated()
     assert (before, after) == (2 * params // n,) * 2
     once = 4 * params * (n - 1) // n
-    assert sent == {"reduce_scatter": once, "all_gather": once}
+    assert sent == {"psum_scatter": once, "all_gather": once}
     before, after, sent = ranks(n).run(sizes_on_a_rank, ltx.DDPStrategy()).replicated()
     assert (before, after) == (2 * params,) * 2
-    assert sent == {"sum": 2 * once}
+    assert sent == {"psum": 2 * once}
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -212,28 +212,28 @@ def test_a_hook_gives_each_rank_its_part(ranks: Ranks) -> None:
     mean, _ = ltx.vmap(
         lambda scale: ltx.ZeroStrategy().exchange(
             MeanPart(), [g * scale for g in grads], ["a", "b"], moment()
-        ).land()
+        ).wait()
     )(torch.tensor([1.0, 3.0]))  # fmt: skip
     assert mean[0].tolist() == [[[2, 4, 6], [0, 0, 0]], [[0, 0, 0], [8, 10, 12]]]
     assert mean[1].tolist() == [14, 0]
 
     def on_a_rank() -> Any:
         scale = 1.0 + 2 * int(ltx.axis_index())
-        return ltx.ZeroStrategy().exchange(MeanPart(), [g * scale for g in grads], ["a", "b"], moment()).land()[0]
+        return ltx.ZeroStrategy().exchange(MeanPart(), [g * scale for g in grads], ["a", "b"], moment()).wait()[0]
 
     for rank, real in enumerate(ranks(2).run(on_a_rank)):
         assert [x.tolist() for x in real] == [m[rank].tolist() for m in mean]
 
 
 def moment() -> Any:
-    from ltx import wire
-    from ltx.strategies.update import Moment
+    from ltx import comm
+    from ltx.strategies.update import StepInfo
 
-    return Moment(0, wire.resolve(None))
+    return StepInfo(0, comm.resolve(None))
 
 
 def test_all_parts() -> None:
-    gathered, _ = ltx.vmap(lambda x: ltx.ZeroStrategy().exchange(AllParts(), [x], ["x"], moment()).land())(
+    gathered, _ = ltx.vmap(lambda x: ltx.ZeroStrategy().exchange(AllParts(), [x], ["x"], moment()).wait())(
         torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     )
     assert gathered[0][0].tolist() == [[1.0, 2.0], [3.0, 4.0]]
@@ -323,9 +323,9 @@ def test_a_gathered_state_goes_to_any_number_of_ranks(ranks: Ranks) -> None:
     def saved(strategy: ltx.Strategy) -> dict[str, Tensor]:
         train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAMW, donate=False)
         state = steps_of(train, train.init(params_of_all_kinds()), range(3))
-        assert state.kinds.opt_state == ("sharded" if isinstance(strategy, ltx.ZeroStrategy) else "replicated")
+        assert state.layout.opt_state == ("sharded" if isinstance(strategy, ltx.ZeroStrategy) else "replicated")
         whole = train.gather(state)
-        assert whole.kinds.opt_state == "replicated"
+        assert whole.layout.opt_state == "replicated"
         return whole.state_dict()
 
     def gone_on(strategy: ltx.Strategy, checkpoint: dict[str, Tensor]) -> tuple[Params, str]:
@@ -333,7 +333,7 @@ def test_a_gathered_state_goes_to_any_number_of_ranks(ranks: Ranks) -> None:
         state = train.gather(train.init(params_of_all_kinds()))
         state.load_state_dict(checkpoint)
         state = steps_of(train, state, range(3, 6))
-        return state.params, state.kinds.opt_state
+        return state.params, state.layout.opt_state
 
     zero, ddp = (ranks(2).run(saved, s).replicated() for s in (ltx.ZeroStrategy(), ltx.DDPStrategy()))
     assert {name.replace("opt_state.shard_0_of_1.", "opt_state.") for name in zero} == set(ddp)
@@ -384,7 +384,7 @@ def test_gradients_may_travel_in_half_precision(dtype: torch.dtype, ranks: Ranks
         half = ltx.mixed_precision(step, Precision(compute=torch.float32, reduce=dtype))
         train = ltx.train_step(half, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
         state = train.init(torch.zeros(9))
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             state, _ = train(state, torch.linspace(0.0, 1.0, 9) + int(ltx.axis_index()))
         return state.params, sum(e.nbytes for e in trace.events if e.label == "bucket 0")
 

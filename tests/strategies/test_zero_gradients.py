@@ -65,7 +65,7 @@ def moved(cases: dict[str, tuple[Any, Any]], seed: int) -> dict[str, tuple[float
         for _ in range(STEPS):
             x, rows = torch.randn(16, generator=draw), 2 * torch.randint(10, (16,), generator=draw)
             state = train(state, x, rows)[0]
-        params = train.settle(state).params
+        params = train.finish(state).params
         idle = max(
             float((params["table"] - begun["table"])[1::2].abs().max()),
             float((params["idle"] - begun["idle"]).abs().max()),

@@ -12,8 +12,7 @@ from torch.func import grad, vmap
 
 import ltx
 from ltx.errors import StepError
-
-from .cases import (
+from tests.twins.cases import (
     CASES,
     FUNC_WAYS,
     WAYS,
@@ -44,7 +43,7 @@ def on_a_rank(name: str, way: str, strategy: ltx.Strategy | None, seed: int) -> 
         with seeded(rank):
             return WAYS[way](step, params_of(module), *batches[rank])
 
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         local = differentiate(ltx.block_backward_sync(step))
     reduced, _ = ltx.sync_gradients(local, strategy)
     return local, reduced, differentiate(step), len(trace.events)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import ltx
-
-from . import cases
-from .cases import (
+from tests.twins import cases
+from tests.twins.cases import (
     CASES,
     FUNC_WAYS,
     WAYS,
@@ -162,7 +161,7 @@ def test_argnums_counts_from_either_end_and_keywords_pass_through() -> None:
 def test_frozen_parameters_and_integers_are_left_alone() -> None:
     step = ltx.data_parallel(lambda p, x: (p["w"] * p["frozen"] * x).sum() * p["count"])
     params = {"w": torch.ones(2, requires_grad=True), "frozen": MEAN, "count": torch.tensor(3)}
-    with ltx.record() as trace:
+    with ltx.profile.record() as trace:
         step(params, torch.ones(2)).backward()
     assert params["w"].grad.tolist() == [6.0, 10.5]
     assert params["frozen"].grad is None
@@ -171,7 +170,7 @@ def test_frozen_parameters_and_integers_are_left_alone() -> None:
 
 def test_no_gradient_no_reduction(ranks: Ranks) -> None:
     def on_rank() -> tuple[float, int]:
-        with ltx.record() as trace:
+        with ltx.profile.record() as trace:
             value = ltx.data_parallel(scaled)(AB, MEAN)
         return value.item(), len(trace.events)
 

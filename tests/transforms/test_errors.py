@@ -23,9 +23,8 @@ from ltx.errors import (
     TreeError,
     WeightError,
 )
-
-from .cases import assert_same_bits, own_axis
-from .training import sgd
+from tests.twins.cases import assert_same_bits, own_axis
+from tests.twins.training import sgd
 
 Ranks = Callable[[int], ltx.Pool]
 P, X = {"w": torch.ones(2)}, torch.tensor([1.0, 2.0])

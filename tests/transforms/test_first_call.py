@@ -14,8 +14,7 @@ from torch.func import functional_call
 import ltx
 from ltx.errors import StepError
 from ltx.runtime.pool import Pool
-
-from .training import sgd
+from tests.twins.training import sgd
 
 Ranks = Callable[[int], Pool]
 X = torch.arange(8.0).view(4, 2)

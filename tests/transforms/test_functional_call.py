@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ltx
 from ltx.errors import InputError, LtxError, StepError, TreeError
 from ltx.runtime.pool import Pool
-
-from .cases import Params, params_of, seeded
+from tests.twins.cases import Params, params_of, seeded
 
 Ranks = Callable[[int], Pool]
 LR = 0.5

@@ -1,4 +1,4 @@
-"""ltx.grad and ltx.grad_and_value beside torch.func's; tests/transforms/cases.py has them among the ways."""
+"""ltx.grad and ltx.grad_and_value beside torch.func's; tests/twins/cases.py has them among the ways."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 import ltx
 from ltx.runtime.pool import Pool
-
-from .cases import CASES, Case, assert_same_bits, params_of, plain_step, seeded
-from .feedback import STRATEGY
+from tests.twins.cases import CASES, Case, assert_same_bits, params_of, plain_step, seeded
+from tests.twins.feedback import STRATEGY
 
 Ranks = Callable[[int], Pool]
 

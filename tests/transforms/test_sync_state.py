@@ -14,10 +14,19 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StepError, SyncStateError, UnsupportedError
-
-from . import feedback, training
-from .cases import MLP, Batch, Params, assert_close, assert_same_bits, gradient, params_of, plain_step, seeded
-from .feedback import FUNC_WAYS, STRATEGY, WAYS, ErrorFeedback, errors_of, slow_twin
+from tests.twins import feedback, training
+from tests.twins.cases import (
+    MLP,
+    Batch,
+    Params,
+    assert_close,
+    assert_same_bits,
+    gradient,
+    params_of,
+    plain_step,
+    seeded,
+)
+from tests.twins.feedback import FUNC_WAYS, STRATEGY, WAYS, ErrorFeedback, errors_of, slow_twin
 
 Ranks = Callable[[int], ltx.Pool]
 STEPS = 4

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp
 
 import ltx
-
-from .cases import CASES, Batch, Params, assert_close, assert_same_bits, backward, params_of, plain_step
+from tests.twins.cases import CASES, Batch, Params, assert_close, assert_same_bits, backward, params_of, plain_step
 
 Ranks = Callable[[int], ltx.Pool]
 F = Callable[..., Any]

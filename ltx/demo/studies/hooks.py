@@ -7,9 +7,9 @@ trains from the same parameters on the same batches as fp32 does, over the seeds
 anything was run; learning rates, warm-ups and block sizes were chosen on other seeds. Ranks are simulated, and for some
 of the runs two processes. All worlds share the same global batches, so that they differ in communication alone.
 
-Bytes are those that rank 0 sends for gradients in the whole training, from ltx.explain; on processes what was recorded
-has to match. Every run is written to the results file as it ends, and one that stands there with the same settings
-isn't repeated; `--fresh` begins anew. The notebook 02_communication_hooks reads that file.
+Bytes are those that rank 0 sends for gradients in the whole training, from ltx.profile.explain; on processes what was
+recorded has to match. Every run is written to the results file as it ends, and one that stands there with the same
+settings isn't repeated; `--fresh` begins anew. The notebook 02_communication_hooks reads that file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def bytes_of(task: Task, hook: str, ranks: int) -> int:
     for count in range(task.settings.steps):
         in_force = strategy.hook(count)
         if in_force not in by_hook:
-            by_hook[in_force] = ltx.explain(step, params, world=ranks, sync_step=count).bytes
+            by_hook[in_force] = ltx.profile.explain(step, params, world=ranks, sync_step=count).bytes
         total += by_hook[in_force]
     return total
 
@@ -164,8 +164,8 @@ def one_process(task: Task, hook: str, seed: int) -> tuple[Outcome, bool]:
     state = train.init(task.params(seed))
     first_loss, curve, matched = task.validate(state.params), [], True
     for index in range(task.settings.steps):
-        expected = ltx.explain(train, state) if index in (0, task.settings.steps - 1) else None
-        with ltx.record() as trace:
+        expected = ltx.profile.explain(train, state) if index in (0, task.settings.steps - 1) else None
+        with ltx.profile.record() as trace:
             state, _ = train(state, *ltx.shard(task.batch(index, seed)))
         matched = matched and (expected is None or expected.matches(trace))
         if _is_mark(index + 1, task.settings.steps):
@@ -179,7 +179,7 @@ def on_processes(pool: ltx.Pool, task: Task, hook: str, seed: int) -> Outcome:
     """Train on the processes of a pool; the outcome of rank 0."""
     outcome, matched = pool.run(one_process, task, hook, seed).rank(0)
     if not matched:
-        raise RuntimeError(f"{hook}: what was recorded isn't what ltx.explain said.")
+        raise RuntimeError(f"{hook}: what was recorded isn't what ltx.profile.explain said.")
     return outcome
 
 

@@ -13,9 +13,9 @@ norm of its own gradient.
 clipping and weight decay. `zero` is one seed only, to see that it is `ddp`. `alone` sends nothing: each rank trains on
 its own part of every batch, and the models' mean is taken at the end.
 
-Bytes are those that rank 0 sends in all, from ltx.explain. Every run is written to the results file as it ends, and one
-that stands there with the same settings isn't repeated; `--fresh` begins anew. The notebook 03_strategies reads that
-file.
+Bytes are those that rank 0 sends in all, from ltx.profile.explain. Every run is written to the results file as it ends,
+and one that stands there with the same settings isn't repeated; `--fresh` begins anew. The notebook 03_strategies reads
+that file.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def task_of(name: str) -> Task:
     return TASKS[name](name)
 
 
-def train_of(task: Task, strategy: str, ranks: int) -> ltx.transforms.TrainStep:
+def train_of(task: Task, strategy: str, ranks: int) -> ltx.training.TrainStep:
     """The whole training step."""
     row = ROWS[strategy]
     return ltx.train_step(ltx.data_parallel(task.loss, row.make(task.settings, ranks)), row.optimizer(task))
@@ -130,7 +130,7 @@ def sent(task: Task, strategy: str, ranks: int) -> list[int]:
 
     @cache
     def of(step: int) -> int:
-        return ltx.explain(train, params, world=ranks, sync_step=step).bytes
+        return ltx.profile.explain(train, params, world=ranks, sync_step=step).bytes
 
     steps = range(task.settings.steps)
     return list(accumulate(of(step if step < first else first + (step - first) % length) for step in steps))
@@ -177,7 +177,7 @@ def simulated(task: Task, strategy: str, seed: int, ranks: int) -> Outcome:
         if (index + 1) % EVERY == 0:
             curve.append((index + 1, task.validate(mean(state.params), PART[task.name])))
     equal = all((leaf == leaf[:1]).all() for leaf in state.params.values())
-    if not equal and train.step.strategy.kinds.params == "replicated" and strategy != "alone":
+    if not equal and train.step.strategy.layout.params == "replicated" and strategy != "alone":
         raise RuntimeError(f"{strategy}, {ranks} ranks, seed {seed}: parameters differ between the ranks.")
     own = task.validate({name: leaf[0] for name, leaf in state.params.items()})
     apart = 0.0 if equal else drift(list(state.params.values()))

@@ -1,0 +1,64 @@
+"""Memory for messages, taken again at the next step.
+
+A step's buckets are as large as the last one's. Fresh memory for each would be handed back to the system, and faulted
+in again page by page at the next step. So a line keeps what the buckets of its last plan lay in, and gives it to the
+next step's if nobody else looks at it any more: torch counts that. Whoever has kept a gradient, or an array or a view
+of one, keeps its memory too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from math import prod
+
+import torch
+
+#: Of each bucket: what one step's gradients lie in while the next step's come.
+_KEPT = 2
+
+_uses = getattr(torch._C, "_storage_Use_Count", None)  # torch's own, not public
+
+
+def _by_nobody() -> int:
+    """References to an object that is in a list which is gone through, as :meth:`BufferPool.take` does.
+
+    Counted where it is, and not in a function that is called with it: what such a call holds depends on whether
+    something, as Dynamo does, runs Python's frames in its place.
+    """
+    for storage in [torch.empty(1).untyped_storage()]:
+        found = sys.getrefcount(storage)
+    return found
+
+
+_NOBODY = _by_nobody()
+
+
+class BufferPool:
+    """What the buckets of one plan lay in. Tensors on the CPU alone: on GPUs torch's allocator does the same."""
+
+    def __init__(self) -> None:
+        self._plan: Hashable = None
+        self._kept: dict[int, list[torch.UntypedStorage]] = {}
+
+    def clear(self) -> None:
+        """Give all of it back, but for what is in use."""
+        self._plan, self._kept = None, {}
+
+    def take(
+        self, plan: Hashable, place: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """An uninitialised tensor for the bucket at `place` of `plan`; what other plans lay in is given back."""
+        if _uses is None or device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        if self._plan is not plan and self._plan != plan:
+            self._plan, self._kept = plan, {}
+        kept, nbytes = self._kept.setdefault(place, []), prod(shape) * dtype.itemsize
+        for storage in kept:
+            # Tensors and the like hold the memory; whoever holds a storage holds this very object.
+            if storage.nbytes() == nbytes and _uses(storage._cdata) == 1 and sys.getrefcount(storage) == _NOBODY:
+                again: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
+                return again if len(shape) == 1 else again.view(shape)
+        made = torch.empty(shape, dtype=dtype)
+        kept[:] = [*(storage for storage in kept if storage.nbytes() == nbytes), made.untyped_storage()][-_KEPT:]
+        return made

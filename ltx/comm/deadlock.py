@@ -1,0 +1,222 @@
+"""Deadlocks: ranks each of which waits for something that another won't issue before its own wait is over.
+
+A collective that one rank alone calls does it: that rank waits there, its peers wait in the next step, and none of them
+has issued what another waits for. Where what they call is new to them they compare it first, and find that it differs
+(:mod:`ltx.comm.negotiation`). Known calls, each on a channel of its own, aren't compared.
+
+So a thread that has waited for a second says so with its process' beats (:mod:`ltx.comm.heartbeat`): for which issue of
+which channel, and how many its process has made on each. Shorter waits cost nothing. It waits for those of its peers
+that have made fewer. What is missing there may come from any thread of the peer that has issued on that channel before,
+so it never comes if all of these wait for what never comes. The largest set of threads of which that is true is a
+deadlock. A rank that computes, sleeps, or has waited for less than a second isn't in it, nor is who waits for it alone.
+
+Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. All
+the same a deadlock counts as one only when later beats of all its ranks say the same.
+
+Not seen: waits inside compiled graphs and for NCCL, where Python doesn't wait. They end with the axis' timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any, NoReturn, Protocol
+
+from ltx.comm.signature import list_values
+from ltx.errors import LtxError, RankMismatchError
+
+#: Who has waited for so long, says so.
+PATIENCE_S = 1.0
+# How often it looks then, and how long the first to find a deadlock waits for the others to hear of it.
+_PAUSE_S, _LINGER_S = 0.5, 3.0
+#: Among the threads that issue on a channel: one that doesn't wait.
+FREE_THREAD = 0
+
+#: A thread: the rank of its process in the world, and its number there.
+Node = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a thread waits for: that `ranks` (of the world) have all made `number` issues of `key`.
+
+    Attributes:
+        thread, serial: which thread of its process, and its how manieth wait: no progress where that is the same.
+        text: what it is in, and on which line.
+    """
+
+    thread: int
+    serial: int
+    key: str
+    number: int
+    ranks: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process says of itself.
+
+    Attributes:
+        waits: of those of its threads that have waited for long.
+        counts: (issues made, threads that have made them) of each key.
+        found: who is in the deadlock that it has found, as (rank, thread, serial); and the error's text.
+    """
+
+    waits: list[Wait] = field(default_factory=list)
+    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    found: tuple[list[tuple[int, int, int]], str] | None = None
+
+    @staticmethod
+    def of(fields: Mapping[str, Any] | None) -> Told:
+        """Inverse of ``dataclasses.asdict``, through JSON."""
+        if fields is None:
+            return Told()
+        found = fields["found"] and ([(*node,) for node in fields["found"][0]], fields["found"][1])
+        counts = {key: (number, threads) for key, (number, threads) in fields["counts"].items()}
+        return Told([Wait(**wait) for wait in fields["waits"]], counts, found)
+
+    def may_issue(self, key: str) -> set[int]:
+        """The threads that what is missing at `key` may come from: any that is known, if none has issued there yet."""
+        return set(self.counts[key][1]) or {
+            *(wait.thread for wait in self.waits),
+            *(thread for _, threads in self.counts.values() for thread in threads),
+        }
+
+
+def stuck(told: Mapping[int, Told]) -> dict[Node, Wait]:
+    """The threads that wait for ever, given what each rank has told."""
+    left = {(rank, wait.thread): wait for rank, said in told.items() for wait in said.waits}
+
+    def waits_in_vain(rank: int, wait: Wait) -> bool:
+        return any(
+            peer != rank
+            and peer in told
+            and told[peer].counts.get(wait.key, (wait.number, []))[0] < wait.number
+            and (threads := told[peer].may_issue(wait.key))
+            and all((peer, thread) in left for thread in threads)
+            for peer in wait.ranks
+        )
+
+    while going_on := [node for node, wait in left.items() if not waits_in_vain(node[0], wait)]:
+        for node in going_on:
+            del left[node]
+    return left
+
+
+class Beats(Protocol):
+    """What this needs of :class:`ltx.comm.heartbeat.Heartbeat`."""
+
+    def last(self, ranks: Sequence[int]) -> list[bytes]: ...
+
+    def beat(self) -> None: ...
+
+
+class Deadlocks:
+    """What this process' threads wait for, and whether that may go on for ever."""
+
+    def __init__(self, heartbeat: Beats, rank: int):
+        self._heartbeat, self._rank = heartbeat, rank
+        self._serials = count()
+        self._waits: dict[int, Wait] = {}
+        self._looked_s: dict[int, float] = {}
+        #: By thread, the deadlock that it has seen once: everybody's wait, and when the ranks in it had said so.
+        self._suspected: dict[int, tuple[dict[Node, int], dict[int, float]]] = {}
+        self._found: tuple[list[tuple[int, int, int]], str] | None = None
+        #: By axis: (issues made, threads that have made them) of each key.
+        self.counts: dict[str, Callable[[], dict[str, tuple[int, Iterable[int]]]]] = {}
+
+    def told(self) -> dict[str, Any] | None:
+        """What goes with the beats; None while nobody has waited for long."""
+        # Before the counts: in between a thread may only have issued more, never less, than it had when it waited.
+        waits = list(self._waits.values())
+        if not waits and self._found is None:
+            return None
+        alive = {FREE_THREAD, *sys._current_frames()}
+        counts = {
+            key: (number, sorted(alive.intersection(threads)))
+            for of_axis in list(self.counts.values())
+            for key, (number, threads) in of_axis().items()
+        }
+        return asdict(Told(waits, counts, self._found))
+
+    def look(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
+        """Called now and then by a thread that has waited for :data:`PATIENCE_S`: will it for ever?
+
+        Raises:
+            RankMismatchError: it would; on all ranks that would.
+            PeerLostError: the store is gone, or doesn't answer.
+        """
+        thread, now = threading.get_ident(), time.monotonic()
+        wait = self._waits.get(thread)
+        if wait is None or (wait.key, wait.number) != (key, number):
+            self._suspected.pop(thread, None)
+            self._found = None
+            self._waits[thread] = wait = Wait(thread, next(self._serials), key, number, ranks, describe())
+        elif now - self._looked_s.get(thread, 0.0) < _PAUSE_S:
+            return
+        self._looked_s[thread] = now
+        told, said_s = self._ask(ranks)
+        for said in told.values():
+            if said.found is not None and (self._rank, thread, wait.serial) in said.found[0]:
+                self._raise(*said.found)
+        waits = stuck(told)
+        seen = {node: waits[node].serial for node in waits} if (self._rank, thread) in waits else {}
+        since = {rank: said_s[rank] for rank, _ in seen if rank != self._rank}
+        before, then = self._suspected.get(thread, ({}, {}))
+        if not seen or seen != before:
+            self._suspected[thread] = (seen, since)
+        elif all(since[rank] > then[rank] for rank in since):
+            self._conclude(waits)
+
+    def done(self) -> None:
+        """This thread waits no longer."""
+        if self._waits:
+            self._waits.pop(threading.get_ident(), None)
+
+    def _ask(self, ranks: Iterable[int]) -> tuple[dict[int, Told], dict[int, float]]:
+        """What `ranks` say, and those that they wait for, and so on; and when each has."""
+        told, said_s, wanted = dict[int, Told](), dict[int, float](), set(ranks)
+        while missing := sorted(wanted - told.keys()):
+            beats = self._heartbeat.last(missing)
+            for rank, beat in zip(missing, beats or [b"[0, {}, null]"] * len(missing), strict=True):
+                said_s[rank], _, fields = json.loads(beat)
+                told[rank] = Told.of(fields)
+                wanted.update(*(wait.ranks for wait in told[rank].waits))
+        told[self._rank] = Told.of(json.loads(json.dumps(self.told())))
+        return told, said_s
+
+    def _conclude(self, waits: Mapping[Node, Wait]) -> None:
+        by_rank: dict[int, str] = {}
+        for (rank, _), wait in sorted(waits.items()):
+            by_rank[rank] = f"{by_rank[rank]} and {wait.text}" if rank in by_rank else wait.text
+        nodes, text = [(*node, wait.serial) for node, wait in waits.items()], list_values(by_rank)
+        self._raise(nodes, text)
+
+    def _raise(self, nodes: list[tuple[int, int, int]], text: str) -> NoReturn:
+        """Raise, once all in the deadlock know of it: whoever leaves first may be gone next, and the store with it."""
+        self._found = (nodes, text)
+        deadline = time.monotonic() + _LINGER_S
+        with suppress(LtxError):  # it is known what to raise
+            self._heartbeat.beat()
+            while time.monotonic() < deadline and not self._have_heard(nodes):
+                time.sleep(0.05)
+        raise self._error(text)
+
+    def _have_heard(self, nodes: list[tuple[int, int, int]]) -> bool:
+        told, _ = self._ask({rank for rank, _, _ in nodes})
+        still = {(rank, w.thread, w.serial) for rank, said in told.items() for w in said.waits if not said.found}
+        return still.isdisjoint(nodes)
+
+    def _error(self, text: str) -> RankMismatchError:
+        return RankMismatchError(
+            f"rank {self._rank}: ranks disagree on what they call, and wait for each other: {text}. Fix: call the same "
+            "collectives in the same order on every rank: one that some ranks alone call, as under `if rank == 0:`, "
+            "waits for the others for ever. If ranks have unequal numbers of batches: ltx.uneven(batches)."
+        )

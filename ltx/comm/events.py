@@ -1,0 +1,51 @@
+"""What a recording is made of: issues on the wire, and stretches of computing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Event:
+    """One issue on the wire.
+
+    Attributes:
+        channel: the channel's name: "user", "buckets" or "background".
+        operation: what was issued, as "psum" or "all_gather".
+        label: what it was issued for, as "psum" or "bucket 3".
+        nbytes: bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum.
+        issued_s, completed_s: when it was issued and when it was complete (time.perf_counter; seconds).
+        waited_s: for how long this rank stood still waiting for it.
+    """
+
+    channel: str
+    operation: str
+    label: str
+    nbytes: int
+    issued_s: float
+    completed_s: float | None = None
+    waited_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The label without a number behind it: "bucket", "all_to_all" and "background" have one."""
+        return self.label.rpartition(" ")[0] or self.label
+
+    @property
+    def bucket(self) -> int | None:
+        """The bucket of gradients that this was issued for; None for anything else."""
+        return int(self.label.rpartition(" ")[2]) if self.kind == "bucket" else None
+
+
+@dataclass
+class Span:
+    """A stretch of computing. Spans nest: those of a :class:`ltx.train_step` are in its "step".
+
+    Attributes:
+        name: "step", "forward", "backward" or "update".
+        began_s, ended_s: when (time.perf_counter; seconds). On a GPU, when this process queued the work.
+    """
+
+    name: str
+    began_s: float
+    ended_s: float | None = None

@@ -1,0 +1,279 @@
+"""Signs of life: who waits for a peer that has been stopped, or whose machine or link is down, is told.
+
+A connection that breaks is seen at once. One that falls silent isn't: a stopped process, a machine without power and a
+cable that was pulled look like a peer that takes long. So every process writes a beat into the store now and then, from
+a thread of its own, and a rank that waits looks at the beats of those it waits for. The store may fall silent too, and
+with it whoever asks it something. So that is done by another thread, for whose answer the asking one doesn't wait
+longer than for a beat.
+
+A thread that computes in Python is no obstacle to the beats. C code that keeps Python's lock for longer than the
+heartbeat timeout is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ltx.comm.deadlock import Deadlocks
+from ltx.errors import PeerLostError, StoreGoneError
+
+T = TypeVar("T")
+
+#: Without a sign of life for so long, a peer counts as lost.
+DEFAULT_HEARTBEAT_S = 10.0
+
+
+# How long the end of a pulse waits for its threads, which are idle or in the middle of a word with the store.
+_ENDING_S = 1.0
+
+
+class Heartbeat:
+    """This process' beats, and what it knows of those of its peers.
+
+    Args:
+        store: the one that all processes share.
+        rank: this process' among them.
+        heartbeat_s: without a beat for so long, a peer counts as lost. Beats come five times as often.
+    """
+
+    def __init__(self, store: Store, rank: int, heartbeat_s: float):
+        self.heartbeat_s = heartbeat_s
+        self._rank = rank
+        self._users = 0
+        self._gone: str | None = None  # what it said; the error itself would hold frames, and what is in them
+        self._late: _Question | None = None
+        self._pause_s = min(1.0, heartbeat_s / 5)
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._looked_s = self._polled_s = 0.0
+        self._looking = threading.Lock()
+        self._ended = threading.Event()
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._asked = PrefixStore("ltx/pulse/", store)
+        # A connection of its own: on one, whoever asks first holds up the others.
+        self._connection: Store = store.clone()  # type: ignore[attr-defined]
+        self._beats = PrefixStore("ltx/pulse/", self._connection)
+        #: Called with each beat, in the beats' thread and with their connection to `store`.
+        self.on_beat: Callable[[Store], None] = lambda store: None
+        #: By axis, what its line tells about how far it is.
+        self.reports: dict[str, Callable[[], dict[str, int]]] = {}
+        #: What else goes with the beats: who waits for what.
+        self.deadlocks = Deadlocks(self, rank)
+        #: Tells this world from all others; the same on all ranks.
+        self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
+        self._beats.set(str(rank), self._sign())
+        self._threads = [
+            threading.Thread(target=self._beat, name="ltx-pulse", daemon=True),
+            threading.Thread(target=self._answer, name="ltx-asks-the-store", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """What `question`, which asks the store, gives.
+
+        Raises:
+            StoreGoneError: the store is gone.
+            PeerLostError: it hasn't answered within the heartbeat timeout.
+        """
+        if self._gone is not None:  # once it is, it stays so, and torch writes a page about each attempt
+            raise self._told_gone(self._gone)
+        asked = _Question(question)
+        self._questions.put(asked)
+        if not asked.answered.wait(self.heartbeat_s):
+            self._late = asked
+            raise PeerLostError(
+                f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.heartbeat_s:g} "
+                "s. The process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its "
+                "machine or the link to it is down."
+            )
+        if isinstance(asked.error, dist.DistError):
+            raise self._told_gone(str(asked.error)) from asked.error
+        if asked.error is not None:
+            raise asked.error
+        return cast(T, asked.value)
+
+    def tell(self, statement: Callable[[], None]) -> None:
+        """Do `statement`, which tells the store something and waits for no answer. Raises :class:`StoreGoneError`."""
+        if self._gone is not None:
+            raise self._told_gone(self._gone)
+        if self._late is not None and not self._late.answered.is_set():
+            # Who waits for an answer has the connection: this goes behind it, should the store ever answer.
+            self._questions.put(_Question(statement))
+            return
+        try:
+            statement()
+        except dist.DistError as error:
+            raise self._told_gone(str(error)) from error
+
+    def _told_gone(self, said: str) -> StoreGoneError:
+        """What an error that said this, and that the store's end has caused, means."""
+        self._gone = said
+        return StoreGoneError(
+            f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it. "
+            "Steps whose collectives are known go on without it; nothing new can be compared. Save a checkpoint and "
+            f"start again. ({said})"
+        )
+
+    def look(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that have shown no sign of life for too long. Called again and again while one waits."""
+        with self._looking:
+            return self._look(ranks)
+
+    def _look(self, ranks: Sequence[int]) -> list[int]:
+        now = time.monotonic()
+        if now - self._looked_s > 3 * self._pause_s:  # a wait begins: what was seen long ago tells nothing
+            self._seen.clear()
+        self._looked_s = now
+        if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
+            return []
+        self._polled_s = now
+        for rank, value in zip(ranks, self.last(ranks), strict=False):
+            if self._seen.get(rank, (b"", 0.0))[0] != value:
+                self._seen[rank] = (value, now)
+        # One pause is what a beat may be late, another what this look may be.
+        return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
+
+    def last(self, ranks: Sequence[int]) -> list[bytes]:
+        """The last beats of `ranks`; none at all if one hasn't had any."""
+        keys = [str(rank) for rank in ranks]
+        return self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
+
+    def silent_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that show no sign of life from now on, for a little longer than from beat to beat.
+
+        Raises:
+            PeerLostError: the store is gone, or doesn't answer.
+        """
+        before, deadline, quiet = self.last(ranks), time.monotonic() + 1.3 * self._pause_s, list(ranks)
+        while quiet and time.monotonic() < deadline:
+            time.sleep(self._pause_s / 20)
+            beaten = {rank for rank, old, new in zip(ranks, before, self.last(ranks), strict=False) if old != new}
+            quiet = [rank for rank in quiet if rank not in beaten]
+        return quiet
+
+    @property
+    def _limit_s(self) -> float:
+        return self.heartbeat_s - 2 * self._pause_s
+
+    def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
+        """What the lines of `label` last told on `ranks`; empty for one that has none, or doesn't answer."""
+        with suppress(PeerLostError):
+            return [json.loads(value)[1].get(label, {}) for value in self.last(ranks)] or [{} for _ in ranks]
+        return [{} for _ in ranks]
+
+    def _sign(self) -> str:
+        reports = {label: report() for label, report in list(self.reports.items())}
+        return json.dumps([time.monotonic(), reports, self.deadlocks.told()])
+
+    def beat(self) -> None:
+        """A beat at once, for who has something to tell."""
+        value = self._sign()
+        self.tell(lambda: self._asked.set(str(self._rank), value))
+
+    def hold(self) -> None:
+        """One more needs it."""
+        self._users += 1
+
+    def release(self) -> bool:
+        """One needs it no longer; whether that was the last, and it has ended."""
+        self._users -= 1
+        if self._users:
+            return False
+        self._ended.set()
+        self._questions.put(None)
+        for thread in self._threads:
+            # One that came back from the store while Python ends would abort the process. One that waits for a store
+            # that doesn't answer won't come back.
+            if thread is not threading.current_thread():
+                thread.join(_ENDING_S)
+        return True
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: those who ask it see that
+            while not self._ended.wait(self._pause_s):
+                self._beats.set(str(self._rank), self._sign())
+                self.on_beat(self._connection)
+        del self._beats, self._connection  # closed now, whoever still holds this pulse
+
+    def _answer(self) -> None:
+        while (asked := self._questions.get()) is not None:
+            try:
+                asked.value = asked.ask()
+            except BaseException as error:
+                asked.error = error
+            asked.answered.set()
+
+
+class _Question:
+    def __init__(self, ask: Callable[[], Any]):
+        self.ask = ask
+        self.answered = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class TimeoutStore:
+    """The interface of `store`; calls that wait for an answer go through a :class:`Heartbeat` and can time out."""
+
+    def __init__(self, store: Store, heartbeat: Heartbeat):
+        self.store = store
+        self._heartbeat = heartbeat
+
+    def set(self, key: str, value: str) -> None:
+        self._heartbeat.tell(lambda: self.store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._heartbeat.ask(lambda: self.store.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._heartbeat.ask(lambda: self.store.multi_get(keys))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._heartbeat.ask(lambda: bool(self.store.check(keys)))
+
+    def append(self, key: str, value: str) -> None:
+        self._heartbeat.tell(lambda: self.store.append(key, value))  # type: ignore[attr-defined]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._heartbeat.ask(lambda: self.store.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        return self._heartbeat.ask(lambda: bool(self.store.delete_key(key)))
+
+
+def last_beats(store: Store, ranks: Sequence[int]) -> dict[int, bytes]:
+    """The last beat of those of `ranks` that have had one."""
+    held = PrefixStore("ltx/pulse/", store)
+    return {rank: held.get(str(rank)) for rank in ranks if held.check([str(rank)])}
+
+
+_pulses: dict[int, tuple[Store, Heartbeat]] = {}
+
+
+def hold_heartbeat(store: Store, rank: int, heartbeat_s: float) -> Heartbeat:
+    """The one pulse of this process in the world of `store`; :func:`release_heartbeat` once it isn't needed."""
+    known = _pulses.get(id(store))
+    if known is None:
+        known = _pulses[id(store)] = (store, Heartbeat(store, rank, heartbeat_s))
+    heartbeat = known[1]
+    heartbeat.heartbeat_s = min(heartbeat.heartbeat_s, heartbeat_s)
+    heartbeat.hold()
+    return heartbeat
+
+
+def release_heartbeat(heartbeat: Heartbeat) -> None:
+    """The counterpart of :func:`hold_heartbeat`."""
+    if heartbeat.release():
+        for key, (_, known) in list(_pulses.items()):
+            if known is heartbeat:
+                del _pulses[key]

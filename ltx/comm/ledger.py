@@ -1,0 +1,98 @@
+"""The ledger: what each issue put on the wire, and when; and when steps computed.
+
+``ltx.profile.record()`` is the one way to read it. Counting is off unless somebody records, so that a step that nobody
+looks at pays nothing for it. Pictures and files of it are made in :mod:`ltx.comm.timeline`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch.distributed as dist
+
+from ltx.arguments import checked
+from ltx.comm.events import Event, Span
+from ltx.comm.timeline import Trace, profiled
+
+_recording: list[Trace] = []
+
+
+@checked("profiler")
+@contextmanager
+def record(*, profiler: bool = False) -> Iterator[Trace]:
+    """Record every issue on the wire of this process, and when its steps computed.
+
+    What each rank sees: its own issues. Recordings nest; each sees everything. :meth:`Trace.plot` draws one and
+    :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does so for several ranks
+    together.
+
+    Args:
+        profiler: also run torch's profiler, which slows steps down; its events go into the saved file, on the same
+            clock.
+
+    Example:
+        >>> import ltx, torch
+        >>> train = ltx.train_step(ltx.data_parallel(lambda w: w**2), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        >>> state = train.init(torch.tensor(1.0))
+        >>> with ltx.profile.record() as trace:
+        ...     state, metrics = train(state)
+        >>> trace.bytes, trace.hidden, [span.name for span in trace.spans]
+        (0, 1.0, ['step', 'forward', 'backward', 'update'])
+    """
+    trace = Trace(rank=_rank(), epoch_s=_epoch_s())
+    with ExitStack() as around:
+        if profiler:
+            around.enter_context(profiled(trace))
+        _recording.append(trace)
+        try:
+            yield trace
+        finally:
+            # By identity: two empty traces are equal.
+            _recording[:] = [other for other in _recording if other is not trace]
+            trace.rank = _rank()
+
+
+def _epoch_s() -> float:
+    """The time of day when time.perf_counter() was 0. Of several readings, the one that was interrupted least."""
+    readings = []
+    for _ in range(5):
+        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
+        readings.append((after - before, now - (before + after) / 2))
+    return min(readings)[1]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def note(channel: str, operation: str, label: str, nbytes: int) -> Event | None:
+    """Enter an issue; None if nobody records."""
+    if not _recording:
+        return None
+    event = Event(channel, operation, label, nbytes, time.perf_counter())
+    for trace in _recording:
+        trace.events.append(event)
+    return event
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Note the time within a ``with`` block as computing; nothing at all if nobody records."""
+    return _Noting(name) if _recording else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+class _Noting(AbstractContextManager[None]):
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._span = Span(self._name, time.perf_counter())
+        for trace in _recording:
+            trace.spans.append(self._span)
+
+    def __exit__(self, *_: object) -> None:
+        self._span.ended_s = time.perf_counter()

@@ -1,0 +1,94 @@
+"""Measuring what connects the ranks of an axis: latency and bandwidth, once for each.
+
+    T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
+
+alpha is half the time of the smallest sum, by the number of messages; beta follows from the time of one that is large
+enough for latency not to count. Ranks differ in what their clocks say, and take rank 0's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ltx.axis import GroupBacking
+from ltx.comm.axis_comm import AxisComm
+from ltx.comm.channel import Channel
+from ltx.comm.network import Network
+from ltx.comm.registry import resolve
+from ltx.comm.signature import Signature
+
+#: Bytes of the first large sum and of the last; each is this many times the one before it.
+_FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
+#: A sum that takes as long tells the bandwidth: it is also far beyond what a traffic shaper lets pass in one go.
+_LONG_ENOUGH_S = 0.025
+#: How often the smallest sum is taken, and the largest. The fastest counts: others of the machine slow the rest down.
+_SMALL, _LARGE = 9, 3
+
+
+def measured(axis_comm: AxisComm) -> Network:
+    """The network of `line` as its buckets see it: measured at the first call, to which all its ranks come together."""
+    if axis_comm.network is None:
+        axis_comm.wait_for_earlier()
+        axis_comm.recovery.recover()
+        try:
+            axis_comm.network = _measure(axis_comm.bucket_channel(0), axis_comm.device)
+        except BaseException as error:
+            axis_comm.recovery.abort(error)  # peers may be in the middle of it
+            raise
+    return axis_comm.network
+
+
+def measure_network(axis: Any = None) -> Network | None:
+    """Latency and bandwidth between the ranks of an axis, as its buckets of gradients see them.
+
+    Every rank calls it, and gets the same figures: rank 0's. They are measured by a few small sums and a few large
+    ones, once for an axis; that takes 0.1 s, and up to 0.4 s on links of 100 Mbit/s.
+
+    Args:
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        A :class:`Network`; None where there is nothing between ranks to measure: in a world of one, and for ranks that
+        are simulated.
+
+    Raises:
+        RankMismatchError: other ranks call something else.
+
+    Example:
+        >>> import ltx
+        >>> print(ltx.profile.measure_network())  # a world of one
+        None
+    """
+    backing = resolve(axis).backing
+    if not isinstance(backing, GroupBacking):
+        return None
+    axis_comm: AxisComm = backing.comm
+    if axis_comm.size == 1:
+        return None
+    axis_comm.negotiate(axis_comm.bucket_channel(0), "measure_network", lambda: Signature("measure_network", ()))
+    return measured(axis_comm)
+
+
+def _measure(channel: Channel, device: torch.device) -> Network:
+    n = channel.size
+    start_s = min(_sum_s(channel, 1, device) for _ in range(_SMALL))
+    nbytes = _FIRST
+    while _sum_s(channel, nbytes // 4, device) < _LONG_ENOUGH_S and nbytes < _LAST:
+        nbytes *= _GROWS
+    whole_s = min(_sum_s(channel, nbytes // 4, device) for _ in range(_LARGE))
+    # Should a small sum have been held up longer than a large one, the large one tells.
+    moving_s = max(whole_s - start_s, whole_s / 2)
+    return Network(8 * 2 * (n - 1) / n * nbytes / moving_s, start_s / (2 * (n - 1)))
+
+
+def _sum_s(channel: Channel, numel: int, device: torch.device) -> float:
+    """How long a sum of so many float32 took on rank 0; the sum that tells the others sets all ranks off together."""
+    buffer = torch.ones(numel, device=device)
+    began = time.perf_counter()
+    channel.issue("psum", buffer, "measuring").wait()[0].item()  # to read it is to wait for a GPU too
+    mine = time.perf_counter() - began if channel.rank == 0 else 0.0
+    told = torch.tensor([mine], dtype=torch.float64, device=device)
+    return float(channel.issue("psum", told, "measuring").wait()[0].item())

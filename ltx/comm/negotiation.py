@@ -1,0 +1,284 @@
+"""The meetings of a line's ranks: how they compare what they are about to issue, and find out why a peer doesn't come.
+
+Ranks meet at places on the line's board. One that waits, here or for a collective, looks now and then whether it would
+wait for ever: whether a peer has died, or waits itself for something else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ltx.comm.deadlock import FREE_THREAD, PATIENCE_S
+from ltx.comm.debug import CHECKS, called, caller, under_way
+from ltx.comm.notes import NOTES
+from ltx.comm.signature import Post, Signature, explain_posts
+from ltx.comm.transports.shared_memory import progress_everywhere
+from ltx.errors import CollectiveTimeoutError, PeerLostError, RankMismatchError, StoreGoneError
+
+if TYPE_CHECKING:
+    from ltx.comm.axis_comm import AxisComm
+    from ltx.comm.channel import Channel
+
+# More calls than one session of debug_checks has: its calls are counted through all sessions.
+_CALLS = 1 << 32
+
+
+class Negotiation:
+    """The meetings of one line.
+
+    Attributes:
+        next_check: (session, call) of ltx.debug_checks() that comes next on this line, the same on all ranks.
+    """
+
+    def __init__(self, axis_comm: AxisComm):
+        self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
+        self._posts, self._recovery, self._heartbeat = axis_comm.posts, axis_comm.recovery, axis_comm.heartbeat
+        self.deadlocks = axis_comm.heartbeat.deadlocks
+        self._answered: set[str] = set()
+        self._gone = ""  # whom :meth:`missing_peers` has found
+        self.next_check = (0, 0)
+
+    def exchange(self, place: str, post: Post) -> list[Post]:
+        """Every rank's post at `place`, once all have come there.
+
+        Raises:
+            RankMismatchError: they don't agree, or a peer waits elsewhere and won't come; on every rank.
+            PeerLostError: a peer's process has died, where all ranks share a machine.
+            CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
+        """
+        self._posts.post(place, post)
+        self._posts.stand_at(place)
+        everyone = [f"{place}/{rank}" for rank in range(self._size)]
+        try:
+            self._wait_at(place, post, everyone)
+        finally:
+            self.deadlocks.done()
+        self._posts.stand_at("")
+        posts = self._posts.posts(everyone)
+        self._refuse(dict(enumerate(posts)))
+        return posts
+
+    def _wait_at(self, place: str, post: Post, everyone: list[str]) -> None:
+        """Until what `everyone` posts at `place` is there."""
+        began, pause = time.monotonic(), 0.0005
+        while not self._posts.holds(everyone):
+            if not progress_everywhere():  # peers may wait for this rank's strides in a lane
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            if pause == 0.05:
+                self._recovery.check_abandoned()
+                self._refuse_silent()
+                self._refuse_elsewhere(place, post)
+                self._refuse_lost(everyone, post)
+                if self._recovery.inside:
+                    self._recovery.look()
+                if time.monotonic() - began > PATIENCE_S:
+                    self._refuse_deadlock(place, post)
+            if time.monotonic() - began > self._comm.timeout_s:
+                absent = self._posts.absent(place)
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: {post.signature.operation} on axis {self._name!r}: ranks {absent} "
+                    f"didn't come to compare it within {self._comm.timeout_s:g} s. Every rank must call the same "
+                    "collectives."
+                )
+
+    def key(self, channel: Channel, compared: bool = False) -> str:
+        """What :mod:`ltx.comm.deadlock` calls the issues on `channel`, or what is compared for it."""
+        return f"{self._comm.label}/{channel.address}{'/compared' if compared else ''}"
+
+    def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
+        """What has been issued and compared on the line, and by which threads (see :mod:`ltx.comm.deadlock`)."""
+        session, call = self.next_check
+        counts: dict[str, tuple[int, Iterable[int]]] = {
+            f"{self._comm.label}/{CHECKS}": (session * _CALLS + call, ()),
+            f"{self._comm.label}/{NOTES}": (self._comm.notes.begun, ()),
+        }
+        for channel in self._comm.channels:
+            threads = set(channel.threads)
+            if self._comm.pending_steps and self._comm.is_later_phase(channel):
+                threads.add(FREE_THREAD)  # a thread of their own may look after them
+            counts[self.key(channel)] = (channel.begun, threads)
+            counts[self.key(channel, compared=True)] = (channel.compared, threads)
+        return counts
+
+    def check_deadlock(self, channel: Channel, number: int, what: str) -> None:
+        """Called now and then by who has waited long for the `number`-th issue of `channel`.
+
+        Raises:
+            RankMismatchError: a peer that hasn't made it waits itself for something that won't come.
+        """
+        of = "" if channel is self._comm.user else self._comm.under_way
+        self._check_deadlock(self.key(channel), number, what, of)
+
+    def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
+        def describe() -> str:
+            where = os.path.basename(caller())
+            if of:
+                return f"{of} on axis {self._name!r} ({what}, {where})"
+            return f"{called(what)} on axis {self._name!r} ({where})"
+
+        with suppress(StoreGoneError):  # as in answer()
+            self.deadlocks.look(key, number, self._comm.global_ranks, describe)
+
+    def _refuse_deadlock(self, place: str, post: Post) -> None:
+        """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
+        address, number, detail, *_ = place.split("/")
+        if address == CHECKS:
+            awaited = CHECKS, int(number) * _CALLS + int(detail) + 1
+        elif address == NOTES:
+            awaited = NOTES, int(detail)
+        else:
+            awaited = f"{address}/compared", int(number) + 1
+        try:
+            self._check_deadlock(f"{self._comm.label}/{awaited[0]}", awaited[1], post.signature.operation)
+        except RankMismatchError:
+            # Who comes here after all isn't to go on alone.
+            self._posts.withdraw(place, replace(post, signature=Signature("nothing any more: it has given up", ())))
+            raise
+
+    def _refuse_elsewhere(self, place: str, post: Post) -> None:
+        """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""
+        for rank in range(self._size):
+            there = self._posts.standing(rank)
+            if rank == self._rank or there in ("", place) or self._posts.holds([f"{there}/{self._rank}"]):
+                continue
+            if self._posts.holds([f"{place}/{rank}"]):  # it has been here, and gone on
+                continue
+            self._reply(there, rank, post)
+
+    def _refuse_lost(self, keys: list[str], post: Post) -> None:
+        """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
+        lost = sorted({*self._comm.lost(), *self._posts.have_left()})
+        if lost and not self._posts.holds(keys):
+            raise PeerLostError(
+                f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
+                f"its peers to compare it: {self.describe_lost(lost)}."
+            )
+
+    def describe_lost(self, lost: list[int]) -> str:
+        """That the ranks in `lost` are gone, in words: some may have ended in good order, sooner than this one."""
+        left: list[int] = []
+        with suppress(PeerLostError):  # the store is gone too
+            left = [rank for rank in self._posts.have_left() if rank in lost]
+        # Those that left may have done so because of the others.
+        if gone := [rank for rank in lost if rank not in left]:
+            return f"the process of rank {', '.join(map(str, gone))} is gone"
+        return (
+            f"rank {', '.join(map(str, left))} has ended its part of the world in good order (its `with ltx.init()`, "
+            "or its program), and this rank goes on. Have all ranks do as many steps; where they have unequal numbers "
+            "of batches, loop over ltx.uneven(batches)"
+        )
+
+    def _refuse_silent(self) -> None:
+        """Raise if a peer shows no sign of life."""
+        if silent := self._heartbeat.look(self._comm.global_ranks):
+            peers = ", ".join(str(self._comm.global_ranks.index(rank)) for rank in silent)
+            raise PeerLostError(
+                f"rank {self._rank}: rank {peers} on axis {self._name!r} has shown no sign of life for "
+                f"{self._heartbeat.heartbeat_s:g} s: its process has been stopped, or its machine or the link to "
+                "it is down."
+            )
+
+    def stragglers(self, channel: Channel) -> str:
+        """Which ranks haven't come to the last issue of `channel`, in words."""
+        reports = self._heartbeat.reported(self._comm.global_ranks, self._comm.label)
+        late = {rank: report.get(channel.address, channel.issued) for rank, report in enumerate(reports)}
+        words = [
+            f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < channel.issued
+        ]
+        return "; ".join(words) or "a peer hasn't issued it"
+
+    def missing_peers(self) -> str:
+        """Which peer is gone, where a connection broke and doesn't say whose it was, in words. Takes a second, once."""
+        if self._gone:
+            return self._gone
+        peers = [rank for rank in range(self._size) if rank != self._rank]
+        gone, place = peers, f"missing/{self._recovery.generation}"
+        if len(peers) > 1:
+            with suppress(PeerLostError):
+                self._posts.post(place, Post(Signature("who is missing", ()), None))
+                silent = self._heartbeat.silent_ranks([self._comm.global_ranks[rank] for rank in peers])
+                # One that has come here and gone on before this rank looked isn't.
+                gone = [
+                    r for r in peers if self._comm.global_ranks[r] in silent and not self._posts.holds([f"{place}/{r}"])
+                ]
+        if not gone:
+            return "a connection broke, though all of them show signs of life"
+        which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
+        self._gone = f"{which} {', '.join(map(str, gone))} is gone"
+        with suppress(PeerLostError):
+            if {*gone} & {*self._posts.have_left()}:
+                self._gone = self.describe_lost(gone)
+        return self._gone
+
+    def _reply(self, place: str, rank: int, post: Post) -> None:
+        """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
+        theirs = self._posts.read(place, rank)
+        assert theirs is not None
+        if theirs.signature == post.signature:  # the same call, but it would pair with another
+            operation = f"{post.signature.operation} (after other calls)"
+            post = replace(post, signature=replace(post.signature, operation=operation))
+        self._posts.post(place, post)
+        self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
+
+    def answer_peers(self) -> None:
+        """Called while this rank waits: may it wait for ever?
+
+        It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
+        made with another signature, or at a call of ltx.debug_checks() before having issued what this rank waits for.
+        """
+        try:
+            self._look_for_trouble()
+        except StoreGoneError:
+            return  # what is under way needs no store; a peer that is gone too breaks its connections
+
+    def _look_for_trouble(self) -> None:
+        self._recovery.look()
+        self._refuse_silent()
+        for rank in range(self._size):
+            place = self._posts.standing(rank)
+            if rank == self._rank or place == "" or place in self._answered:
+                continue
+            address, _, position = place.rsplit("/", 2)
+            if address == CHECKS or address.startswith(NOTES):
+                self._answer_check(place, rank)
+                continue
+            channel = next((c for c in self._comm.channels if c.address == address), None)
+            if channel is None or channel.issued <= int(position):
+                continue
+            self._answered.add(place)
+            mine = dict(channel.recent).get(int(position))
+            if mine is None or self._posts.holds([f"{place}/{self._rank}"]):
+                continue  # answered when it was new here too
+            self._posts.post(place, Post(mine.signature, mine.offer))
+            self._compare_posted(place)
+
+    def _answer_check(self, place: str, rank: int) -> None:
+        theirs = self._posts.read(place, rank)
+        if theirs is None or self._posts.holds([f"{place}/{self._rank}"]):
+            return
+        checked = place.startswith(CHECKS)
+        for channel in self._comm.channels:
+            if channel is self._comm.background and not checked:
+                continue  # where ranks may issue in their own time
+            position = theirs.issued.get(channel.address, channel.issued)
+            mine = dict(channel.recent).get(position) if channel.issued > position else None
+            if mine is not None:
+                how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
+                operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
+                self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
+
+    def _compare_posted(self, place: str) -> None:
+        posts = {rank: post for rank in range(self._size) if (post := self._posts.read(place, rank)) is not None}
+        self._refuse(posts)
+
+    def _refuse(self, posts: dict[int, Post]) -> None:
+        """Raise if `posts` disagree. A call that some ranks came to counts for all, so that their next ones meet."""
+        self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
+        if error := explain_posts(self._name, posts):
+            raise error

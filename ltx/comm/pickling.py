@@ -1,0 +1,37 @@
+"""Pickles of objects with tensors in them, of every dtype: torch's own lose unsigned and float8 ones."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ltx.comm.operations import SUMMED, as_bytes, from_bytes
+
+
+class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, for which a tensor that has no typed storage in torch is its bytes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As in :class:`pickle.Pickler`."""
+        if (
+            type(obj) is torch.Tensor
+            and obj.layout is torch.strided
+            and obj.dtype not in SUMMED
+            and not obj.is_quantized
+        ):
+            return _of_bytes, (as_bytes(obj.detach()).contiguous(), obj.dtype, obj.requires_grad)
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any) -> bytes:
+    """`obj` by cloudpickle."""
+    stream = io.BytesIO()
+    TensorPickler(stream).dump(obj)
+    return stream.getvalue()
+
+
+def _of_bytes(moved: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    return from_bytes(moved, dtype).requires_grad_(requires_grad)

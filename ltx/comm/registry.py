@@ -1,0 +1,133 @@
+"""The axes that are open in this process, and which of them a user means."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ltx import axis as axes
+from ltx.arguments import brief
+from ltx.axis import Axis, GroupBacking
+from ltx.comm.axis_comm import AxisComm
+from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
+from ltx.errors import AxisError
+
+_DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+_lines: dict[dist.ProcessGroup, Axis] = {}
+
+
+def open_axis(
+    name: str,
+    group: dist.ProcessGroup,
+    timeout: timedelta = _DEFAULT_TIMEOUT,
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+) -> Axis:
+    """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
+    if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
+        raise AxisError(f"axis {name!r}: {_outsider()}")
+    known = _lines.get(group)
+    if known is not None and known.name == name:
+        return known
+    axis_comm = AxisComm(name, group, timeout, heartbeat_s)
+    opened = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+    _lines[group] = opened
+    return opened
+
+
+def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
+    """A named axis over the ranks of a process group of one's own.
+
+    Args:
+        group: a ``torch.distributed`` process group that this process is in.
+        name: what collectives call the axis, unless one of that name is in scope, or two groups are called so; it is
+            always found by the group itself.
+
+    Returns:
+        The axis. All ranks of the group must call this, in the same order for several groups: its channels are opened.
+
+    Raises:
+        AxisError: this process isn't a member.
+    """
+    if not isinstance(group, (dist.ProcessGroup, int)) or not isinstance(name, str):
+        said = f"{brief(group)} and {brief(name)}"
+        raise AxisError(f"axis_from_group takes a torch.distributed process group and a name, got {said}.")
+    return open_axis(name, group)
+
+
+def _outsider() -> str:
+    who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+    return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
+
+
+def close_axis(axis: Axis) -> None:
+    """Close what :func:`open_axis` opened."""
+    if isinstance(axis.backing, GroupBacking):
+        axis_comm: AxisComm = axis.backing.comm
+        _lines.pop(axis_comm.group, None)
+        axis_comm.close()
+
+
+def open_axes() -> tuple[Axis, ...]:
+    """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
+    lines = [axis.backing.comm for axis in _lines.values() if isinstance(axis.backing, GroupBacking)]
+    return (*_lines.values(), *(part for axis_comm in lines for part in axis_comm.parts))
+
+
+def _refuse_forks() -> None:
+    for axis in open_axes():
+        if isinstance(axis.backing, GroupBacking):
+            axis.backing.comm.refuse_fork()
+
+
+os.register_at_fork(after_in_child=_refuse_forks)
+
+
+def size_and_rank(axis: Any) -> tuple[int, int]:
+    """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
+
+    Unlike :func:`resolve` it never opens an axis, for which ranks would have to meet.
+    """
+    if isinstance(axis, DeviceMesh) and axis.ndim == 1:
+        axis = axis.get_group()
+    if isinstance(axis, dist.ProcessGroup):
+        return axis.size(), axis.rank()
+    found = resolve(axis)
+    return found.size, found.backing.rank if isinstance(found.backing, GroupBacking) else 0
+
+
+def resolve(axis: Any) -> Axis:
+    """The axis that a user means: None, a name or a tuple of names, an Axis, a process group, or a one-dimensional
+    DeviceMesh."""
+    if isinstance(axis, str):
+        # By name: what is in scope first, then what axis_from_group has opened.
+        opened = [known for known in _lines.values() if known.name == axis]
+        in_scope = any(known.name == axis for known in axes.axes_in_scope())
+        return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
+    if axis is None:
+        return axes.find(axis)
+    if isinstance(axis, tuple):
+        return axes.joined(axis)
+    if isinstance(axis, Axis):
+        return axes.check_open(axis)
+    if isinstance(axis, DeviceMesh):
+        if axis.ndim != 1:
+            raise AxisError(
+                f"a DeviceMesh of {axis.ndim} dimensions names no single axis; pick one, such as "
+                f"mesh[{(axis.mesh_dim_names or ('name',))[0]!r}]."
+            )
+        axis = axis.get_group()
+    if isinstance(axis, dist.ProcessGroup):
+        known = _lines.get(axis)
+        return known if known is not None else open_axis(axis.group_name, axis)
+    if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
+        # What torch gives to those who aren't in a new group.
+        raise AxisError(_outsider())
+    raise AxisError(
+        "an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got "
+        f"{type(axis).__name__}."
+    )

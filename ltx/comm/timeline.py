@@ -1,0 +1,307 @@
+"""Timelines: recordings of one or several ranks as a picture, and as a file for Perfetto and Chrome's tracing.
+
+Each rank has a lane of computing and one for each of its channels. Times are those of the ranks' clocks: the same on
+one machine, as good as their synchronisation on several.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ltx.arguments import checked
+from ltx.comm.events import Event, Span
+from ltx.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COMPUTE = "compute"
+# Profiled events of devices are kept apart from those of threads.
+_DEVICE_LANES = 1 << 32
+
+
+@dataclass
+class Trace:
+    """What a recording has seen so far; it can be read while it goes on, and pickled.
+
+    Attributes:
+        events: issues on the wire, in their order.
+        spans: stretches of computing, in the order in which they began: of a train step its parts; of a data-parallel
+            step that is called by itself "forward", and "backward" where ``torch.func.grad`` runs it.
+        rank: this process' rank.
+        epoch_s: what added to the times above gives the time of day, ``time.time()``.
+        profile: events of torch's profiler, in the form of Chrome's trace files but with ``ts`` in µs of the time of
+            day; with ``record(profiler=True)``.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    rank: int = 0
+    epoch_s: float = 0.0
+    profile: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(event.nbytes for event in self.events)
+
+    @property
+    def buckets(self) -> list[Event]:
+        """The events of gradient buckets: what :func:`ltx.profile.explain` counts."""
+        return [event for event in self.events if event.bucket is not None]
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds during which at least one collective was under way."""
+        spans = sorted((e.issued_s, e.completed_s) for e in self.events if e.completed_s is not None)
+        total, end = 0.0, float("-inf")
+        for start, stop in spans:
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank stood still for collectives."""
+        return sum(event.waited_s for event in self.events)
+
+    @property
+    def hidden(self) -> float:
+        """The part of the communication, 0 to 1, that went on while this rank computed; 1 if there was none."""
+        total = self.comm_s
+        return 1.0 if total <= 0.0 else max(0.0, 1.0 - self.waited_s / total)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw computing and communication over time: :meth:`ltx.profile.timeline.plot` of this rank alone."""
+        return timeline([self]).plot(ax)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file for Perfetto: :meth:`ltx.profile.timeline.save` of this rank alone."""
+        timeline([self]).save(path)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """Something that took time, on the clock of the day; `end_s` is None while it goes on."""
+
+    transport: str
+    kind: str
+    name: str
+    start_s: float
+    end_s: float | None
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What :func:`timeline` returns."""
+
+    traces: tuple[Trace, ...]
+
+    @property
+    def start_s(self) -> float:
+        """When the first thing on it began, as time of day; 0 if it is empty."""
+        return min((bar.start_s for trace in self.traces for bar in _bars(trace)), default=0.0)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw it with matplotlib, in milliseconds since its beginning.
+
+        A lane of computing and one for each channel, by rank. The title tells how much of the communication is hidden
+        behind computing (:attr:`Trace.hidden`), from the worst to the best rank.
+
+        Args:
+            ax: axes to draw into; a new figure if None.
+
+        Raises:
+            UnsupportedError: matplotlib isn't installed.
+        """
+        if ax is None:
+            ax = _new_axes(sum(len(_transports(trace)) for trace in self.traces))
+        zero, row, names = self.start_s, 0, []
+        colors: dict[str, str] = {}
+        for trace in self.traces:
+            bars = _bars(trace)
+            for transport in _transports(trace):
+                names.append(f"rank {trace.rank}  {transport}" if len(self.traces) > 1 else transport)
+                open_until: list[float] = []  # the ends of the bars around the next one
+                for bar in sorted((bar for bar in bars if bar.transport == transport), key=_order):
+                    if bar.end_s is None:
+                        continue
+                    open_until = [end for end in open_until if end >= bar.end_s] if transport == _COMPUTE else []
+                    height = 0.8 * 0.75 ** len(open_until)
+                    label = None if bar.kind in colors else bar.kind
+                    free = "0.85" if bar.kind == "step" else f"C{len(colors) % 10}"
+                    color = colors.setdefault(bar.kind, free)
+                    where = [((bar.start_s - zero) * 1e3, (bar.end_s - bar.start_s) * 1e3)]
+                    span = (row - height / 2, height)
+                    ax.broken_barh(where, span, facecolors=color, alpha=0.8, label=label)
+                    open_until.append(bar.end_s)
+                row += 1
+        ax.set_yticks(range(row), names)
+        ax.set_ylim(row - 0.5, -0.5)
+        ax.set_xlabel("ms")
+        ax.set_title(self._title())
+        if colors:
+            ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        return ax
+
+    def _title(self) -> str:
+        hidden = [trace.hidden for trace in self.traces if trace.events]
+        if not hidden:
+            return "no communication"
+        shown = dict.fromkeys([f"{min(hidden):.0%}", f"{max(hidden):.0%}"])
+        return f"{' to '.join(shown)} of the communication hidden"
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON for https://ui.perfetto.dev and chrome://tracing.
+
+        A process is a rank, and a thread of it a lane. Issues that are under way together on one channel get lanes of
+        their own, as events within a lane have to nest. Times are in µs since the beginning.
+        """
+        zero_us = self.start_s * 1e6
+        events: list[dict[str, Any]] = []
+        for trace in self.traces:
+            events.append(_metadata("process_name", trace.rank, 0, f"rank {trace.rank}"))
+            transports: dict[str, int] = {}
+            for bar, transport in _apart(trace):
+                if transport not in transports:
+                    transports[transport] = len(transports)
+                    events.append(_metadata("thread_name", trace.rank, transports[transport], transport))
+                event: dict[str, Any] = {
+                    "name": bar.name,
+                    "cat": bar.kind,
+                    "pid": trace.rank,
+                    "tid": transports[transport],
+                    "args": bar.details,
+                }
+                event["ts"] = bar.start_s * 1e6 - zero_us
+                if bar.end_s is None:  # still under way
+                    event["ph"] = "B"
+                else:
+                    event |= {"ph": "X", "dur": (bar.end_s - bar.start_s) * 1e6}
+                events.append(event)
+            for other in trace.profile:
+                shifted = {"ts": other["ts"] - zero_us} if "ts" in other else {}
+                events.append({**other, **shifted, "pid": trace.rank})
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+@checked("traces")
+def timeline(traces: Iterable[Trace]) -> Timeline:
+    """The recordings of several ranks on one time axis: ``.plot()`` draws them, ``.save(path)`` writes a file.
+
+    Args:
+        traces: what :func:`ltx.profile.record` gave on each rank, such as the ranks' results of a run on an
+            ``ltx.Pool``.
+
+    Raises:
+        InputError: there is none, or it is something else.
+
+    Example:
+        >>> import ltx
+        >>> with ltx.profile.record() as trace:
+        ...     pass  # steps
+        >>> ltx.profile.timeline([trace]).save("/dev/null")
+
+    Source: the trace event format of Chrome; Horovod's timeline.
+    """
+    found = tuple(traces)
+    wrong = [type(trace).__name__ for trace in found if not isinstance(trace, Trace)]
+    if wrong or not found:
+        raise InputError(
+            f"ltx.profile.timeline takes the recordings of one or more ranks, got {wrong[0] if wrong else 'none'}. "
+            "Return the "
+            "trace of `with ltx.profile.record() as trace:` from each rank."
+        )
+    return Timeline(found)
+
+
+@contextmanager
+def profiled(trace: Trace) -> Iterator[None]:
+    """Run torch's profiler, and put its events into `trace`, on the clock of the day."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as profiler:
+        yield
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        exported = json.loads(path.read_text())
+    base_us = exported.get("baseTimeNanoseconds", 0) / 1e3
+    for event in exported["traceEvents"]:
+        threads_name = event["ph"] == "M" and event["name"] == "thread_name"
+        if not (event["ph"] == "X" or threads_name) or not isinstance(event.get("pid"), int):
+            continue
+        if event["pid"] != os.getpid():  # a device and its stream
+            event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
+        if not threads_name:
+            event["ts"] += base_us
+        trace.profile.append(event)
+
+
+def _bars(trace: Trace) -> list[_Bar]:
+    def bar(transport: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> _Bar:
+        return _Bar(transport, kind, name, start + trace.epoch_s, None if end is None else end + trace.epoch_s, details)
+
+    def of_span(span: Span) -> _Bar:
+        return bar(_COMPUTE, span.name, span.name, span.began_s, span.ended_s)
+
+    def of_event(event: Event) -> _Bar:
+        details = {"operation": event.operation, "bytes": event.nbytes, "waited_ms": event.waited_s * 1e3}
+        return bar(event.channel, event.kind, event.label, event.issued_s, event.completed_s, **details)
+
+    return [*map(of_span, trace.spans), *map(of_event, trace.events)]
+
+
+def _order(bar: _Bar) -> tuple[float, float]:
+    """By beginning; of those that begin together the longest first, which the others are in."""
+    return bar.start_s, -(float("inf") if bar.end_s is None else bar.end_s)
+
+
+def _transports(trace: Trace) -> list[str]:
+    """Computing, and the channels in the order of their first use."""
+    return list(dict.fromkeys([_COMPUTE, *(event.channel for event in trace.events)]))
+
+
+def _apart(trace: Trace) -> list[tuple[_Bar, str]]:
+    """Every bar with its lane's name, where those of a channel that overlap are in lanes of their own."""
+    placed = []
+    ends: dict[str, list[float]] = {}
+    bars = sorted(_bars(trace), key=_order)
+    for transport in _transports(trace):
+        for bar in (bar for bar in bars if bar.transport == transport):
+            if transport == _COMPUTE:
+                placed.append((bar, transport))
+                continue
+            taken = ends.setdefault(transport, [])
+            place = next((i for i, end in enumerate(taken) if end <= bar.start_s), len(taken))
+            end = float("inf") if bar.end_s is None else bar.end_s
+            taken[place : place + 1] = [end]
+            placed.append((bar, transport if place == 0 else f"{transport} ({place + 1})"))
+    return placed
+
+
+def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
+
+
+def _new_axes(transports: int) -> Axes:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UnsupportedError(
+            "a timeline is drawn with matplotlib, which isn't installed: pip install matplotlib. Its save(path) writes "
+            "a file for https://ui.perfetto.dev without it."
+        ) from error
+    _, axes = pyplot.subplots(figsize=(10, 0.8 + 0.5 * transports), layout="constrained")
+    return axes

@@ -1,0 +1,178 @@
+"""How each operation goes through shared memory: its buffer cut in pieces, each with what a rank gives and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A piece of a buffer.
+
+    Attributes:
+        numel, dtype: what it takes in an arena.
+        give: copies this rank's share into its slot.
+        take: copies this rank's share of the result out of all ranks' slots.
+        reduce: how two slots are combined in a reduction: ``(a, b, out=)``.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    give: Callable[[torch.Tensor], object]
+    take: Callable[[list[torch.Tensor]], object]
+    reduce: Callable[..., torch.Tensor] | None = None
+
+
+Cut = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...], int, int], Iterator[Chunk]]
+
+
+def _spans(length: int, most: int) -> Iterator[slice]:
+    return (slice(start, min(start + most, length)) for start in range(0, length, most))
+
+
+def part(chunk: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The part of a piece that `rank` reduces."""
+    length = chunk.numel()
+    return chunk[length * rank // size : length * (rank + 1) // size]
+
+
+def _giving(chunk: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    return lambda slot: slot.view(chunk.shape).copy_(chunk)
+
+
+def _taking(source: int, to: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+    return lambda slots: to.copy_(slots[source])
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+#: What a lane keeps in place of a piece that has been through it.
+NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
+
+
+def _reduced(reduce: Callable[..., torch.Tensor]) -> Cut:
+    def chunks(
+        buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+    ) -> Iterator[Chunk]:
+        flat = buffer.view(-1)
+        for at in _spans(flat.numel(), CHUNK_BYTES // flat.element_size()):
+            chunk = flat[at]
+
+            def take(slots: list[torch.Tensor], chunk: torch.Tensor = chunk) -> None:
+                for other, slot in enumerate(slots):
+                    part(chunk, other, size).copy_(part(slot, other, size))
+
+            yield Chunk(chunk.numel(), chunk.dtype, _giving(chunk), take, reduce)
+
+    return chunks
+
+
+def _gathered(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Chunk]:
+    flat, rows = buffer.view(-1), out.view(size, -1)
+    for at in _spans(flat.numel(), CHUNK_BYTES // flat.element_size()):
+        chunk = flat[at]
+
+        def take(slots: list[torch.Tensor], at: slice = at) -> None:
+            for row, slot in zip(rows, slots, strict=True):
+                row[at].copy_(slot)
+
+        yield Chunk(chunk.numel(), chunk.dtype, _giving(chunk), take)
+
+
+def _sent(buffer: torch.Tensor, out: torch.Tensor, gives: bool, source: int | None) -> Iterator[Chunk]:
+    """This rank gives its buffer if it `gives`, and takes that of `source`."""
+    flat, result = buffer.view(-1), out.view(-1)
+    for at in _spans(flat.numel(), CHUNK_BYTES // flat.element_size()):
+        chunk, arrived = flat[at], result[at]
+        give = _giving(chunk) if gives else _nothing
+        take = _nothing if source is None else _taking(source, arrived)
+        yield Chunk(chunk.numel(), chunk.dtype, give, take)
+
+
+def _broadcast(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Chunk]:
+    return _sent(buffer, out, rank == arguments[0], None if rank == arguments[0] else arguments[0])
+
+
+def _permuted(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Chunk]:
+    source_of = dict(zip(arguments[1::2], arguments[::2], strict=True))
+    return _sent(buffer, out, rank in source_of.values(), source_of.get(rank))
+
+
+def _rows(
+    buffer: torch.Tensor, size: int, take: Callable[[list[torch.Tensor], slice], object], rank: int
+) -> Iterator[Chunk]:
+    """Every rank gives a row to each; `take` is handed the rows for this rank and where they belong."""
+    rows = buffer.view(size, -1)
+    for at in _spans(rows.shape[1], max(CHUNK_BYTES // (rows.element_size() * size), 1)):
+        chunk = rows[:, at]
+
+        def take_mine(slots: list[torch.Tensor], at: slice = at) -> None:
+            take([slot.view(size, -1)[rank] for slot in slots], at)
+
+        yield Chunk(chunk.numel(), chunk.dtype, _giving(chunk), take_mine)
+
+
+def _exchanged(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Chunk]:
+    result = out.view(size, -1)
+
+    def take(rows: list[torch.Tensor], at: slice) -> None:
+        for mine, row in zip(result, rows, strict=True):
+            mine[at].copy_(row)
+
+    return _rows(buffer, size, take, rank)
+
+
+def _scattered(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Chunk]:
+    result = out.view(-1)
+
+    def take(rows: list[torch.Tensor], at: slice) -> None:
+        total = torch.add(rows[0], rows[1], out=result[at])
+        for row in rows[2:]:
+            total += row
+
+    return _rows(buffer, size, take, rank)
+
+
+#: The operations of :mod:`ltx.comm.operations`: ``(buffer, out, arguments, rank, size)`` -> pieces.
+CHUNKS_OF: dict[str, Cut] = {
+    "psum": _reduced(torch.add),
+    "pmax": _reduced(torch.maximum),
+    "pmin": _reduced(torch.minimum),
+    "all_gather": _gathered,
+    "psum_scatter": _scattered,
+    "broadcast": _broadcast,
+    "all_to_all": _exchanged,
+    "ppermute": _permuted,
+}
+
+
+def memory_for(operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+    """Memory for the value: the buffer itself where the operation works in place."""
+    match operation:
+        case "all_gather":
+            return buffer.new_empty((size, *buffer.shape))
+        case "psum_scatter":
+            return buffer.new_empty(buffer.shape[1:])
+        case "all_to_all":
+            return torch.empty_like(buffer)
+        case "ppermute":
+            return torch.empty_like(buffer) if rank in arguments[1::2] else torch.zeros_like(buffer)
+        case _:
+            return buffer

@@ -1,0 +1,166 @@
+"""Choosing a communication hook: the time of its codec against the time that it saves on the link.
+
+What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.estimate.dry_run`), what that takes is
+the cost model's (:mod:`ltx.estimate.link`), and what its codec takes was measured (:mod:`ltx.estimate.codec_costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ltx import comm, tree
+from ltx.axis import Axis, GroupBacking
+from ltx.errors import LtxError
+from ltx.estimate.codec_costs import codec
+from ltx.estimate.dry_run import Gradients
+from ltx.estimate.formats import format_seconds
+from ltx.estimate.link import Link
+from ltx.strategies.base import Strategy
+from ltx.strategies.candidates import Candidate, candidates
+from ltx.strategies.fields import in_dtype
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the gradients of a step take with one of the candidates.
+
+    Attributes:
+        candidate: the hook.
+        link_s: seconds on the link.
+        codec_s: seconds of the rank for packing, encoding and decoding.
+        nbytes: of the gradients.
+    """
+
+    candidate: Candidate
+    link_s: float
+    codec_s: float
+    nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.link_s + self.codec_s
+
+    def __str__(self) -> str:
+        megabytes = max(self.nbytes / 1e6, 1e-9)
+        link, coding = (format_seconds(s / megabytes) for s in (self.link_s, self.codec_s))
+        return f"{self.candidate.name} {link} + {coding}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and what it was compared with.
+
+    Attributes:
+        name: of the candidate.
+        network: what it was chosen for; None where there is none to go by.
+        options: those that could be used, in the order of :func:`candidates`.
+    """
+
+    name: str
+    network: comm.Network | None = None
+    options: tuple[Option, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why, in a line."""
+        if not self.options:
+            return "there is nothing to choose by"
+        each = ", ".join(map(str, self.options))
+        worth = ", ".join(f"{o.candidate.name} {o.candidate.worth:g}" for o in self.options[1:])
+        return (
+            f"a MB of gradients takes on the link + in the codec: {each}; of the time of what changes less one must "
+            f"take at most: {worth}"
+        )
+
+
+def choose(options: Sequence[Option]) -> str:
+    """The name of the one to use: from the first on, the next that is worth what it changes."""
+    best = options[0]
+    for option in options[1:]:
+        if option.seconds < option.candidate.worth * best.seconds:
+            best = option
+    return best.candidate.name
+
+
+def choice_for(
+    strategy: Strategy, params: Tree, ranks: int, network: comm.Network | None, dtype: torch.dtype | None = None
+) -> Choice:
+    """What ``comm_hook="auto"`` comes to on a network; `dtype`: in which mixed precision reduces gradients."""
+    if network is None or ranks == 1:
+        return Choice("none")
+    options = tuple(_options(replace(strategy, network=network), params, ranks, network, dtype))
+    return Choice(choose(options) if options else "none", network, options)
+
+
+def _options(
+    strategy: Strategy, params: Tree, ranks: int, network: comm.Network, dtype: torch.dtype | None
+) -> list[Option]:
+    link = Link(network.bandwidth, network.latency)
+    found: list[Option] = []
+    for candidate in candidates():
+        try:
+            made = strategy.with_choice(candidate.name)
+            settled = candidate.hook.constant_after
+            hook = in_dtype(made.hook(settled), dtype)
+            if hook is None:
+                continue  # gradients stay local before it begins
+            gradients = Gradients(made, params, ranks)
+            buckets = gradients.buckets(hook, gradients.first_states(), settled)
+        except LtxError:
+            if not found:  # the all-reduce itself
+                raise
+            continue  # it can't be cast, or wrapped
+        link_s = sum(link.seconds(collective) for bucket in buckets for collective in bucket.collectives)
+        codec_s = sum(codec(hook, {}) * bucket.elements for bucket in buckets)
+        found.append(Option(candidate, link_s, codec_s, sum(bucket.nbytes for bucket in buckets)))
+    return found
+
+
+def choose_on_axis(strategy: Strategy, on: Any, params: Tree, dtype: torch.dtype | None) -> str:
+    """What ``step.init(params)`` puts into the state, for its strategy "auto" in one way or the other. A collective.
+
+    Gives "" for a strategy whose hook isn't chosen, whose axis is measured all the same.
+    """
+    axis = comm.resolve(on)
+    network = strategy.network
+    if network is None and isinstance(axis.backing, GroupBacking) and axis.size > 1:
+        network = _measured(strategy, axis, params)
+    if not strategy.auto_hook:
+        return ""
+    return choice_for(strategy, params, axis.size, network, dtype).name
+
+
+def _measured(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network:
+    axis_comm: comm.AxisComm = axis.backing.comm  # type: ignore[union-attr]
+    leaves, spec = tree.flatten(params)
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    axis_comm.negotiate(
+        axis_comm.bucket_channel(0),
+        ("init", strategy, spec, shapes),
+        lambda: comm.Signature.of("init of an automatic strategy", tree.leaf_paths(params), leaves, repr(strategy)),
+    )
+    return comm.measured(axis_comm)
+
+
+def network_of(strategy: Strategy, axis: Any) -> comm.Network | None:
+    """What automatic choices go by, if that is known: nothing is measured for it."""
+    if strategy.network is not None:
+        return strategy.network
+    backing = comm.resolve(axis).backing
+    return backing.comm.network if isinstance(backing, GroupBacking) else None
+
+
+def on_network(strategy: Strategy, params: Tree, ranks: int, network: comm.Network) -> Strategy:
+    """`strategy` as it is on a network: what :func:`ltx.profile.plan` goes by."""
+    if not (strategy.auto_sizes or strategy.auto_hook):
+        return strategy
+    strategy = replace(strategy, network=strategy.network or network)
+    if not strategy.auto_hook:
+        return strategy
+    return strategy.with_choice(choice_for(strategy, params, ranks, strategy.network).name)

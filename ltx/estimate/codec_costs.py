@@ -1,0 +1,79 @@
+"""What a rank's own core takes for the work around a message, as :func:`ltx.profile.plan` counts it.
+
+Measured on an AMD EPYC, torch 2.13, by ``python -m benchmarks.plan --codecs`` and ``python -m benchmarks.prices``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ltx import hooks
+from ltx.estimate.requests import Collective
+
+#: Seconds of a core for a float32 number, by hook with its defaults: packing, encoding, adding up, decoding.
+CODEC_S: dict[str, float] = {
+    "AllReduce": 0.4e-9,
+    "FP16": 0.7e-9,
+    "BF16": 0.7e-9,
+    "PowerSGD": 3.0e-9,
+    "BatchedPowerSGD": 4.4e-9,
+    "ByteGrad": 2.7e-9,
+    "Quantize": 3.3e-9,
+    "QSGD": 35e-9,
+    "OneBit": 4.7e-9,
+    "TopK": 7.5e-9,
+    "RandomK": 3.3e-9,
+    "Noop": 0.3e-9,
+    # Of strategies.
+    "Adasum": 2.8e-9,
+    "MeanMomentum": 3.6e-9,
+    "Ring": 4e-9,
+    "ShiftOne": 0.6e-9,
+    "WithinNode": 0.4e-9,
+    "ToParts": 0.4e-9,
+    "FromParts": 0.4e-9,
+    "MeanPart": 0.4e-9,
+    "AllParts": 0.4e-9,
+}
+
+#: Seconds for a gradient's number by which its passing through a core's caches makes the rest of the step longer: the
+#: backward pass and the optimizer find theirs empty. As for :data:`SEND_S`, where cores do such work at all.
+BESIDE_S = 1.6e-9
+
+#: Seconds for a number, with an optimizer of two moments, that isn't updated in place.
+COPY_S = 1.2e-9
+
+#: Seconds for a byte that a core sends, and one that it receives meanwhile, through the kernel's sockets.
+SEND_S = 1.4e-9
+
+#: The same by operation, to that of a sum of float32 numbers: gathers and exchanges go in pieces that are put together.
+SEND_SHARES = {"psum": 1.0, "all_gather": 1.8, "psum_scatter": 1.7, "all_to_all": 1.7, "ppermute": 0.9}
+#: To that of a sum of float32 numbers, for a byte of one in half precision, which gloo adds up more slowly.
+HALF_SUM = {"float16": 1.5, "bfloat16": 1.2}
+
+
+def sending_share(collective: Collective) -> float:
+    """What of :data:`SEND_S` a byte of a collective takes."""
+    if collective.operation == "psum":
+        return HALF_SUM.get(collective.buffer.partition("[")[0], 1.0)
+    return SEND_SHARES[collective.operation]
+
+
+def sending_s(bandwidth: float) -> float:
+    """Seconds of a core for a byte sent over a link of so many bits a second.
+
+    One that is faster than a core can feed through sockets comes with hardware that does it (RDMA, NCCL's).
+    """
+    return SEND_S if 8 / bandwidth >= SEND_S else 0.0
+
+
+def codec(hook: hooks.CommHook, unknown: dict[str, None]) -> float:
+    """Seconds a number; the names of hooks that aren't known are entered into `unknown`."""
+    known = next((CODEC_S[c.__name__] for c in type(hook).__mro__ if c.__name__ in CODEC_S), None)
+    if known is not None:
+        return known
+    parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
+    if not parts:
+        unknown.setdefault(repr(hook))
+        return CODEC_S["AllReduce"]
+    return sum(codec(part, unknown) for part in parts)

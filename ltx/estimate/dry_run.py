@@ -1,0 +1,383 @@
+"""A strategy's steps on shapes alone: its own methods are driven on the meta device, and what they ask for is written
+down.
+
+So what is counted is what a step will issue, and not a formula beside it: :func:`ltx.profile.explain` shows it for one
+step, :func:`ltx.profile.plan` takes the time of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ltx import comm, hooks, tree
+from ltx.axis import DEFAULT_NAME, Axis, MetaBacking
+from ltx.errors import LtxError, StrategyError, UnsupportedError
+from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, Lands, Starts
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.exchange import Exchange
+from ltx.gradients.leaves import arrival_order, differentiable
+from ltx.gradients.pending import Reduced
+from ltx.gradients.planning import make_plan
+from ltx.gradients.reduction import LeafState, reduce_at_once
+from ltx.gradients.schedule import Plan
+from ltx.optim import Optimizer
+from ltx.strategies import Strategy
+from ltx.strategies.fields import in_dtype
+from ltx.strategies.post_update import PostUpdateHook
+from ltx.strategies.update import States, StepInfo, Update
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class Still(Optimizer):
+    """An optimizer that leaves everything as it is: on shapes, what any other does."""
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    @property
+    def leafwise(self) -> bool:
+        return True
+
+    def init(self, params: Tree) -> Tree:
+        return {}
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return tree.map(torch.zeros_like, params), state
+
+    def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return params, state
+
+    def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, torch.Tensor]]:
+        return [{} for _ in tree.flatten(params)[0]]
+
+    def apply_leaves(self, grads: Any, states: Any, params: Any, count: int) -> None:
+        pass
+
+    def advance(self, state: Tree) -> Tree:
+        return state
+
+
+@dataclass
+class _Asked:
+    """What one reduction has asked for so far."""
+
+    hook: hooks.CommHook
+    what: str
+    size: int  # the number of all ranks
+    found: list[Collective] = field(default_factory=list)
+
+    def answer(self, operation: str, buffer: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Shape and dtype of what the collective gives."""
+        if not buffer.numel():  # the schedules send nothing then
+            return buffer
+        if len(self.found) == self.hook.phases_on(self.size):
+            raise StrategyError(
+                f"{self.hook!r} asks for more than {len(self.found)} collectives in {self.what}. Say how many it may "
+                "ask for: phases: ClassVar[int] = ..."
+            )
+        match operation:
+            case "psum" | "all_to_all" | "ppermute":
+                answered = buffer
+            case "all_gather":
+                answered = buffer.new_empty((ranks, *buffer.shape))
+            case "psum_scatter":
+                answered = buffer.new_empty(buffer.shape[1:])
+            case other:
+                raise StrategyError(
+                    f"{self.hook!r} asks for {other!r} in {self.what}. A reduction may ask for sum, all_gather, "
+                    "psum_scatter, all_to_all and ppermute."
+                )
+        self.found.append(collective(operation, buffer, ranks))
+        return answered
+
+
+class Watched(Exchange):
+    """An exchange on shapes, that writes down what its buckets ask for, and tells when it is landed."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        background: bool,
+        paths: Sequence[str],
+    ):
+        self._steps = steps
+        self._paths = tuple(paths)
+        self._background = background
+        self._asked: list[_Asked] = []
+        self._alike: dict[Any, tuple[_Asked, Reduced]] = {}
+        super().__init__(plan, tensors, states, background)
+
+    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
+        hook, bucket = self._plan.hook, self._plan.buckets[place]
+        assert isinstance(hook, hooks.CommHook)
+        kind = _kind(self._plan, bucket, [self._states[member] for member in bucket.members])
+        if kind not in self._alike:
+            asked = _Asked(hook, f"bucket {place} of an exchange", self._plan.axis.size)
+            with self._steps.asking(asked):
+                self._alike[kind] = asked, super()._at_once(place, tensors)
+        asked, reduced = self._alike[kind]
+        self._asked.append(asked)
+        return reduced
+
+    def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
+        self._steps.events.append(Lands(self))
+        return super().wait_buckets()
+
+    def started(self, number: int) -> Starts:
+        """What it has issued, as the `number`-th exchange of a step."""
+        rows = tuple(
+            ExchangeExplanation(
+                bucket.index,
+                tuple(self._paths[member] for member in bucket.members),
+                bucket.numel,
+                bucket.dtype,
+                bucket.numel * bucket.dtype.itemsize,
+                asked.hook,
+                tuple(asked.found),
+                exchange=number,
+                background=self._background,
+            )
+            for bucket, asked in zip(self._plan.buckets, self._asked, strict=True)
+        )
+        return Starts(self, rows, None if self._background else header(self._plan.axis.size))
+
+
+@dataclass
+class _Carried:
+    """What one step hands to the next."""
+
+    params: Tree
+    opt_state: Tree
+    states: States
+    pending: Any = None
+
+
+class Gradients:
+    """A strategy's gradients on shapes alone.
+
+    Args:
+        strategy: whose.
+        params: the parameters, of which shapes and dtypes are read.
+        size, rank: the number of ranks, and the one that is looked at.
+    """
+
+    def __init__(self, strategy: Strategy, params: Tree, size: int, rank: int = 0):
+        self.strategy = strategy
+        self.axis = Axis(DEFAULT_NAME, size, MetaBacking(rank, self._answer, self._exchange))
+        self._asked: _Asked | None = None
+        given, self.spec = tree.flatten(params)
+        self.leaves = [meta(leaf.shape, leaf.dtype) for leaf in given]
+        self.paths = tree.leaf_paths(params)
+        # As if all were differentiated.
+        self.wanted = differentiable(self.leaves)
+        self._given = [given[i] for i in self.wanted]
+        self._order = arrival_order(params, self.wanted)
+
+    def plan(self, hook: hooks.CommHook, states: Sequence[LeafState] | None = None, step: int = 0) -> Plan:
+        """The plan of a step's gradients."""
+        names = tuple(tuple(state) for state in states or [{} for _ in self.wanted])
+        mine = [self.paths[i] for i in self.wanted]
+        return make_plan(
+            self.strategy, hook, self.axis, self._given, lambda: self._order, names, step, lambda: mine, "", None
+        )
+
+    def first_states(self) -> States:
+        """The communication state before the first step."""
+        with on_shapes_alone(self.strategy.hook(0) or self.strategy, "the first state"):
+            return {
+                path: state
+                for path, leaf in zip(self.paths, self.leaves, strict=True)
+                if leaf.is_floating_point() and (state := self.strategy.init(leaf, path))
+            }
+
+    def buckets(self, hook: hooks.CommHook, entries: States, step: int) -> tuple[BucketExplanation, ...]:
+        """What a step with `hook` issues for its gradients."""
+        states = [hook.states_of(entries.get(self.paths[i], {})) for i in self.wanted]
+        plan, alike = self.plan(hook, states, step), {}
+        for bucket in plan.buckets:
+            mine = [states[member] for member in bucket.members]
+            kind = _kind(plan, bucket, mine)
+            if kind not in alike:
+                alike[kind] = self._reduced(plan, hook, bucket, mine)
+        return tuple(
+            BucketExplanation(
+                bucket.index,
+                tuple(self.paths[self.wanted[member]] for member in bucket.members),
+                bucket.numel,
+                bucket.dtype,
+                bucket.numel * bucket.dtype.itemsize,
+                hook,
+                alike[_kind(plan, bucket, [states[member] for member in bucket.members])],
+            )
+            for bucket in plan.buckets
+        )
+
+    def only(self, hook: hooks.CommHook, step: int) -> Issues:
+        """What a step with `hook` issues, where strategies do nothing besides."""
+        buckets = self.buckets(hook, self.first_states(), step)
+        return Issues((), self._header(hook) if buckets else None, buckets)
+
+    def _header(self, hook: hooks.CommHook) -> Collective:
+        return header((hook.within(self.axis) or self.axis).size)
+
+    def _reduced(
+        self, plan: Plan, hook: hooks.CommHook, bucket: Bucket, states: Sequence[LeafState]
+    ) -> tuple[Collective, ...]:
+        """Drive the reduction of one bucket, and write down what it asks for."""
+        there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
+        flat = meta((bucket.numel,), hook.wire_dtype(bucket.dtype))
+        tensors = [meta(x.shape, x.dtype) for state in states for x in state.values()]
+        asked = _Asked(hook, f"bucket {bucket.index}", plan.axis.size)
+        with on_shapes_alone(hook, asked.what), self.asking(asked):
+            inputs = plan.bucket_input(there, flat, plan.states_of(there, tensors))
+            reduce_at_once(hook, plan.axis, replace(inputs, update=list))
+        return tuple(asked.found)
+
+    @contextmanager
+    def asking(self, asked: _Asked) -> Iterator[None]:
+        """What is asked for meanwhile is written down there."""
+        self._asked = asked
+        yield
+        self._asked = None
+
+    def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], ranks: int) -> torch.Tensor:
+        if self._asked is None:
+            raise UnsupportedError(
+                f"{self.strategy!r} talks by a collective ({operation} of {tree.describe(buffer)}) that belongs to no "
+                "exchange, so that nothing can be said of it ahead. Let it talk through Strategy.exchange."
+            )
+        return self._asked.answer(operation, buffer, ranks)
+
+    def _exchange(self, *args: Any) -> Exchange:
+        raise AssertionError("gradients are no exchange")
+
+
+class Steps(Gradients):
+    """A strategy's training steps on shapes alone, one after the other from step `first` on.
+
+    Args:
+        strategy, params, size, rank: as in :class:`Gradients`.
+        first: the number of the first step.
+        optimizer: what updates the parameters; one that leaves them alone if None.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        params: Tree,
+        size: int,
+        rank: int = 0,
+        first: int = 0,
+        optimizer: Optimizer | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        post_update_hook: Callable[[int], PostUpdateHook | None] = lambda step: None,
+    ):
+        super().__init__(strategy, params, size, rank)
+        self._reduce_dtype, self._late_hook = reduce_dtype, post_update_hook
+        self._optimizer = Still() if optimizer is None else optimizer
+        self._step = first
+        self.events: list[Starts | Lands] = []
+        self._started = 0
+        self._buckets: dict[hooks.CommHook, tuple[BucketExplanation, ...]] = {}
+        whole = tree.unflatten(self.spec, self.leaves)
+        strategy.check_axis(self.axis)
+        strategy.check_optimizer(self._optimizer)
+        self._grads = tree.map(torch.empty_like, whole)
+        states = self.first_states()
+        with on_shapes_alone(strategy, "the first state of the optimizer"):
+            opt_state = strategy.init_optimizer(self._optimizer, whole, self.axis)
+            for _ in range(first if self._optimizer.leafwise else 0):  # such ones count their updates
+                opt_state = self._optimizer.advance(opt_state)
+        self._carried = _Carried(whole, opt_state, states)
+
+    def next(self) -> Issues:
+        """Drive one step."""
+        strategy, carried, info = self.strategy, self._carried, StepInfo(self._step, self.axis)
+        self._started = 0
+        with on_shapes_alone(strategy, f"step {info.step}"):
+            pending = strategy.begin(carried.params, carried.states, info, carried.pending)
+        begun = self._taken()
+        post_update_hook = self._late_hook(info.step)
+        hook = post_update_hook or in_dtype(strategy.hook_in_training(info.step), self._reduce_dtype)
+        buckets = self._gradients(hook, carried.states, info.step) if hook is not None else ()
+        ahead = self._header(hook) if hook is not None and buckets else None
+        self._step += 1
+        if post_update_hook is not None:
+            self._carried = replace(carried, pending=pending)
+            return Issues(begun, ahead, buckets)
+        update = Update(self._optimizer, carried.params, self._grads, carried.opt_state)
+        with on_shapes_alone(strategy, f"step {info.step}"):
+            updated = strategy.update(update, carried.states, info, pending)
+        self._carried = _Carried(updated.params, updated.opt_state, updated.states, updated.pending)
+        return Issues(begun, ahead, buckets, self._taken())
+
+    def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:
+        in_force = hook.at(step)
+        if in_force not in self._buckets:
+            self._buckets[in_force] = self.buckets(hook, states, step)
+        return self._buckets[in_force]
+
+    def _exchange(self, *args: Any) -> Exchange:
+        exchange = Watched(self, *args)
+        self.events.append(exchange.started(self._started))
+        self._started += 1
+        return exchange
+
+    def _taken(self) -> tuple[Starts | Lands, ...]:
+        events, self.events = self.events, []
+        return tuple(events)
+
+
+def _kind(plan: Plan, bucket: Bucket, states: Sequence[LeafState]) -> Any:
+    """What a reduction on shapes can tell of a bucket: of those that are alike one is driven for all."""
+    shapes = tuple((name, x.shape, x.dtype) for state in states for name, x in state.items())
+    return bucket.leaves, shapes, bucket.index == len(plan.buckets) - 1
+
+
+def stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
+    """:class:`Still` for `optimizer`, unless the strategy insists on one that it knows."""
+    try:
+        strategy.check_optimizer(Still())
+    except LtxError:
+        return optimizer
+    return Still()
+
+
+def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:
+    """The collective of a buffer, of which the shape is read."""
+    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, ranks), ranks)
+
+
+def header(ranks: int) -> Collective:
+    """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
+    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+@contextmanager
+def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[None]:
+    """Say what is wrong with a hook or a strategy that can't do without values."""
+    try:
+        yield
+    except LtxError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{whose!r} can't be run on shapes alone: {what} took {type(error).__name__}: {error}. It may not "
+            "read values, and the tensors that it makes belong on the device of those that it is given. What a step "
+            "sends can still be counted while it runs: with ltx.profile.record() as trace."
+        ) from error

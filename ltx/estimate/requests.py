@@ -1,0 +1,120 @@
+"""What a training step puts on the wire, as values: collectives, buckets, exchanges, in the order of their issue.
+
+:mod:`ltx.estimate.dry_run` finds it, :func:`ltx.profile.explain` shows it, :func:`ltx.profile.plan` takes the time of
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ltx import hooks
+from ltx.gradients.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a bucket will issue.
+
+    Attributes:
+        operation: as in :class:`ltx.hooks.CollectiveRequest`.
+        buffer: dtype and shape of what goes in, as "float16[99]".
+        nbytes: bytes that this rank sends for it, as :func:`ltx.profile.record` will count them.
+        ranks: how many take part.
+    """
+
+    operation: str
+    buffer: str
+    nbytes: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class BucketExplanation:
+    """What one bucket of gradients will put on the wire.
+
+    Attributes:
+        index: its place in the order of launches.
+        paths: of its parameters, in the order in which they lie in it.
+        elements, dtype, nbytes: of its gradients.
+        hook: the hook in force.
+        collectives: in the order in which they are issued.
+    """
+
+    index: int
+    paths: tuple[str, ...]
+    elements: int
+    dtype: torch.dtype
+    nbytes: int
+    hook: hooks.CommHook
+    collectives: tuple[Collective, ...]
+
+    @property
+    def label(self) -> str:
+        """What the ledger calls its collectives."""
+        return f"bucket {self.index}"
+
+
+@dataclass(frozen=True)
+class ExchangeExplanation(BucketExplanation):
+    """What one bucket of an exchange will put on the wire: what a strategy sends besides gradients.
+
+    Attributes:
+        index: its place in its exchange.
+        paths, elements, dtype, nbytes: of the tensors that are exchanged.
+        exchange: the exchange's number among those of the step.
+        background: whether it is under way while the rank computes.
+    """
+
+    exchange: int
+    background: bool
+
+    @property
+    def label(self) -> str:
+        return f"{'background' if self.background else 'exchange'} {self.index}"
+
+
+@dataclass(frozen=True)
+class Starts:
+    """An exchange starts. `header`: the small sum ahead of one in the foreground."""
+
+    exchange: Exchange
+    rows: tuple[ExchangeExplanation, ...]
+    header: Collective | None
+
+
+@dataclass(frozen=True)
+class Lands:
+    """An exchange is waited for, of this step or of one before it."""
+
+    exchange: Exchange
+
+
+@dataclass(frozen=True)
+class Issues:
+    """What a training step issues, and waits for, in order.
+
+    Attributes:
+        begun: ahead of the forward pass.
+        header: the small sum ahead of the gradients, if any are sent.
+        buckets: of gradients, during the backward pass.
+        updated: after it.
+    """
+
+    begun: tuple[Starts | Lands, ...] = ()
+    header: Collective | None = None
+    buckets: tuple[BucketExplanation, ...] = ()
+    updated: tuple[Starts | Lands, ...] = ()
+
+    @property
+    def exchanges(self) -> tuple[ExchangeExplanation, ...]:
+        """All rows of all exchanges that start in this step."""
+        return tuple(row for event in (*self.begun, *self.updated) if isinstance(event, Starts) for row in event.rows)
+
+    @property
+    def headers(self) -> tuple[Collective, ...]:
+        """All headers of this step."""
+        started = (event.header for event in (*self.begun, *self.updated) if isinstance(event, Starts))
+        return tuple(header for header in (self.header, *started) if header is not None)

@@ -1,0 +1,75 @@
+"""The schedule of process groups inside a compiled graph, whose compiler may move what it issues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ltx.axis import GroupBacking
+from ltx.comm import functional
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.pending import Reduced
+from ltx.gradients.reduction import CollectiveRequest, Reduction, collective_alone, pack_pure, unpack
+from ltx.gradients.schedule import Dims, Plan, Schedule
+
+
+class GraphSchedule(Schedule):
+    """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence."""
+
+    compiled = True
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self._started: dict[int, tuple[Reduction, Bucket, Callable[[], torch.Tensor] | Reduced]] = {}
+
+    def begin(self) -> None:
+        self._started = {}
+
+    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Callable[[], torch.Tensor] | Reduced:
+        """Run a reduction up to its next collective, and give what waits for that; or what has become of it."""
+        try:
+            return self._issue(next(reduction) if result is None else reduction.send(result))
+        except StopIteration as end:
+            reduced: Reduced = end.value
+            return reduced
+
+    def _issue(self, request: CollectiveRequest) -> Callable[[], torch.Tensor]:
+        """Start a collective; gives what waits for it."""
+        axis = request.axis or self.plan.axis
+        buffer, size = request.buffer, axis.size
+        if axis.backing is None:
+            return lambda: collective_alone(request)
+        assert isinstance(axis.backing, GroupBacking)
+        group = axis.backing.comm.bucket_channel(0).group.group_name
+        if not buffer.numel():  # nothing to send; every rank has the same shapes
+            return lambda: buffer
+        given = buffer.flatten(0, 1) if request.operation == "psum_scatter" and buffer.ndim > 1 else buffer
+        shape = (size, *buffer.shape) if request.operation == "all_gather" else None
+        pending = functional.start(request.operation, given, size, group, request.arguments)
+        return lambda: functional.wait(pending) if shape is None else functional.wait(pending).reshape(shape)
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        bucket, hook = self.plan.buckets[index], self.hook
+        count = len(bucket.members)
+        grads = tensors[:count]
+        self._check_batchable(dims, tensors[count:])
+        states = self.plan.states_of(bucket, tensors[count:])
+        flat = pack_pure(grads, bucket, hook, self.plan.axis.size, states)
+        # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
+        leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
+        reduction = hook.reduce(self.plan.bucket_input(bucket, flat, states))
+        self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
+        return tuple(t.view_as(t) for t in tensors)
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outs: list[torch.Tensor] = []
+        for index in range(len(self.plan.buckets)):
+            reduction, bucket, reduced = self._started.pop(index)
+            while callable(reduced):
+                reduced = self._go_on(reduction, reduced())
+            flat, states = reduced
+            outs.extend(unpack(flat, bucket))
+            outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
+        return tuple(outs)

@@ -1,0 +1,166 @@
+"""Flights: reductions of several buckets under way at once on the bucket channels of an axis.
+
+Each phase of a hook (its first collective, its second, ...) has a channel of its own, and on each channel issues go out
+in bucket order, so that all ranks issue alike whatever order their gradients arrive in and their collectives land in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ltx import comm
+from ltx.axis import GroupBacking
+from ltx.errors import StrategyError
+from ltx.gradients.reduction import BucketInput, LeafState, Reducer, Reduction, collective_alone
+
+#: (sum of the shares, next states)
+Reduced = tuple[torch.Tensor, Sequence[LeafState]]
+
+
+@dataclass
+class _PendingReduction:
+    """A bucket under way: its reduction, and the collective that it waits for."""
+
+    hook: Reducer
+    reduction: Reduction
+    work: comm.Work | None = None
+    phase: int = 0
+    completed: Reduced | None = None
+    halfway: bool = False  # between two collectives
+    total: float | None = None  # of all elements of what has landed, if the wire knows it
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.work is not None and self.work.done
+
+
+class PendingReductions:
+    """The reductions of one backward pass, in the order of their launches. `summed`: their sums are asked for."""
+
+    def __init__(
+        self,
+        axis_comm: comm.AxisComm,
+        channel_of: Callable[[comm.AxisComm, int], comm.Channel] = comm.AxisComm.bucket_channel,
+        what: str = "bucket",
+        summed: bool = False,
+    ):
+        self._comm = axis_comm
+        self._channel_of = channel_of
+        self._what = what
+        self._summed = summed
+        self._pending: list[_PendingReduction] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def launch(self, hook: Reducer, inputs: BucketInput) -> None:
+        """Start the next bucket in order.
+
+        A hook that asks the wire for nothing may wait for something else, for which peers that are still on their way
+        through the backward pass can't be made to wait: it runs when it is landed.
+        """
+        pending = _PendingReduction(hook, hook.reduce(inputs))
+        self._pending.append(pending)
+        if hook.phases_on(self._comm.size) > 0:
+            self._advance(len(self) - 1)
+
+    def _advance(self, place: int) -> None:
+        """Wait for a reduction's collective, run it up to its next one, and issue that."""
+        pending = self._pending[place]
+        result = pending.work.wait() if pending.work is not None else None
+        pending.halfway = True
+        self._run_on(pending, place, result)
+        pending.halfway = False
+
+    def _run_on(self, pending: _PendingReduction, place: int, result: torch.Tensor | None) -> None:
+        arrived, version = result, -1 if result is None else result._version
+        while True:
+            try:
+                request = next(pending.reduction) if result is None else pending.reduction.send(result)
+            except StopIteration as end:
+                if pending.work is not None and end.value[0] is arrived and version == arrived._version:
+                    pending.total = pending.work.total  # what the wire has added up is what the hook gives
+                pending.completed, pending.work = end.value, None
+                return
+            if pending.phase == pending.hook.phases_on(self._comm.size):
+                raise StrategyError(
+                    f"rank {self._comm.rank}: {pending.hook!r} asks for more than {pending.phase} collectives in "
+                    f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."
+                )
+            axis_comm = self._comm
+            if request.axis is not None:
+                if not isinstance(request.axis.backing, GroupBacking):
+                    result = collective_alone(request)
+                    continue
+                axis_comm = request.axis.backing.comm
+            channel = self._channel_of(axis_comm, pending.phase)
+            pending.phase += 1
+            if request.buffer.numel():
+                what = f"{self._what} {place}"
+                pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
+                return
+            result = request.buffer  # nothing to send; every rank has the same shapes
+
+    def poll(self) -> None:
+        """Go on with reductions whose collective has landed, as long as each phase stays in bucket order."""
+        for place, pending in enumerate(self._pending):
+            while pending.may_go_on and self._may_issue(place, pending.phase):
+                self._advance(place)
+
+    def _may_issue(self, place: int, phase: int) -> bool:
+        return all(self._is_past(earlier, phase) for earlier in range(place))
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them have landed, or would at once."""
+        self.poll()
+        return all(pending.completed is not None for pending in self._pending)
+
+    def completed(self, place: int) -> Reduced | None:
+        """What became of a bucket, if it has landed."""
+        return self._pending[place].completed
+
+    def total(self, place: int) -> float | None:
+        """The sum of all elements of a bucket that has landed, or NaN; None if nobody has taken it."""
+        return self._pending[place].total
+
+    @property
+    def intact(self) -> bool:
+        """Whether no reduction was left halfway, by an exception that came while it wasn't waiting."""
+        return not any(pending.halfway for pending in self._pending)
+
+    def wait(self, place: int) -> Reduced:
+        """What became of one bucket, once it has landed. Those before it go on as far as the order of issues asks."""
+        pending = self._pending[place]
+        while pending.completed is None:
+            if pending.phase < pending.hook.phases_on(self._comm.size):  # it may issue once more
+                for earlier in range(place):
+                    while not self._is_past(earlier, pending.phase):
+                        self._advance(earlier)
+            self._advance(place)
+        return pending.completed
+
+    def _is_past(self, place: int, phase: int) -> bool:
+        pending = self._pending[place]
+        return pending.completed is not None or pending.phase > phase
+
+    def wait_each(self) -> Iterator[Reduced]:
+        """The buckets in order, each as soon as it has landed."""
+        # Rounds: each unfinished reduction goes on by one collective, in bucket order, which keeps every phase's
+        # channel in order; whatever has landed in order is given out at once.
+        given = 0
+        while given < len(self):
+            for place in range(given, len(self)):
+                if self._pending[place].completed is None:
+                    self._advance(place)
+                while given < len(self) and (reduced := self.completed(given)) is not None:
+                    yield reduced
+                    given += 1
+
+    def flush(self) -> None:
+        """Land what was launched so far. More may be launched afterwards."""
+        for _ in self.wait_each():
+            pass

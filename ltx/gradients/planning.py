@@ -1,0 +1,159 @@
+"""Plans: from tensors, bucket sizes and a hook to what every rank will issue, compared where ranks first meet it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from ltx import comm
+from ltx.axis import Axis, GroupBacking, MetaBacking
+from ltx.errors import UnsupportedError
+from ltx.gradients.buckets import Leaf, plan_buckets
+from ltx.gradients.reduction import Reducer
+from ltx.gradients.schedule import Plan
+from ltx.gradients.sizes import DEFAULT_BYTES, bucket_sizes
+
+#: For each leaf, the names of its communication state's tensors.
+Names = tuple[tuple[str, ...], ...]
+
+
+class Owner(Protocol):
+    """What a plan needs of the strategy that it is for; ranks must agree in it too."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` where there is no network to go by."""
+        ...
+
+    @property
+    def auto_sizes(self) -> bool:
+        """Whether sizes are to be chosen for the network."""
+        ...
+
+    @property
+    def network(self) -> comm.Network | None:
+        """The network, if somebody has said what it is."""
+        ...
+
+    def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
+        """Which of the leaves at `paths` travel together; as the `groups` of :func:`plan_buckets`."""
+        ...
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    axis: Axis,
+    hook: Reducer,
+    sizes: tuple[int, int],
+    leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
+    arrival: tuple[int, ...],
+    groups: tuple[int, ...],
+    names: Names,
+    agreement: comm.Agreement | None,
+    network: comm.Network | None,
+) -> Plan:
+    found = tuple(Leaf(*leaf) for leaf in leaves)
+    bucket, first = chosen_sizes(sizes, network, hook, axis.size, sum(leaf.nbytes for leaf in found))
+    buckets = plan_buckets(found, arrival, hook.bucket_factor * bucket, first, groups)
+    return Plan(axis, hook, buckets, names, agreement=agreement)
+
+
+def chosen_sizes(
+    sizes: tuple[int, int], network: comm.Network | None, hook: Reducer, ranks: int, nbytes: int
+) -> tuple[int, int]:
+    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or what suits the network."""
+    if network is None or ranks == 1:
+        return sizes
+    bucket, first = bucket_sizes(network, ranks, nbytes, sizes[1])
+    # Where less than the gradients is sent, in several phases, more of a bucket's time are its starts and its codec.
+    small = hook.phases_on(ranks) <= 1 and hook.bucket_factor == 1
+    return (bucket, first) if small else (max(bucket, DEFAULT_BYTES), sizes[1])
+
+
+def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
+    """What sizes are chosen by: all ranks have it, or come here together. None where they aren't chosen."""
+    if not owner.auto_sizes or background or owner.network is not None:
+        return owner.network if owner.auto_sizes and not background else None
+    if not isinstance(axis.backing, GroupBacking) or axis.size == 1:
+        return None
+    axis_comm: comm.AxisComm = axis.backing.comm
+    if axis_comm.network is None and not compare:
+        raise UnsupportedError(
+            'bucket_bytes="auto" measures the network, which a compiled graph can\'t do. Call '
+            "ltx.profile.measure_network() on "
+            "every rank before, or train.init(params); or say what it is: network=ltx.profile.Network(bandwidth=, "
+            "latency=)."
+        )
+    return comm.measured(axis_comm)
+
+
+def make_plan(
+    owner: Owner,
+    hook: Reducer,
+    axis: Axis,
+    tensors: Sequence[torch.Tensor],
+    arrival: Callable[[], Sequence[int]],
+    names: Names,
+    step: int,
+    paths: Callable[[], list[str]],
+    operation: str,
+    structure: Any,
+    *,
+    compare: bool = True,
+    background: bool = False,
+) -> Plan:
+    """The plan for reducing `tensors`; ranks compare it when they meet it for the first time.
+
+    Args:
+        owner: the strategy.
+        arrival: the order in which this rank expects its gradients; all take rank 0's, once for a plan.
+        step: the number of steps so far; matters to stateful hooks alone.
+        structure: that of the tree they come from.
+        compare: False inside a graph, where nothing can be waited for.
+        background: for the background channel, on which a hook has one phase.
+    """
+    # Once it has met several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
+    shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
+    leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
+    agreement = None
+    if compare and isinstance(axis.backing, GroupBacking):
+        axis_comm: comm.AxisComm = axis.backing.comm
+        agreement = axis_comm.negotiate(
+            axis_comm.background if background else axis_comm.bucket_channel(0),
+            (operation, owner, hook, leaves, names, structure),  # not the order: it may differ
+            lambda: comm.Signature.of(
+                operation, paths(), list(tensors), f"{hook!r} with {_names_text(names)}buckets of {_sizes_text(owner)}"
+            ),
+            offer=lambda: list(arrival()),
+        )
+        order = tuple(agreement.offer)
+        parts = [part.backing.comm for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
+        for opened in () if background else (axis_comm, *parts):
+            opened.open_phases(hook.phases_on(axis.size))
+    else:
+        order = tuple(arrival())
+    network = _network(owner, axis, compare, background)
+    groups = owner.grouping(paths, order)
+    # An axis of shapes is made for one look, and needn't be kept.
+    make = _plan.__wrapped__ if isinstance(axis.backing, MetaBacking) else _plan
+    plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement, network)
+    return replace(plan, step=step) if hook.stateful else plan
+
+
+def _names_text(names: Names) -> str:
+    """The states of a hook in the words of an error."""
+    return f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
+
+
+def _sizes_text(owner: Owner) -> str:
+    """What ranks must agree on for their buckets to be equal."""
+    if not owner.auto_sizes:
+        return f"{owner.sizes} bytes"
+    network = "the network as measured" if owner.network is None else repr(owner.network)
+    return f"bytes for {network}, the first of at most {owner.sizes[1]}"

@@ -1,0 +1,242 @@
+"""The schedule of process groups, eagerly: starts asynchronously and in the order of launches, lands at the fence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ltx import comm
+from ltx.axis import GroupBacking
+from ltx.errors import UnsupportedError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.immediate_schedule import ImmediateSchedule
+from ltx.gradients.pending import PendingReductions, Reduced
+from ltx.gradients.reduction import LeafState, pack, unpack
+from ltx.gradients.schedule import Dims, Plan, Schedule
+
+#: What is packed into a bucket: a tensor for each leaf, and the hook's state of each.
+Instead = tuple[Sequence[torch.Tensor], Sequence[LeafState]]
+
+
+class ProcessSchedule(Schedule):
+    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
+
+    With `deferred` there is no fence: a train step lands the buckets itself, one by one. With `ahead` the next
+    forward pass is to go on while they land: see :func:`launch_order`.
+
+    Where the hook stays within a part of the axis, so does the header: other ranks needn't be in this pass.
+    """
+
+    threaded = False
+
+    def __init__(self, plan: Plan, deferred: bool = False, ahead: bool = False):
+        super().__init__(plan)
+        assert isinstance(plan.axis.backing, GroupBacking)
+        self.fenced = not deferred
+        self.comm: comm.AxisComm = plan.axis.backing.comm
+        ahead = ahead and self.progresses_alone
+        self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
+        self.summary: comm.PendingSummary | None = None
+        #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
+        self.states: Sequence[LeafState] | None = None
+        self.part_of = "a backward pass"  # in the words of an error
+        self.summed = False  # whether the sums of buckets are asked for
+        #: Gives what travels in the place of a bucket's gradients, and the states it is reduced with.
+        self.instead: Callable[[Bucket, Sequence[torch.Tensor]], Instead] | None = None
+        #: A bucket's :attr:`BucketInput.update`.
+        self.update: Callable[[Bucket, Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+        self._passage: comm.BackwardPass | None = None
+        part = plan.hook.within(plan.axis)
+        self._part = None if part is None or not isinstance(part.backing, GroupBacking) else part.backing.comm
+        self._pending = PendingReductions(self.comm)
+        self._batches: list[torch.Size] = []
+        self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
+
+    @property
+    def among(self) -> comm.AxisComm:
+        """The line of the ranks that are in this pass together."""
+        return self.comm if self._part is None or self.again else self._part
+
+    def send_summary(self, total: torch.Tensor, weight: torch.Tensor) -> comm.PendingSummary:
+        """Issue the header ahead of the buckets."""
+        self.comm.wait_for_earlier()
+        self.among.recovery.recover()
+        channel = self.among.bucket_channel(0)
+        self.comm.under_way = self.among.under_way = self.part_of
+        if self.plan.agreement is not None:
+            channel.advance(self.plan.agreement)
+        digest = self.comm.user.digest ^ (channel.digest << 1)
+        self.summary = comm.send_summary(channel, total.to(self.comm.device), weight.to(self.comm.device), digest)
+        return self.summary
+
+    def begin(self) -> None:
+        self._reset()
+        if self.summary is None:
+            # A deferred pass, whose header is out already, is its train step's to watch.
+            self._passage = self.among.recovery.enter()
+            if self.hook.phases_on(self.plan.axis.size) > 1:
+                self._passage.flush = self._pending.flush
+            nothing = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+            self.send_summary(nothing, nothing)
+
+    def abandon(self, reason: BaseException) -> None:
+        """Say that this pass won't go on, if it has begun."""
+        if self.summary is not None:
+            self.among.recovery.abort(reason)
+
+    def _reset(self) -> None:
+        self._pending, self._batches, self._packed = PendingReductions(self.comm, summed=self.summed), [], {}
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with self._watched():
+            self._launch(index, dims, tensors)
+            self._pending.poll()
+        return tuple(tensors)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """What is raised in a hook, or by the wire, ends this pass: let the peers know."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UnsupportedError) and not len(self._pending):
+                self._forget()  # the program's mistake, which all ranks see before the first bucket
+            else:
+                self.abandon(error)
+            raise
+
+    def _launch(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> None:
+        bucket, hook = self.plan.buckets[index], self.hook
+        count = len(bucket.members)
+        grads = tensors[:count]
+        self._check_batchable(dims, tensors[count:])
+        states = self.plan.states_of(bucket, tensors[count:])
+        if self.states is not None:
+            states = [self.states[member] for member in bucket.members]
+        if self.instead is not None:
+            grads, its_states = self.instead(bucket, grads)
+            states = list(its_states)
+        room = partial(self.comm.buffer_pool.take, self.plan.buckets, index)
+        flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)], room)
+        self._packed[index] = (flat, states)
+        if self._passage is not None and hook.phases_on(self.plan.axis.size) > 1:
+            self.among.recovery.flush_others(self._passage)
+        # Strictly in the order of launches: one that is ready early waits for those before it.
+        while len(self._pending) < len(self._order) and self._order[len(self._pending)] in self._packed:
+            place = self._order[len(self._pending)]
+            ready, its_states = self._packed.pop(place)
+            self._batches.append(ready.shape[:-1])
+            inputs = self.plan.bucket_input(self.plan.buckets[place], ready.view(-1), its_states)
+            if self.update is not None:
+                inputs = replace(inputs, update=partial(self.update, inputs.bucket))
+            self._pending.launch(hook, inputs)
+
+    def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
+        """:meth:`wait_each`, for whoever knows what the hook returns for a bucket."""
+        for place, reduced in zip(self._order, self._pending.wait_each(), strict=False):
+            yield self.plan.buckets[place], reduced
+
+    def wait_each(self) -> Iterator[tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]]:
+        """The buckets in order, each as soon as it has landed: (bucket, reduced gradients, next states)."""
+        for batch, (bucket, (flat, states)) in zip(self._batches, self.wait_buckets(), strict=False):
+            grads = unpack(flat.view(*batch, bucket.numel), bucket)
+            yield bucket, grads, self.plan.flatten_states(bucket, states)
+
+    def total(self, bucket: Bucket) -> float | None:
+        """The sum of all gradients of a bucket that has landed, or NaN; None if the wire hasn't taken it."""
+        same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
+        return self._pending.total(self._order.index(bucket.index)) if same else None
+
+    def wait_bucket(self, index: int) -> tuple[list[torch.Tensor], list[LeafState]]:
+        """(reduced gradients, next states) of one bucket, each by leaf, once it has landed."""
+        bucket, place = self.plan.buckets[index], self._order.index(index)
+        flat, states = self._pending.wait(place)
+        self._pending.poll()
+        grads = unpack(flat.view(*self._batches[place], bucket.numel), bucket)
+        names = [self.plan.state_names[member] for member in bucket.members]
+        if not any(names):
+            return grads, [{} for _ in names]
+        return grads, [{name: state[name] for name in held} for held, state in zip(names, states, strict=True)]
+
+    @property
+    def has_later_phases(self) -> bool:
+        """Whether a bucket may issue more than one collective."""
+        return self.hook.phases_on(self.plan.axis.size) > 1
+
+    @property
+    def progresses_alone(self) -> bool:
+        """Whether buckets travel while no rank waits for them.
+
+        They don't through shared memory; nor with a hook that asks the wire for nothing, which runs when it is landed.
+        """
+        by_hand = self.comm.bucket_channel(0).transport is not None and self.plan.buckets[0].device.type == "cpu"
+        return not by_hand and self.hook.phases_on(self.plan.axis.size) > 0
+
+    @property
+    def intact(self) -> bool:
+        """Whether what has been launched can still be landed, after an exception in the middle of that."""
+        return self._pending.intact
+
+    def poll(self) -> None:
+        """Let later phases of the buckets go on, where they can without waiting."""
+        self._pending.poll()
+
+    def flush(self) -> None:
+        """Wait until all that was launched has landed, for whoever asks for it then."""
+        self._pending.flush()
+
+    def finish(self) -> comm.StepSummary | None:
+        """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
+        summary = self.summary
+        self._forget()
+        self.among.recovery.complete()
+        return summary.wait() if summary is not None else None
+
+    def _forget(self) -> None:
+        self.summary = None
+        if self._passage is not None:
+            self._passage.done()
+        self._reset()
+
+    def drain(self) -> None:
+        """Land everything, for nobody."""
+        for _ in self.wait_each():
+            pass
+        self.finish()
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with self._watched():
+            outs = [t for _, grads, states in self.wait_each() for t in (*grads, *states)]
+        self.finish()
+        return tuple(outs)
+
+
+def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:
+    """The order of launches where the next forward pass goes on while buckets land.
+
+    What the forward pass uses first comes last: with everything as it comes, it waits for the whole backlog. So every
+    third bucket (by bytes) is held back, and those go out after all others in the order of use. The rest is enough to
+    do for a link during the backward pass; and what lands last is what came first, of the layers that are used last, so
+    that the link is idle only from there to the first bucket of the next backward pass.
+    """
+    come = sent = 0
+    at_once, back = list[int](), list[int]()
+    for place, bucket in enumerate(buckets):
+        nbytes = bucket.numel * bucket.dtype.itemsize
+        come += nbytes
+        if 3 * (sent + nbytes) <= 2 * come:
+            sent += nbytes
+            at_once.append(place)
+        else:
+            back.append(place)
+    return (*at_once, *reversed(back))
+
+
+def schedule_for(plan: Plan, deferred: bool = False, ahead: bool = False) -> Schedule:
+    """The eager schedule of `plan`; `deferred` and `ahead` are those of :class:`ProcessSchedule`."""
+    on_processes = isinstance(plan.axis.backing, GroupBacking)
+    return ProcessSchedule(plan, deferred, ahead) if on_processes else ImmediateSchedule(plan)

@@ -1,0 +1,60 @@
+"""What a step sends and what it takes: before it runs, on paper, and as it runs.
+
+==================================  ==============================================================================
+:func:`explain`                     what a step will send, bucket by bucket, before anything runs
+:func:`plan`, :func:`recommend`     what a step will take on a network that you describe, and which strategy is worth it
+:func:`record`                      every collective of a piece of program, with times and bytes
+:func:`timeline`                    the same as a picture, or as a file for a trace viewer
+:func:`measure_network`             bandwidth and latency between the ranks
+==================================  ==============================================================================
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ltx.comm.ledger import record
+from ltx.comm.measure import measure_network
+from ltx.comm.network import Network
+from ltx.comm.timeline import Trace
+
+if TYPE_CHECKING:
+    from ltx.comm.timeline import Timeline, timeline
+    from ltx.profile.cost import Cost
+    from ltx.profile.explanation import Explanation, explain
+    from ltx.profile.recommendation import recommend
+    from ltx.profile.step_plan import plan
+
+# Imported when first asked for: programs that only train use none of them.
+_LATER = {
+    "Cost": "ltx.profile.cost",
+    "Explanation": "ltx.profile.explanation",
+    "Timeline": "ltx.comm.timeline",
+    "explain": "ltx.profile.explanation",
+    "plan": "ltx.profile.step_plan",
+    "recommend": "ltx.profile.recommendation",
+    "timeline": "ltx.comm.timeline",
+}
+
+__all__ = [
+    "Cost",
+    "Explanation",
+    "Network",
+    "Timeline",
+    "Trace",
+    "explain",
+    "measure_network",
+    "plan",
+    "recommend",
+    "record",
+    "timeline",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,345 @@
+"""explain: what a data-parallel step will put on the wire, before anything runs.
+
+The step's own plan is made, and each bucket's reduction is driven on the meta device, where tensors have shapes and no
+values; so is the strategy's part of a training step. So what is counted is what they will ask for, and not a formula
+beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ltx import comm, hooks, tree
+from ltx.arguments import brief
+from ltx.errors import InputError, StepError
+from ltx.estimate.autotune import choice_for, network_of
+from ltx.estimate.dry_run import Gradients, Steps, collective, meta, stand_in
+from ltx.estimate.formats import aligned, format_bytes, format_seconds
+from ltx.estimate.requests import BucketExplanation as BucketExplanation
+from ltx.estimate.requests import Collective as Collective
+from ltx.estimate.requests import ExchangeExplanation as ExchangeExplanation
+from ltx.estimate.requests import Issues
+from ltx.gradients.planning import chosen_sizes
+from ltx.gradients.sizes import MIB
+from ltx.strategies import Strategy
+from ltx.training.train_state import TrainState
+from ltx.training.train_step import TrainStep
+from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.sync_state import SyncState
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What each synchronised step will put on the wire; ``print`` shows it as a table.
+
+    Attributes:
+        strategy: the step's.
+        hook: the hook in force; None where gradients stay local.
+        world, rank: the number of ranks, and the one that is explained.
+        sync_step: the number of synchronised steps before this one.
+        buckets: of gradients, in the order of launches; none where nothing is sent.
+        exchanges: what the strategy sends besides gradients, in the order in which it starts it; None for a step that
+            isn't a training step, where strategies do nothing besides.
+        headers: the small sums ahead of the gradients and of each exchange in the foreground.
+        plain_bytes: what this rank would send to all-reduce the same gradients as they are, in the same buckets.
+        notes: what a reader should know besides.
+    """
+
+    strategy: Strategy
+    hook: hooks.CommHook | None
+    world: int
+    rank: int
+    sync_step: int
+    buckets: tuple[BucketExplanation, ...]
+    exchanges: tuple[ExchangeExplanation, ...] | None
+    headers: tuple[Collective, ...]
+    plain_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[BucketExplanation, ...]:
+        """All that is sent but the headers: buckets of gradients, then of exchanges."""
+        return (*self.buckets, *(self.exchanges or ()))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank sends in a step, without the headers'."""
+        return sum(c.nbytes for row in self.rows for c in row.collectives)
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives a step, without the headers."""
+        return sum(len(row.collectives) for row in self.rows)
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes that this rank sends for headers: loss, weights and digest ahead of gradients, digests of exchanges."""
+        return sum(c.nbytes for c in self.headers)
+
+    @property
+    def compression(self) -> float:
+        """`plain_bytes` by `bytes`: how many times less is sent. 1 where there is nothing to send."""
+        if self.bytes == 0:
+            return 1.0 if self.plain_bytes == 0 else math.inf
+        return self.plain_bytes / self.bytes
+
+    def matches(self, trace: comm.Trace, steps: int = 1) -> bool:
+        """Whether `steps` recorded steps issued exactly this: operations, bytes and order.
+
+        `trace` is what :func:`ltx.profile.record` saw of whole steps on this rank, of no other step, and not of a
+        compiled one, which records nothing. Whatever else it saw doesn't count; exchanges count for training steps
+        alone.
+        """
+        kinds = ("bucket",) if self.exchanges is None else ("bucket", "exchange", "background")
+        recorded: dict[str, list[tuple[str, int]]] = {}
+        for event in trace.events:
+            if event.kind in kinds:
+                recorded.setdefault(event.label, []).append((event.operation, event.nbytes))
+        explained: dict[str, list[tuple[str, int]]] = {}
+        for row in self.rows:
+            explained.setdefault(row.label, []).extend((c.operation, c.nbytes) for c in row.collectives)
+        return recorded == {label: issues * steps for label, issues in explained.items() if issues}
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), *self._table(), *self._totals(), *(f"note: {text}" for text in self.notes)])
+
+    def _repr_html_(self) -> str:
+        import html  # a dictionary of two thousand names, for notebooks alone
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _title(self) -> str:
+        where = f"on {_many(self.world, 'rank')}, synchronised step {self.sync_step}"
+        if self.buckets:
+            return f"{self.hook!r} {where}: what rank {self.rank} sends"
+        title = f"{type(self.strategy).__name__} {where}: no gradients on the wire"
+        return f"{title}; what rank {self.rank} sends besides" if self.exchanges else title
+
+    def _table(self) -> list[str]:
+        lines: list[str] = []
+        for rows, names in (
+            ([(str(b.index), b) for b in self.buckets], ("bucket", "gradients")),
+            ([(x.label, x) for x in self.exchanges or ()], ("besides", "tensors")),
+        ):
+            if rows:
+                lines += ["", *_aligned(rows, *names)]
+        return [*lines, ""] if lines else []
+
+    def _totals(self) -> list[str]:
+        plain = f"plain all-reduce  {format_bytes(self.plain_bytes)}"
+        if not self.rows:
+            return [plain] if self.plain_bytes else []
+        if math.isfinite(self.compression) and self.bytes != self.plain_bytes:
+            plain += f", {self.compression:.2f} times as much"
+        headers = f"header            {format_bytes(self.header_bytes)} besides, for loss, weights and digest"
+        if not self.buckets or len(self.headers) > 1:
+            headers = f"headers           {format_bytes(self.header_bytes)} besides, {len(self.headers)} in all"
+        return [
+            f"sent a step       {format_bytes(self.bytes)} in {_many(self.collectives, 'collective')}",
+            plain,
+            *([headers] if self.headers else []),
+        ]
+
+
+def _aligned(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: str) -> list[str]:
+    """A table of buckets, each with its label."""
+    header = (kind, "parameters", "elements", what, "collective", "of", "sent")
+    rows: list[tuple[str, ...]] = []
+    for label, bucket in buckets:
+        tensors = f"{format_bytes(bucket.nbytes)} {str(bucket.dtype).removeprefix('torch.')}"
+        first = (label, _short(bucket.paths), f"{bucket.elements:,}", tensors)
+        issued = [(c.operation, c.buffer, format_bytes(c.nbytes)) for c in bucket.collectives]
+        for place, cells in enumerate(issued or [("nothing", "", format_bytes(0))]):
+            rows.append((*(first if place == 0 else ("",) * len(first)), *cells))
+    return aligned(header, rows, (kind == "bucket", False, True, True, False, False, True))
+
+
+def _many(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
+def _short(paths: Sequence[str], limit: int = 40) -> str:
+    """The paths of a bucket in a cell: all of them if they fit, else the first and the last."""
+    whole = ", ".join(paths)
+    if len(whole) <= limit or len(paths) == 1:
+        return whole
+    return f"{paths[0]} .. {paths[-1]} ({len(paths)})"
+
+
+def explain(
+    step: DataParallel | TrainStep, params: Tree, *batch: Any, world: int | None = None, sync_step: int | None = None
+) -> Explanation:
+    """What a data-parallel step will put on the wire at each synchronised step, before anything runs.
+
+    Nothing is computed and nothing is sent: the step isn't called, and only shapes and dtypes are read. So it works in
+    a world of one, for any number of ranks, and for parameters on the meta device that no memory would hold.
+
+    Args:
+        step: what :func:`ltx.data_parallel` or :func:`ltx.train_step` returned, accumulated or not. Of the first, what
+            its gradients send outside of a train step is shown; a strategy such as ZeRO sends something else in
+            training, and a note says so.
+        params, batch: the arguments that the step will be called with, of which only the parameters (the step's
+            `argnums`) are looked at; so the batch may be left out behind them. Parameters may come as
+            :class:`ltx.Synced`, and for a train step as its :class:`ltx.TrainState`.
+        world: the number of ranks; that of the step's axis if None. Given, it is rank 0 that is explained, else this
+            rank.
+        sync_step: the number of synchronised steps before the one in question, which decides for hooks and strategies
+            that change with the step. If None, what the state that came with the parameters has counted; else 0.
+
+    Returns:
+        An :class:`Explanation`: a row a bucket and totals, to read (``print``), to compute with, and to compare with
+        what :func:`ltx.profile.record` saw (:meth:`Explanation.matches`). Bytes are those of the ring, as in the
+        ledger.
+
+        Every floating or complex leaf of the parameters is counted, as if all were differentiated. Frozen ones aren't
+        sent: leave them out. For a train step, what its strategy exchanges besides gradients is counted too, in the
+        state that the step before has left it in. What isn't counted: collectives of the step itself, and the
+        comparisons between ranks when they meet a step for the first time. Ranks whose dicts list parameters in
+        different orders take rank 0's for their buckets.
+
+    Raises:
+        StepError: `step` isn't data parallel.
+        InputError: `world` or `sync_step` isn't a number that can be.
+        TreeError: the parameters aren't a tree of tensors.
+        StrategyError: the hook asks for what no schedule would issue; or a train step's strategy can't work on so many
+            ranks.
+        UnsupportedError: the hook or the strategy reads values, so that it can't be run on shapes alone; it isn't pure,
+            and refuses tensors on the meta device itself; or the strategy talks other than by exchanges.
+
+    Example:
+        >>> import torch, ltx
+        >>> params = {"w": torch.zeros(1000, 30), "b": torch.zeros(30)}
+        >>> step = ltx.data_parallel(lambda p, x: (x @ p["w"] + p["b"]).sum(), ltx.DDPStrategy(comm_hook="bf16"))
+        >>> print(ltx.profile.explain(step, params, world=4))
+        BF16() on 4 ranks, synchronised step 0: what rank 0 sends
+        <BLANKLINE>
+        bucket  parameters  elements       gradients  collective  of                  sent
+        ------  ----------  --------  --------------  ----------  ---------------  -------
+             0  b, w          30,030  120 kB float32  psum        bfloat16[30030]  90.1 kB
+        <BLANKLINE>
+        sent a step       90.1 kB in 1 collective
+        plain all-reduce  180 kB, 2.00 times as much
+        header            96 B besides, for loss, weights and digest
+        note: under second derivatives BF16() counts as the exact mean, and sends that
+    """
+    inner = step.step if isinstance(step, TrainStep) else step
+    if not isinstance(inner, DataParallel):
+        raise StepError(
+            f"explain takes a step made by ltx.data_parallel or ltx.train_step, got {type(step).__name__}. Wrap it: "
+            "ltx.profile.explain(ltx.data_parallel(step, strategy), params)."
+        )
+    if isinstance(step, TrainStep) and isinstance(params, TrainState):
+        state: Any = params.sync_state
+        params = params.params
+    else:
+        params, state = inner.params_of((params, *batch))
+    tree.check_dense(tree.flatten(params)[0], params, "the parameters")
+    size, rank = comm.size_and_rank(inner.axis) if world is None else (_number("world", world, 1), 0)
+    counted = 0 if state is None else state.checked_step()
+    number = counted if sync_step is None else _number("sync_step", sync_step, 0)
+    given, (inner, chosen) = inner.strategy, _as_it_runs(inner, params, state, size, number)
+    hook = inner.hook(number, training=isinstance(step, TrainStep))
+    trains, strategy, post_update_hook = isinstance(step, TrainStep), inner.strategy, None
+    gradients = Gradients(strategy, params, size, rank)
+    plain_bytes = sum(
+        collective("psum", meta((b.numel,), b.dtype), size).nbytes for b in gradients.plan(hooks.AllReduce()).buckets
+    )
+    issues = Issues()
+    if size > 1 and isinstance(step, TrainStep):
+        # From the step before, for what it leaves under way.
+        settled, first = replace(step, step=inner), max(0, number - 1)
+        optimizer, post_update_hook = stand_in(strategy, step.optimizer), settled.post_update_hook(number)
+        steps = Steps(strategy, params, size, rank, first, optimizer, inner.reduce_dtype, settled.post_update_hook)
+        for _ in range(min(1, number)):
+            steps.next()
+        issues = steps.next()
+    elif size > 1 and hook is not None:
+        issues = gradients.only(hook, number)
+    exchanges = issues.exchanges if trains else None
+    notes = (*chosen, *_notes(inner, hook, size), *_at_other_times(inner, hook, number, trains))
+    if post_update_hook is not None:
+        notes = (*notes, 'with overlap="update" a bucket is sent once the optimizer has run on it')
+    rows = issues.buckets, exchanges, issues.headers
+    return Explanation(given, post_update_hook or hook, size, rank, number, *rows, plain_bytes, notes)
+
+
+def _as_it_runs(
+    step: DataParallel, params: Tree, state: SyncState | None, ranks: int, hook_step: int
+) -> tuple[DataParallel, list[str]]:
+    """`step` as it runs, by what is known of the network, and what was measured and chosen, and why, in sentences."""
+    strategy, notes = step.strategy, list[str]()
+    if not (strategy.auto_sizes or strategy.auto_hook) or step.blocked or ranks == 1:
+        return step, notes
+    network = network_of(strategy, step.axis)
+    if network is None:
+        notes.append(
+            "the network isn't known yet, so these are the sizes and the hook without one; step.init(params) measures "
+            "it on all ranks, or say what it is: network=ltx.profile.Network(bandwidth=, latency=)"
+        )
+    else:
+        notes.append(f"the network, {'measured' if strategy.network is None else 'as was said'}: {network}")
+        strategy = replace(strategy, network=network)
+    if strategy.auto_hook and (network is not None or state is not None):
+        dtype = None if step.precision is None else step.precision.reduce
+        choice = choice_for(strategy, params, ranks, network, dtype)
+        name = choice.name if state is None else state.choice
+        strategy = strategy.with_choice(name)
+        said = "" if name == choice.name else f" in this state, where {choice.name!r} would be chosen now"
+        notes.append(f'comm_hook="auto" is {name!r}{said}: {choice.reason}')
+    hook = strategy.hook(hook_step)
+    if network is not None and strategy.auto_sizes and hook is not None:
+        nbytes = sum(x.numel() * x.dtype.itemsize for x in tree.flatten(params)[0])
+        bucket, first = chosen_sizes(strategy.sizes, network, hook, ranks, nbytes)
+        start_s, whole_s = network.start_s(ranks), network.sum_s(bucket, ranks)
+        notes.append(
+            f'bucket_bytes="auto" is {bucket / MIB:g} MiB, the first {first / MIB:g}: a sum of one takes '
+            f"{format_seconds(whole_s)}, of which its start {format_seconds(start_s)}"
+        )
+    return replace(step, strategy=strategy), notes
+
+
+def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[str, ...]:
+    strategy, notes = step.strategy, []
+    if step.blocked:
+        notes.append("the step's gradients are blocked (block_backward_sync)")
+    elif hook is None:
+        notes.append(f"{strategy!r} leaves the gradients of this step local")
+    elif size == 1:
+        notes.append("a world of one talks to nobody; see what others would send with world=...")
+    elif not hook.averages:
+        notes.append(f"{hook!r} isn't a mean, and has no derivative: second derivatives raise")
+    elif not hook.exact:
+        notes.append(f"under second derivatives {hook!r} counts as the exact mean, and sends that")
+    return tuple(notes)
+
+
+def _at_other_times(step: DataParallel, hook: hooks.CommHook | None, number: int, trains: bool) -> tuple[str, ...]:
+    """What another step sends, where a reader may take this one for it."""
+    strategy, notes = step.strategy, []
+    if step.blocked:
+        return ()
+    first = strategy.cycle[0]
+    later = step.hook(first, trains) if number < first else hook
+    if hook is not None and later != hook:
+        then = "local gradients" if later is None else repr(later)
+        notes.append(
+            f"{hook!r} is in force before synchronised step {first} alone, and {then} from then on: "
+            f"ltx.profile.explain(..., sync_step={first}) shows that"
+        )
+    if not trains and (strategy.communicates_besides or step.hook(number, True) != hook):
+        notes.append(
+            "this is the step alone, differentiated outside of a train step. In training "
+            f"{type(strategy).__name__} sends something else or more: "
+            "ltx.profile.explain(ltx.train_step(step, optimizer), params) shows that"
+        )
+    return tuple(notes)
+
+
+def _number(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"explain: {name} must be an int of at least {least}, got {brief(value)}.")
+    return value

@@ -1,0 +1,283 @@
+"""plan: the time of a training step on a network, before there is one.
+
+What is sent is what the strategy asks for when its own methods are driven on shapes (:mod:`ltx.estimate.dry_run`),
+what that takes is :mod:`ltx.estimate.link`'s. When it is sent is found by going through a step: a rank computes, its
+link carries one message after the other, and a rank waits where the strategy lands what it has started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ltx import comm, hooks, tree
+from ltx.arguments import brief, checked
+from ltx.errors import InputError
+from ltx.estimate.autotune import on_network
+from ltx.estimate.codec_costs import BESIDE_S, COPY_S, codec, sending_s
+from ltx.estimate.dry_run import Steps
+from ltx.estimate.link import Link
+from ltx.estimate.requests import BucketExplanation, Collective, Issues, Lands, Starts
+from ltx.gradients.exchange import Exchange
+from ltx.optim import Optimizer
+from ltx.profile.cost import Cost, Traffic
+from ltx.strategies import Strategy
+from ltx.typing import Tree
+
+#: Parts of a step's own time: forward pass, backward pass, optimizer.
+FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1
+
+
+@dataclass
+class _PendingReduction:
+    """A bucket on its way: its collectives one after the other, with the rank's own work before, between and behind.
+
+    Attributes:
+        collectives: of which `issued` are on the link or have landed.
+        piece_s: the work ahead of each, and behind the last: equal parts of all.
+        done: when what was issued last has landed.
+        completed: whether the rank has done its work behind all of them.
+    """
+
+    collectives: tuple[Collective, ...]
+    piece_s: float
+    issued: int = 0
+    done: float = 0.0
+    completed: bool = False
+
+    def is_past(self, phase: int) -> bool:
+        return self.completed or self.issued > phase
+
+
+@dataclass
+class _Clock:
+    """A rank going through steps: it does one thing after the other, and so does its link.
+
+    Attributes:
+        network, compute_s: as :func:`plan` is told of them.
+        codec: seconds of the rank for a number, by hook.
+        beside_s: seconds besides for a gradient's number.
+        now: when the rank is done with what it does.
+        link_free: when the link is done with what it was given.
+        codec_s: what the rank has spent on packing, encoding, decoding.
+        owed_s: work of sending that its core has still to do, be it while the rank waits or while it computes.
+        landing: exchanges under way.
+        traffic: by kind: bytes, collectives, seconds on the link.
+    """
+
+    network: Link
+    compute_s: float
+    codec: Callable[[hooks.CommHook], float]
+    beside_s: float = 0.0
+    now: float = 0.0
+    link_free: float = 0.0
+    codec_s: float = 0.0
+    owed_s: float = 0.0
+    landing: dict[Exchange, tuple[list[_PendingReduction], str]] = field(default_factory=dict)
+    traffic: dict[str, list[float]] = field(default_factory=dict)
+
+    def step(self, issues: Issues, copies_s: float = 0.0) -> None:
+        """Go through one step, whose optimizer takes `copies_s` longer than in place."""
+        for event in issues.begun:
+            self._event(event)
+        self.now += FORWARD * self.compute_s
+        if issues.header is not None:
+            self._carry(issues.header, "headers", self.now)
+        self._backward(issues.buckets)
+        updated = list(issues.updated)
+        while updated and isinstance(updated[0], Lands):
+            self._event(updated.pop(0))
+        self.now += OPTIMIZER * self.compute_s + copies_s
+        self.codec_s += copies_s
+        for event in updated:
+            self._event(event)
+        # What the core couldn't send while the rank stood still was at the cost of the rank's own work.
+        self.now, self.owed_s = self.now + self.owed_s, 0.0
+
+    def _wait(self, until: float) -> None:
+        """The rank stands still, and its core sends."""
+        if until > self.now:
+            self.owed_s = max(0.0, self.owed_s - (until - self.now))
+            self.now = until
+
+    def _backward(self, buckets: Sequence[BucketExplanation]) -> None:
+        """Gradients get ready evenly by their bytes. All of them are waited for."""
+        whole = sum(bucket.nbytes for bucket in buckets)
+        pending: list[_PendingReduction] = []
+        for bucket in buckets:
+            self.now += BACKWARD * self.compute_s * (bucket.nbytes / whole if whole else 0.0)
+            self._launch(pending, bucket, "gradients")
+        self.now += 0.0 if whole else BACKWARD * self.compute_s
+        self._land(pending, "gradients")
+
+    def _event(self, event: Starts | Lands) -> None:
+        if isinstance(event, Lands):
+            self._land(*self.landing.pop(event.exchange, ([], "")))
+            return
+        if event.header is not None:
+            self._carry(event.header, "headers", self.now)
+        pending: list[_PendingReduction] = []
+        kind = "exchanges" if event.header is not None else "in the background"
+        for row in event.rows:
+            self._launch(pending, row, kind)
+        self.landing[event.exchange] = pending, kind
+
+    # What follows is what ltx.gradients.pending does: a rank goes on with buckets that have landed where it launches
+    # another one, and once all are launched, in rounds, one collective of each after the other.
+
+    def _launch(self, pending: list[_PendingReduction], bucket: BucketExplanation, kind: str) -> None:
+        work_s = (self.codec(bucket.hook) + (self.beside_s if kind == "gradients" else 0.0)) * bucket.elements
+        self.codec_s += work_s
+        pending.append(_PendingReduction(bucket.collectives, work_s / (len(bucket.collectives) + 1)))
+        self._advance(pending[-1], kind)
+        for place, transfer in enumerate(pending):
+            while not transfer.completed and transfer.done <= self.now and self._may_issue(pending, place):
+                self._advance(transfer, kind)
+
+    def _may_issue(self, pending: list[_PendingReduction], place: int) -> bool:
+        return all(pending[earlier].is_past(pending[place].issued) for earlier in range(place))
+
+    def _advance(self, transfer: _PendingReduction, kind: str) -> None:
+        """Wait for a bucket's collective, do the work behind it, issue the next one."""
+        self._wait(transfer.done)
+        self.now += transfer.piece_s
+        if transfer.issued == len(transfer.collectives):
+            transfer.completed = True
+            return
+        transfer.done = self._carry(transfer.collectives[transfer.issued], kind, self.now)
+        transfer.issued += 1
+
+    def _land(self, pending: list[_PendingReduction], kind: str) -> None:
+        while not all(transfer.completed for transfer in pending):
+            for transfer in pending:
+                if not transfer.completed:
+                    self._advance(transfer, kind)
+
+    def _carry(self, collective: Collective, kind: str, at: float) -> float:
+        """When a collective that is there at `at` is done."""
+        taken = self.network.seconds(collective)
+        self.link_free = max(self.link_free, at) + taken
+        self.owed_s += self.network.core_s(collective)
+        sums = self.traffic.setdefault(kind, [0.0, 0.0, 0.0])
+        for place, amount in enumerate((collective.nbytes, 1, taken)):
+            sums[place] += amount
+        return self.link_free
+
+
+@checked("strategy", "optimizer")
+def plan(
+    strategy: Strategy,
+    params: Tree,
+    *,
+    world: int,
+    bandwidth: float,
+    latency: float,
+    compute_s: float,
+    optimizer: Optimizer | None = None,
+    steps: range | None = None,
+    codec_s: float | None = None,
+    send_s: float | None = None,
+) -> Cost:
+    """What a mean training step with `strategy` costs on a network, for any number of ranks, before anything runs.
+
+    The strategy's own methods are driven on shapes, as :func:`ltx.profile.explain` does, over as many steps as its
+    schedule takes to repeat itself, and once before for what is then under way. Collectives cost what they do as rings.
+    Gradients get ready evenly by their bytes during the backward pass, 0.6 of `compute_s`, behind a forward pass of 0.3
+    and ahead of an optimizer's 0.1; the link takes them one after the other. So it does with what goes on in the
+    background. Exchanges in the foreground are waited for where the strategy lands them.
+
+    A bucket of several collectives goes on where the rank launches another bucket, and once all are launched in rounds.
+
+    Sending takes the rank's core `send_s` a byte: while it waits anyway, for nothing, else at the cost of its own work.
+    Other operations than a sum of float32 numbers take more or less of it.
+
+    Left out: that ranks aren't equally fast, and that messages share links or switches.
+
+    Args:
+        strategy: how ranks talk.
+        params: the parameters, of which shapes and dtypes are read; they may be on the meta device.
+        world: the number of ranks.
+        bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
+        latency: of a message, in seconds.
+        compute_s: seconds that one rank alone takes for a step: forward pass, backward pass, optimizer.
+        optimizer: for strategies that insist on one; else one that does nothing stands for any.
+        steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
+        codec_s: seconds a number for packing, encoding and decoding, for all hooks; if None, what was measured of each
+            hook on one core, and where cores do the sending too, of what that does to the caches of the rest of a step;
+            hooks that ltx doesn't know count as AllReduce, with a note.
+        send_s: seconds of a core for a byte sent, with what is received meanwhile; 0.0 where others do the sending
+            (NCCL on GPUs). If None, what was measured of sockets, on links that a core can fill through them (5.7
+            Gbit/s), and 0.0 on faster ones, which come with hardware for that.
+
+    Returns:
+        A :class:`Cost`: `time_s`, `bytes_per_rank`, `collectives`; ``print`` shows it as a table.
+
+    Raises:
+        InputError: a number that can't be.
+        StrategyError: the strategy doesn't work on so many ranks, or not without the `optimizer` that it names.
+        UnsupportedError: the strategy or its hook reads values, so that it can't be run on shapes alone.
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+
+    Example:
+        >>> import torch, ltx
+        >>> params = {"w": torch.empty(25_000_000, device="meta")}
+        >>> network = dict(bandwidth=10e9, latency=50e-6, compute_s=0.1)
+        >>> print(ltx.profile.plan(ltx.DDPStrategy(), params, world=1000, **network))
+        DDPStrategy() on 1,000 ranks, a step: 405 ms
+        <BLANKLINE>
+        traffic      sent  collectives  on the link
+        ---------  ------  -----------  -----------
+        headers     127 B            1      99.9 ms
+        gradients  200 MB            1       260 ms
+        <BLANKLINE>
+        computing 100 ms, packing and encoding 10 ms, waiting 295 ms
+    """
+    numbers = {"bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
+    numbers |= {} if send_s is None else {"send_s": send_s}
+    for name, value in (numbers if codec_s is None else {**numbers, "codec_s": codec_s}).items():
+        least = "more than 0" if name == "bandwidth" else "at least 0"
+        if (
+            not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < 0
+            or (name, value) == ("bandwidth", 0)
+        ):
+            raise InputError(f"plan: {name} must be a finite number, {least}, got {brief(value)}.")
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+        raise InputError(f"plan: world must be an int of at least 1, got {brief(world)}.")
+    if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
+        raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
+    tree.check_dense(tree.flatten(params)[0], params, "the parameters")
+    if strategy.auto_sizes or strategy.auto_hook:
+        strategy = on_network(strategy, params, world, comm.Network(bandwidth, latency))
+    first, length = strategy.cycle
+    window = range(first + length, first + 2 * length) if steps is None else steps
+    # A world of one talks to nobody.
+    driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
+    unknown: dict[str, None] = {}
+    sending = sending_s(bandwidth) if send_s is None else send_s
+    clock = _Clock(
+        Link(bandwidth, latency, sending),
+        compute_s,
+        lambda hook: codec(hook, unknown) if codec_s is None else codec_s,
+        BESIDE_S if codec_s is None and sending else 0.0,
+    )
+    numel = sum(x.numel() for x in tree.flatten(params)[0]) / (world if strategy.layout.opt_state == "sharded" else 1)
+
+    def go(step: int) -> None:
+        late = world > 1 and codec_s is None and strategy.communicates_after_update(step)
+        clock.step(driven.next() if world > 1 else Issues(), COPY_S * numel * late)
+
+    for step in range(max(0, window.start - length), window.start):
+        go(step)
+    began, clock.codec_s = clock.now, 0.0
+    clock.traffic = {}
+    for step in window:
+        go(step)
+    count = len(window)
+    traffic = tuple(Traffic(kind, *(amount / count for amount in sums)) for kind, sums in clock.traffic.items())
+    notes = tuple(f"what {name} computes isn't known; it counts as AllReduce(); see codec_s" for name in unknown)
+    taken = (clock.now - began) / count
+    return Cost(strategy, world, window, taken, compute_s, clock.codec_s / count, traffic, notes)

@@ -1,0 +1,286 @@
+"""Who takes part in an elastic run: its ranks, and newcomers that ask to be taken in.
+
+A run has a part of the store for itself, that of the first meeting of its ranks. There each process has a number that
+it keeps, whatever its rank, and beats for as long as it takes part: worlds come and go, and with them what is known of
+their peers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ltx.comm.heartbeat import Heartbeat, TimeoutStore, last_beats
+from ltx.comm.signature import Signature, explain_mismatch
+from ltx.comm.signed_messages import KEY, proof
+from ltx.errors import AuthenticationError, PeerLostError, WorldError
+from ltx.runtime.placement import Placement
+from ltx.runtime.regroup import Decision, Member, Regroup
+from ltx.runtime.watched import WatchedStore
+
+_RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
+_PAUSE_S = 0.1
+# How long ranks that have met may take to connect to one another: threads that are late with a beat are late with this.
+_MAKING_HEARTBEATS = 3
+
+
+#: (number, token) of a run: which one of its store, and random text that tells it from every other run.
+Run = tuple[int, str]
+
+
+def begin_run(store: Store, size: int, meetings: int, entrance: Signature, refusal: str) -> Run:
+    """Open a new run of `size` processes, which have met `meetings` times; rank 0 does.
+
+    Args:
+        store: that of the first meeting.
+        entrance: what newcomers have to agree on.
+        refusal: why none can be taken in; "" if they can.
+    """
+    root = _root(store)
+    number, token = int(root.add(_RUNS, 1)), os.urandom(8).hex()
+    run = _of_run(root, number)
+    run.set("meeting", str(meetings))
+    run.set("members", json.dumps(list(range(size))))
+    root.set(_NOW, json.dumps([number, size, entrance.to_json(), refusal, token, proof(f"run {token}")]))
+    return number, token
+
+
+class Membership:
+    """This process' part in a run.
+
+    Args:
+        store: the run's.
+        token: see :data:`Run`.
+        who: this process' number.
+        members: the numbers of those in the present world, by rank.
+        meetings: how often they have met.
+        heartbeat_s: see :func:`ltx.init`.
+
+    Attributes:
+        known: the numbers that are no newcomers any more.
+        waiting: how many newcomers are there, as far as this process knows. It asks in the background.
+    """
+
+    def __init__(self, store: Store, token: str, who: int, members: Sequence[int], meetings: int, heartbeat_s: float):
+        self.token, self.who, self.members, self.meetings = token, who, list(members), meetings
+        self.known = frozenset(members)
+        self.waiting = 0
+        self._store, self._heartbeat_s = store, heartbeat_s
+        self._last: dict[int, tuple[bytes, float]] = {}
+        self._heartbeat = Heartbeat(store, who, heartbeat_s)
+        self._heartbeat.hold()
+        self._heartbeat.on_beat = self._look
+        self._asked = TimeoutStore(
+            store, self._heartbeat
+        )  # which gives up waiting for an answer, unlike the store itself
+
+    @staticmethod
+    def of_member(store: Store, run: Run, rank: int, size: int, meetings: int, heartbeat_s: float) -> Membership:
+        """Of a process that is there from the beginning, in `run` in the `store` of the first meeting."""
+        return Membership(_of_run(_root(store), run[0]), run[1], rank, range(size), meetings, heartbeat_s)
+
+    def close(self, over: bool) -> None:
+        """This process takes no part any longer; `over`: nor does anybody else, for all is done."""
+        with suppress(PeerLostError):  # the store is gone: nobody is left to be told
+            if over:
+                self._asked.set("over", "")
+            self.next_meeting.decline(self.who)
+        self._heartbeat.release()
+
+    @property
+    def next_meeting(self) -> Regroup:
+        """The one that comes next."""
+        return Regroup(self._asked, self.meetings + 1)
+
+    def gone(self, some: Sequence[int]) -> list[int]:
+        """Those of `some` that have shown no sign of life for too long. Raises PeerLostError if the store is gone."""
+        return self._heartbeat.look(some)
+
+    def meet(
+        self,
+        place: Placement,
+        lost: Callable[[], Sequence[int]],
+        limit_s: float,
+        room: Callable[[int, int], int],
+    ) -> Placement | None:
+        """This process' place among those that go on; None if they do without it.
+
+        Args:
+            place: where it has been until now.
+            lost: the ranks of the present world that are known to be gone.
+            limit_s, room: see :meth:`ltx.runtime.regroup.Regroup.hold`.
+
+        Raises:
+            PeerLostError: the process that holds the store is gone, or doesn't answer.
+        """
+        meeting = self.next_meeting
+        try:
+            self._asked.compare_set("meeting", str(self.meetings), str(meeting.count))
+            decision = meeting.hold(
+                Member.of(self.who, place),
+                self.members,
+                lambda some: {*self.gone(some), *(self.members[rank] for rank in lost())},
+                limit_s,
+                self.known,
+                lambda: _asked(self._asked, self.token),
+                room,
+            )
+            self._asked.set("members", json.dumps(decision.numbers))
+        except PeerLostError as error:
+            raise PeerLostError(
+                f"rank {place.rank}: the process that holds the store through which the ranks meet is gone or "
+                "stopped (rank 0's, or the launcher's on its machine), so those that are left can't meet to go on "
+                f"without it. Start all of them again, from the last snapshot. ({error})"
+            ) from error
+        return self._take_over(decision, place)
+
+    def _take_over(self, decision: Decision, place: Placement) -> Placement | None:
+        if self.who not in decision.numbers:
+            return None
+        self.meetings += 1
+        self.members, self.known, self.waiting = decision.numbers, decision.known, 0
+        return decision.place(self.who, place)
+
+    def world_store(self) -> WatchedStore:
+        """The store in which the present members make a world: who waits in it for one that is lost is told."""
+        members, meetings = list(self.members), self.meetings
+
+        def trouble() -> str:
+            if lost := self.gone(members):
+                return f"rank {', '.join(str(members.index(who)) for who in lost)} was lost meanwhile"
+            later = int(self._asked.get("meeting")) > meetings
+            return "the others have failed to make this world, and meet anew" if later else ""
+
+        return WatchedStore(PrefixStore("worlds", self._store), trouble, _MAKING_HEARTBEATS * self._heartbeat_s)
+
+    # --- newcomers ---------------------------------------------------------------------------------------------------
+
+    def _look(self, store: Store) -> None:
+        """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
+        new = [who for who in _asked(store, self.token) if who not in self.known]
+        now, beats = time.monotonic(), last_beats(store, new)
+        for who, beat in beats.items():
+            before, _ = self._last.get(who, (None, 0.0))
+            if before != beat:
+                self._last[who] = (beat, now if before is not None else 0.0)  # one may be from long ago
+        alive = [who for who in new if who in self._last and now - self._last[who][1] < self._heartbeat_s]
+        self.waiting = len([who for who in alive if who not in self.known])
+
+    @staticmethod
+    def of_newcomer(place: Placement, entrance: Signature, limit_s: float, heartbeat_s: float) -> Membership:
+        """Of a process that asks to be taken in by the run in the store at ``place.joins``.
+
+        Raises:
+            WorldError: nothing answers there within `limit_s`, or the training is over.
+            RankMismatchError: its `entrance` isn't the run's: another model, other data ...
+            AuthenticationError: it hasn't the key of the run's ranks.
+        """
+        assert place.joins is not None
+        where = "{}:{}".format(*place.joins)
+        deadline = time.monotonic() + limit_s
+        try:
+            root: Store = dist.TCPStore(  # type: ignore[attr-defined]
+                *place.joins, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit_s)
+            )
+            while not root.check([_NOW]):
+                if time.monotonic() > deadline:
+                    raise WorldError(
+                        f"elastic: no training that can be joined has begun at {where} within {limit_s:g} s. LTX_JOIN "
+                        "is the MASTER_ADDR:MASTER_PORT of the ranks that run ltx.elastic there."
+                    )
+                time.sleep(_PAUSE_S)
+            number, size, theirs, refusal, token, proven = json.loads(root.get(_NOW))
+            store = _of_run(root, number)
+            if store.check(["over"]):
+                raise _over(where)
+            if not hmac.compare_digest(proven, proof(f"run {token}")):
+                known = f"This process' {KEY} is {'set' if os.environ.get(KEY) else 'not set'}"
+                raise AuthenticationError(
+                    f"elastic: the ranks of the training at {where} have another key, so this process can't join them. "
+                    f"{known}: start it with the {KEY} of the ranks. `ltx run` makes a random one unless it is set."
+                )
+            if (signature := Signature.from_json(theirs)) != entrance:
+                raise explain_mismatch("elastic", {0: signature, size: entrance})
+            if refusal:
+                raise WorldError(f"elastic: the training at {where} takes no newcomers: {refusal}")
+            who = size - 1 + int(store.add("newcomers", 1))
+            membership = Membership(
+                store, token, who, [], 0, heartbeat_s
+            )  # which beats; nobody looks at one that doesn't
+            store.append("asked", f"{who} {_asks(who, token)}\n")  # type: ignore[attr-defined]
+            return membership
+        except dist.DistError as error:
+            raise WorldError(
+                f"elastic: couldn't reach the store of a training to join at {where}. "
+                "Check LTX_JOIN, the MASTER_ADDR:MASTER_PORT of its ranks, and whether it is still running. "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    def be_taken(self, place: Placement) -> Placement:
+        """Wait until a meeting takes this newcomer in; its place. A run that is full has it wait for a place.
+
+        Raises:
+            WorldError: the training is over.
+            PeerLostError: the others are gone, or have gone on without this process, which they took for lost.
+        """
+        assert place.joins is not None
+        where, member = "{}:{}".format(*place.joins), Member.of(self.who, place)
+        come: Regroup | None = None
+        while True:
+            latest = int(self._asked.get("meeting"))
+            decision = come.decision() if come is not None else None
+            if decision is not None and self.who in decision.known:
+                self.meetings = come.count - 1 if come is not None else 0
+                taken = self._take_over(decision, place)
+                if taken is None:
+                    raise PeerLostError(
+                        f"elastic: the ranks at {where} took this newcomer for lost, and have gone on without it. "
+                        "Start it again."
+                    )
+                return taken
+            if come is None or latest > come.count:
+                come = Regroup(self._asked, latest)
+                if come.decision() is None:
+                    come.come(member)
+            if self._asked.check(["over"]):
+                raise _over(where)
+            members = json.loads(self._asked.get("members"))
+            if members and set(self.gone(members)) >= set(members):
+                raise PeerLostError(f"elastic: the ranks at {where} have shown no sign of life for too long.")
+            time.sleep(_PAUSE_S)
+
+
+def _over(where: str) -> WorldError:
+    return WorldError(f"elastic: the training at {where} is over: there is nothing left to join.")
+
+
+def _asked(store: Any, token: str) -> list[int]:
+    """The newcomers that have asked, of those that have proven to know the job's key."""
+    lines = store.get("asked").decode(errors="replace").splitlines() if store.check(["asked"]) else []
+    said = [line.partition(" ") for line in lines]
+    asked = [(int(who), proven) for who, _, proven in said if who.isdecimal() and len(who) < 10 and proven.isascii()]
+    return [who for who, proven in asked if hmac.compare_digest(proven, _asks(who, token))]
+
+
+def _asks(who: int, token: str) -> str:
+    return proof(f"newcomer {who} of run {token}")
+
+
+def _root(store: Store) -> Store:
+    """The store itself, of which a world may see a part only."""
+    while isinstance(store, PrefixStore | WatchedStore):
+        store = store.underlying_store
+    return store
+
+
+def _of_run(root: Store, number: int) -> Store:
+    return PrefixStore(f"ltx/elastic/{number}", root)

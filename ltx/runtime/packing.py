@@ -1,0 +1,181 @@
+"""Parcels: what travels between a pool's driver and its workers.
+
+A parcel is pickles and the buffers that belong to them: the storages of tensors, the memory of arrays. One of up to
+:data:`INLINE_BYTES` goes as one message. A larger one is written once into anonymous shared memory (``memfd_create``:
+no name, no file, nothing that outlives its last user), whose handle is sent. The receiver maps that memory copy on
+write, so what it gets is its own, and costs no copy until it is written to. And messages are so small that sending one
+never waits for the receiver, which may have been stopped.
+
+Only the two ends of an anonymous pair of sockets exchange parcels, so nobody else's bytes are ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from ltx.comm.pickling import TensorPickler
+
+#: Up to here a parcel is copied into the message.
+INLINE_BYTES = 1 << 16
+_ALIGNMENT = 64
+_MAY_SHARE = hasattr(os, "memfd_create")
+_COUNTS = struct.Struct("<II?")  # buffers of storages, other buffers, whether they are in shared memory
+_SIZE = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class Message:
+    """Pickled objects with their buffers: those of tensors' storages, and `others`. It can be sent more than once."""
+
+    pickled: bytes
+    storages: Sequence[Any] = ()
+    others: Sequence[Any] = ()
+    _shared: list[int] = field(default_factory=list)
+
+    def send(self, connection: Connection) -> None:
+        """Write it to `connection`. Raises OSError if nobody is at the other end."""
+        views = [*self.storages, *self.others, memoryview(self.pickled)]
+        sizes = [view.nbytes for view in views]
+        shares = _MAY_SHARE and sum(sizes) > INLINE_BYTES
+        if shares and not self._shared:
+            self._shared.append(_written(views))
+        head = [_COUNTS.pack(len(self.storages), len(self.others), shares), *map(_SIZE.pack, sizes)]
+        connection.send_bytes(b"".join([*head, *([] if shares else views)]))
+        if shares:
+            reduction.send_handle(connection, self._shared[0], 0)
+
+    def close(self) -> None:
+        """Let go of the shared memory; receivers keep theirs."""
+        while self._shared:
+            os.close(self._shared.pop())
+
+
+def pack(value: Any) -> Message:
+    """`value` as a parcel. Functions and classes of ``__main__`` and of the like travel by value (cloudpickle)."""
+    pickler = Pickler()
+    pickler.dump(value)
+    return pickler.parcel()
+
+
+def receive(connection: Connection) -> Callable[[], Any]:
+    """Read a parcel; what is returned unpickles its next object. Raises EOFError or OSError if the sender is gone."""
+    message = memoryview(connection.recv_bytes())
+    storages, others, shared = _COUNTS.unpack_from(message)
+    place = _COUNTS.size
+    sizes = [_SIZE.unpack_from(message, place + _SIZE.size * i)[0] for i in range(storages + others + 1)]
+    place += _SIZE.size * len(sizes)
+    if shared:
+        handle = reduction.recv_handle(connection)
+        try:
+            buffers = _mapped(handle, sizes)
+        finally:
+            os.close(handle)
+    else:
+        buffers = []
+        for size in sizes:
+            buffers.append(memoryview(bytearray(message[place : place + size])))
+            place += size
+    pickled = buffers.pop()
+    unpickler = _Unpickler(io.BytesIO(pickled), buffers=buffers[storages:])
+    unpickler.storages = [_storage(buffer) for buffer in buffers[:storages]]
+    return unpickler.load
+
+
+class Pickler(TensorPickler):
+    """cloudpickle's, which leaves the memory of tensors and arrays to the parcel."""
+
+    def __init__(self) -> None:
+        self._stream = io.BytesIO()
+        self._others: list[memoryview] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._places: dict[int, int] = {}
+        super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._others.append(buffer.raw()))
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Storages, which tensors may share, are known by their place in the parcel."""
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype = obj, None
+        else:
+            return None
+        if storage.device.type != "cpu":
+            return None
+        if storage._cdata not in self._places:
+            self._places[storage._cdata] = len(self._storages)
+            self._storages.append(storage)  # kept until the parcel is made, so that no other gets its address
+        return self._places[storage._cdata], dtype
+
+    def parcel(self) -> Message:
+        """What was pickled so far."""
+        return Message(self._stream.getvalue(), [_bytes_of(storage) for storage in self._storages], self._others)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what was pickled so far."""
+        buffers = sum(s.nbytes() for s in self._storages) + sum(view.nbytes for view in self._others)
+        return self._stream.tell() + buffers
+
+
+class _Unpickler(pickle.Unpickler):
+    storages: list[torch.UntypedStorage]
+
+    def persistent_load(self, pid: Any) -> Any:
+        place, dtype = pid
+        storage = self.storages[place]
+        return (
+            storage if dtype is None else torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    flat: Any = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return memoryview(flat.numpy())
+
+
+def _storage(buffer: memoryview) -> torch.UntypedStorage:
+    if not buffer.nbytes:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each buffer begins in the shared memory, and where the last one ends."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def _written(views: Sequence[memoryview]) -> int:
+    """The handle of new shared memory that holds `views`."""
+    offsets = _offsets([view.nbytes for view in views])
+    handle = os.memfd_create("ltx-parcel", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(handle, offsets[-1])
+        for view, offset in zip(views, offsets, strict=False):
+            done = 0
+            while done < view.nbytes:
+                done += os.pwrite(handle, view[done:], offset + done)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _mapped(handle: int, sizes: Sequence[int]) -> list[memoryview]:
+    """Buffers of `sizes` bytes in the shared memory `handle`, copy on write."""
+    offsets = _offsets(sizes)
+    whole = memoryview(mmap.mmap(handle, offsets[-1], access=mmap.ACCESS_COPY))
+    return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]

@@ -1,0 +1,274 @@
+"""The processes of a pool or of a launch, each on one end of a connection.
+
+The connection is a pair of anonymous Unix sockets whose one end the worker inherits: there is no address that another
+process could connect to, and no file to clean up. When the driver ends, in whatever way, the system closes its end, the
+worker sees that and ends too. Only processes that this process started are ever signalled, by their handle.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from ltx.errors import WorkerError
+from ltx.runtime import packing
+from ltx.runtime.described import failure_of
+from ltx.runtime.messages import Cancel, Failure, Ready, Rendezvous, Renew, Setup, Stop
+from ltx.runtime.output import Output, Printed, open_pipe, together
+from ltx.runtime.show import Bar
+from ltx.runtime.starting import Process, Starter
+
+_STOP_GRACE_S = 3.0
+# For so long lines that come in are gathered before they are shown.
+_TOGETHER_S = 0.05
+# How often the driver looks whether a process it waits for has been stopped, and for how long it must have been.
+_LOOK_S = 0.5
+_STOPPED_S = 2.0
+
+
+class WorkerGroup:
+    """`size` workers whose world is up. They end with :meth:`stop`, with this object, or with this process.
+
+    Args:
+        size: how many.
+        start: starts one of them.
+        threads: how many threads each computes on.
+        start_timeout_s: how long they may take to be up.
+        shows_output: what they print is shown by the driver, with their rank.
+
+    Attributes:
+        torn: whether a call has failed on some ranks, so that their world is in pieces.
+
+    Raises:
+        WorkerError: a worker failed to start, or they weren't all up after `start_timeout_s`.
+    """
+
+    def __init__(self, size: int, start: Starter, threads: int, start_timeout_s: float, shows_output: bool = False):
+        self.size = size
+        self.torn = False
+        self._worlds = 1
+        self._bars: dict[str, Bar] = {}
+        self._stopped_since: dict[int, float] = {}
+        self._start_timeout_s = start_timeout_s
+        self._processes: list[Process] = []
+        self._connections: list[Connection] = []
+        self._output = Output()
+        self._end = weakref.finalize(
+            self, _end, os.getpid(), self._processes, self._connections, self._output, _STOP_GRACE_S
+        )
+        try:
+            for rank in range(size):
+                self._spawn(rank, start, threads, shows_output)
+            self._await_start(time.monotonic() + start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids, by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the process that asks is the one that started the workers, rather than a fork of it."""
+        details = self._end.peek()
+        return details is not None and details[2][0] == os.getpid()
+
+    def send(self, rank: int, message: packing.Message) -> bool:
+        """Send `parcel` to a worker; False if it is gone."""
+        try:
+            message.send(self._connections[rank])
+        except OSError:
+            return False
+        return True
+
+    def cancel(self, ranks: Collection[int], number: int) -> None:
+        """Have `ranks` give up call `number`."""
+        for rank in ranks:
+            self.send(rank, packing.pack(Cancel(number)))
+
+    def receive(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
+        """What `ranks` have answered; words on how its process ended for one that is gone, or has been stopped.
+
+        Waits for `timeout_s` at most; what they print and show is shown meanwhile. Empty if none has answered.
+        """
+        end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        while not answers:
+            left_s = end - time.monotonic()
+            by_connection: dict[Any, int] = {self._connections[rank]: rank for rank in ranks}
+            ready = wait([*by_connection, *self._output.fds], max(0.0, min(_LOOK_S, left_s)))
+            for connection in ready:
+                if connection in by_connection:
+                    self._take(by_connection[connection], answers)
+            self._output.show()
+            if not ready:
+                self._look_for_stopped(ranks, answers)
+                if left_s <= 0:
+                    break
+        return answers
+
+    def finish_output(self) -> None:
+        """A call is over: show what is left of its output."""
+        self._output.show(finish=True)
+        self._bars.clear()
+
+    def renew(self) -> None:
+        """A new world for all workers, which keep what else they have.
+
+        Raises:
+            WorkerError: not all of them managed to.
+        """
+        self._worlds += 1
+        for rank in range(self.size):
+            # Far above what a user's own calls of ltx.init may have counted up to.
+            self.send(rank, packing.pack(Renew(self._worlds * 1_000_000)))
+        deadline, waiting = time.monotonic() + self._start_timeout_s, set(range(self.size))
+        while waiting:
+            answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
+            bad = {rank: answer for rank, answer in answers.items() if not isinstance(answer, Ready)}
+            if bad or not answers:
+                raise WorkerError(f"ranks {sorted(bad or waiting)} couldn't make a new world: {bad or 'no answer'}.")
+            waiting -= answers.keys()
+        self.torn = False
+
+    def exit_text(self, rank: int) -> str:
+        """How the process of a rank that is gone ended, in words."""
+        code = self._processes[rank].ended(_STOP_GRACE_S)
+        if code is None:
+            return "closed its connection to the driver"
+        if code >= 0:
+            return f"exited with status {code}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        hint = {
+            "SIGKILL": " (the system does that when memory runs out)",
+            "SIGABRT": " (gloo does that when ranks issue different shapes or dtypes)",
+        }
+        return f"was killed by {name}{hint.get(name, '')}"
+
+    def stop(self) -> None:
+        """Let the workers end by themselves, and kill those that haven't after a few seconds."""
+        self._end()
+
+    def kill(self) -> None:
+        """End the workers at once, whatever they are doing."""
+        if self.is_ours:
+            self._end.detach()
+            _end(os.getpid(), self._processes, self._connections, self._output, 0.0)
+
+    def _spawn(self, rank: int, start: Starter, threads: int, shows_output: bool) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            self._connections.append(ours)
+            streams: list[int] = []
+            try:
+                for name in ("stdout", "stderr") if shows_output else ():
+                    reading, writing = open_pipe()
+                    streams.append(writing)
+                    self._output.add(reading, rank, name)
+                self._processes.append(start(rank, theirs, self._connections, streams))
+            finally:
+                for writing in streams:
+                    os.close(writing)
+        self.send(rank, packing.pack(Setup([path or os.getcwd() for path in sys.path], threads, shows_output)))
+
+    def _take(self, rank: int, answers: dict[int, Any]) -> None:
+        """Read what has come of `rank`: show it, or put it among `answers`. Many printed lines are shown together."""
+        printed: list[Printed] = []
+        end = time.monotonic() + _TOGETHER_S
+        message = self._read(rank)
+        while isinstance(message, Printed):
+            printed.append(message)
+            message = self._read(rank) if time.monotonic() < end and self._connections[rank].poll() else None
+        self._output.show()  # what was printed before it
+        for lines in together(printed):
+            lines.shown(rank, self.size, self._bars)
+        if hasattr(message, "shown"):
+            message.shown(rank, self.size, self._bars)
+        elif message is not None:
+            answers[rank] = message
+
+    def _read(self, rank: int) -> Any:
+        """A message of `rank`, or how its process has ended."""
+        try:
+            load: Callable[[], Any] = packing.receive(self._connections[rank])
+        except (EOFError, OSError):
+            return self.exit_text(rank)
+        try:
+            return load()
+        except Exception as error:
+            return failure_of(error, "the driver couldn't unpickle the result: ")
+
+    def _look_for_stopped(self, ranks: Collection[int], answers: dict[int, Any]) -> None:
+        """A stopped process never answers; nobody else tells (Linux alone says so, in /proc)."""
+        now = time.monotonic()
+        for rank in ranks:
+            if not _is_stopped(self._processes[rank].pid):
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) >= _STOPPED_S:
+                answers[rank] = "has been stopped (SIGSTOP, or Ctrl-Z)"
+
+    def _await_start(self, deadline: float) -> None:
+        waiting = set(range(self.size))
+        while waiting:
+            answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
+            if not answers:
+                raise WorkerError(
+                    f"the workers of ranks {sorted(waiting)} of {self.size} weren't up after "
+                    f"{self._start_timeout_s:g} s. Starting takes a few seconds on an idle machine: give a larger "
+                    "start_timeout_s, or look for what loads this one."
+                )
+            for rank, message in answers.items():
+                if isinstance(message, Rendezvous):
+                    for other in range(1, self.size):
+                        self.send(other, packing.pack(message))
+                elif isinstance(message, Ready):
+                    waiting.discard(rank)
+                elif isinstance(message, Failure):
+                    raise WorkerError(
+                        f"the worker of rank {rank} of {self.size} failed to start: {message.type_name}: "
+                        f"{message.message}\n\n{message.traceback_text}"
+                    )
+                else:
+                    raise WorkerError(
+                        f"the worker of rank {rank} of {self.size} {message} while it started. What it wrote to stderr "
+                        f"says more; `{sys.executable} -c 'import ltx'` should work."
+                    )
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def _end(owner: int, processes: list[Process], connections: list[Connection], output: Output, grace_s: float) -> None:
+    """Stop the workers, kill those that are left after `grace_s`, and wait for all of them to be gone."""
+    if os.getpid() != owner:  # a fork of the driver: the workers aren't its children
+        return
+    deadline = time.monotonic() + grace_s
+    try:
+        for connection in connections if grace_s else ():
+            with suppress(OSError):
+                packing.pack(Stop()).send(connection)
+        for process in processes if grace_s else ():
+            process.ended(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()  # does nothing to one that has ended
+        for process in processes:
+            process.ended(None)
+        for connection in connections:
+            connection.close()
+        output.show(finish=True)
+        output.close()

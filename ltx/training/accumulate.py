@@ -1,0 +1,345 @@
+"""accumulate: the mean over micro-batches, with one synchronisation and the memory of one micro-batch's graph.
+
+    f(p, [b_1 ... b_k]) = (f(p, b_1) + ... + f(p, b_k)) / k          grad f = (grad f_1 + ... + grad f_k) / k
+
+The first k - 1 micro-batches are one autograd Function that computes its gradients G in its forward pass and keeps only
+them; the last one is plain graph, so that the reduction overlaps with its backward pass. Since G is an output of the
+Function, with a derivative of its own (computed again when asked for), second derivatives are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, overload
+
+import torch
+
+from ltx import tree
+from ltx.arguments import brief, checked
+from ltx.collectives.linear import Function
+from ltx.errors import StepError, UnsupportedError
+from ltx.gradients.leaves import tracked
+from ltx.gradients.marker import ACCUMULATE_PRIORITY, raise_priority
+from ltx.training.outputs import loss_in
+from ltx.training.pending_step import leaf_like
+from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
+from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.recompute import checkpoints_allowed
+from ltx.transforms.weighted import Weighted
+from ltx.typing import Step, Tree
+
+
+class _Part(NamedTuple):
+    """The sum over some micro-batches. `rest` is what the step returned besides, one entry a micro-batch."""
+
+    total: torch.Tensor
+    weight: torch.Tensor | None
+    rest: list[Any]
+    carry: Any
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A step over micro-batches: what :func:`accumulate` makes of a plain step."""
+
+    fn: Step
+    steps: int
+    argnums: int | tuple[int, ...] = 0
+    carry: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = tuple(kwargs.values())  # Dynamo can't flatten an empty dict
+        leaves, spec = tree.flatten((args, named))
+        split = self._split_leaves(args, named)
+        chunks = [self.chunks_of(leaf) if splits else None for leaf, splits in zip(leaves, split, strict=True)]
+        call = _Call(self, spec, leaves, chunks, tuple(kwargs))
+        if torch.compiler.is_compiling():
+            return call.finish(call.run(leaves, range(self.steps)))
+        with torch._C.DisableTorchFunctionSubclass():  # to ask isn't to use what may still be in flight
+            inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
+        # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
+        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        if not inputs or self.steps == 1 or forward_mode:
+            return call.finish(call.run(leaves, range(self.steps)))
+        first = call.first_micro_batches(inputs)
+        last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
+        return call.finish(_add(first, last))
+
+    def _split_leaves(self, args: tuple[Any, ...], named: tuple[Any, ...]) -> list[bool]:
+        """For each leaf of the arguments, those by keyword last: is it part of the batch?"""
+        whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
+        if self.carry is not None:
+            if not -len(args) <= self.carry < len(args):
+                raise StepError(f"accumulate: carry={self.carry}, and the step was called with {len(args)} arguments.")
+            whole.add(self.carry % len(args))
+        split: list[bool] = []
+        for n, arg in enumerate((*args, *named)):
+            leaves = tree.flatten(arg)[0]
+            if n not in whole:
+                tree.check_open(leaves, arg, f"accumulate: argument {n}" if n < len(args) else "accumulate", "split")
+            split.extend(n not in whole and isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in leaves)
+        return split
+
+    def chunks_of(self, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.tensor_split(leaf, self.steps)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of an accumulated step. Leaves of the batch are given by their chunks, all others are whole."""
+
+    step: Accumulated
+    spec: Any
+    leaves: list[Any]
+    chunks: list[tuple[torch.Tensor, ...] | None]
+    names: tuple[str, ...]  # of keyword arguments
+
+    def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
+        """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
+
+        Chunks that were made outside a Function may belong to a transform that isn't run inside it.
+        """
+        parts = []
+        for k in which:
+            filled = [
+                leaf if chunk is None else (chunk[k] if leaves is self.leaves else self.step.chunks_of(leaf)[k])
+                for leaf, chunk in zip(leaves, self.chunks, strict=True)
+            ]
+            given, named = tree.unflatten(self.spec, filled)
+            args, kwargs = list(given), dict(zip(self.names, named, strict=True))
+            if self.step.carry is not None and carry is not None:
+                args[self.step.carry] = carry
+            part = self._one(self.step.fn(*args, **kwargs))
+            carry = part.carry
+            parts.append(part)
+        total = parts[0]
+        for part in parts[1:]:
+            total = _add(total, part)
+        return total
+
+    def _one(self, output: Any) -> _Part:
+        first, rest = (
+            (output, ()) if isinstance(output, Weighted) or not isinstance(output, tuple) else (output[0], output[1:])
+        )
+        carry = None
+        if self.step.carry is not None:
+            if not rest:
+                raise StepError("accumulate(carry=...): the step must return (loss, next carry, ...).")
+            carry, rest = rest[0], rest[1:]
+        if isinstance(first, Weighted):
+            total, weight = first.checked()
+            return _Part(total, weight, [rest], carry)
+        if not isinstance(first, torch.Tensor) or first.ndim != 0:
+            got = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
+            hint = "" if loss_in(first) is None else " It holds one as `loss`: return that."
+            raise StepError(
+                f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; "
+                f"got {got}.{hint}"
+            )
+        self._refuse_unequal()
+        return _Part(first, None, [rest], carry)
+
+    def _refuse_unequal(self) -> None:
+        for leaf, chunk in zip(self.leaves, self.chunks, strict=True):
+            if chunk is not None and leaf.shape[0] % self.step.steps:
+                raise StepError(
+                    f"accumulate: a batch of {leaf.shape[0]} samples can't be split into {self.step.steps} equal "
+                    "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) "
+                    "from the step, or choose a batch size that divides."
+                )
+
+    def finish(self, part: _Part) -> Any:
+        """The output of the whole: a mean (or Weighted sums), then what the step returned besides, stacked."""
+        first = part.total / self.step.steps if part.weight is None else Weighted(part.total, part.weight)
+        rest = tuple(_stack(values) for values in zip(*part.rest, strict=True))
+        carried = () if self.step.carry is None else (part.carry,)
+        return (first, *carried, *rest) if carried or rest else first
+
+    def first_micro_batches(self, inputs: list[int]) -> _Part:
+        """All but the last micro-batch, holding one graph at a time."""
+        # All tensors are arguments of the Function, since it unwraps what it is given and nothing else.
+        positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        sums = _Sums(self, positions, tuple(positions.index(i) for i in inputs))
+        outs = MicroBatches.apply(sums, *(self.leaves[i] for i in positions))
+        raise_priority(outs[0], ACCUMULATE_PRIORITY)
+        weight, rest, carry = sums.unflatten(outs[1 + len(inputs) :])
+        return _Part(outs[0], weight, rest, carry)
+
+
+class _Sums:
+    """The sum of losses and of gradients over all micro-batches but the last, on tensors at hand."""
+
+    def __init__(self, call: _Call, positions: list[int], wanted: tuple[int, ...]):
+        self.call = call
+        self.positions = positions
+        self.wanted = wanted
+        self._structure: tuple[Any, list[Any]] = (None, [])
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """(weight, rest, carry) from the tensors behind the gradients in what :meth:`__call__` gave."""
+        spec, others = self._structure
+        extras = iter(tensors)
+        return tree.unflatten(spec, [next(extras) if isinstance(x, torch.Tensor) else x for x in others])
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """(sum of losses, *sums of gradients with respect to the wanted tensors, *everything else)."""
+        part: _Part | None = None
+        grads: list[torch.Tensor] = []
+        for k in range(self.call.step.steps - 1):
+            found, one = self._gradient(tensors, k, part.carry if part is not None else None)
+            part = one if part is None else _add(part, one)
+            grads = found if not grads else [total + g for total, g in zip(grads, found, strict=True)]
+        assert part is not None
+        extras, spec = tree.flatten((part.weight, part.rest, part.carry))
+        self._structure = (spec, [torch.empty(0) if isinstance(x, torch.Tensor) else x for x in extras])
+        return (part.total, *grads, *(x.detach() for x in extras if isinstance(x, torch.Tensor)))
+
+    def _gradient(self, tensors: Sequence[torch.Tensor], k: int, carry: Any) -> tuple[list[torch.Tensor], _Part]:
+        parts: list[_Part] = []
+
+        def total(*wanted: torch.Tensor) -> torch.Tensor:
+            leaves = list(self.call.leaves)
+            for i, tensor in zip(self.positions, tensors, strict=True):
+                leaves[i] = tensor
+            for i, tensor in zip(self.wanted, wanted, strict=True):
+                leaves[self.positions[i]] = tensor
+            parts.append(self.call.run(leaves, range(k, k + 1), carry))
+            return parts[-1].total
+
+        at = [tensors[i] for i in self.wanted]
+        if torch._C._are_functorch_transforms_active():
+            found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
+            return list(found), parts[-1]._replace(total=value, carry=_detached(parts[-1].carry))
+        leaves = [leaf_like(x) for x in at]
+        try:
+            with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.call.step.fn):
+                value = total(*leaves)
+        except TracedValueError:
+            raise UnsupportedError(
+                "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its "
+                "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "
+                "micro-batch)."
+            ) from None
+        refuse_captured(self.call.step.fn, value, [*leaves, *tensors])
+        with checkpoints_allowed():
+            grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
+        filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
+        return filled, _detached(parts[-1])
+
+
+class MicroBatches(Function):
+    """``MicroBatches.apply(sums, *tensors)``: the outputs of `sums`, with their derivatives.
+
+    The cotangent of each wanted tensor is ct(total) * G, for G the gradients that the forward pass has made. G's own
+    derivative is the Hessian, taken through the steps again, only when somebody asks for it.
+    """
+
+    @staticmethod
+    def forward(sums: _Sums, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return sums(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.sums, *tensors = inputs
+        count = len(ctx.sums.wanted)
+        ctx.inputs = len(tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1 + count :])
+        ctx.save_for_backward(*tensors, *output[1 : 1 + count])
+
+    @staticmethod
+    def backward(ctx: Any, total: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
+        sums: _Sums = ctx.sums
+        tensors, grads = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        found: list[torch.Tensor | None] = [None if total is None else total * g for g in grads]
+        if any(ct is not None for ct in others[: len(grads)]):
+            cotangents = [torch.zeros_like(g) if ct is None else ct for ct, g in zip(others, grads, strict=False)]
+            transpose = torch.func.vjp(_gradient_of(sums, tensors), *(tensors[i] for i in sums.wanted))[1]
+            again = transpose(tuple(cotangents))
+            found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
+        by_position = dict(zip(sums.wanted, found, strict=True))
+        return (None, *(by_position.get(i) for i in range(ctx.inputs)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], sums: _Sums, *tensors: torch.Tensor) -> tuple[Any, Any]:
+        # The differentiable path: levels below this one see plain operations.
+        outs = torch.vmap(lambda *mine: sums(mine), in_dims=in_dims[1:], randomness=info.randomness)(*tensors)
+        return outs, (0,) * len(outs)
+
+
+def _gradient_of(sums: _Sums, tensors: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def gradient(*wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = list(tensors)
+        for i, tensor in zip(sums.wanted, wanted, strict=True):
+            here[i] = tensor
+        return sums(here)[1 : 1 + len(wanted)]
+
+    return gradient
+
+
+def _add(a: _Part, b: _Part) -> _Part:
+    if (a.weight is None) != (b.weight is None):
+        raise StepError("accumulate: the step returned ltx.Weighted for one micro-batch and a plain loss for another.")
+    weight = a.weight + b.weight if a.weight is not None and b.weight is not None else None
+    return _Part(a.total + b.total, weight, a.rest + b.rest, b.carry)
+
+
+def _detached(part: Any) -> Any:
+    return tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, part)
+
+
+def _stack(values: Sequence[Tree]) -> Tree:
+    return tree.map(lambda *xs: torch.stack(xs) if isinstance(xs[0], torch.Tensor) else list(xs), *values)
+
+
+@overload
+def accumulate(  # type: ignore[overload-overlap]
+    step: DataParallel, steps: int, *, carry: int | None = None
+) -> DataParallel: ...
+
+
+@overload
+def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Accumulated: ...
+
+
+@checked("step", "carry")
+def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParallel | Accumulated:
+    """The same step over a batch `steps` times as large, with the memory of one micro-batch's graph.
+
+    Args:
+        step: what :func:`ltx.data_parallel` returned (then all micro-batches take part in one synchronisation), or a
+            plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
+            alone or first in a tuple.
+        steps: the number of micro-batches, at least 1. Every tensor of the batch, given by position or by keyword, is
+            split along dim 0 into that many chunks, equal ones unless the step is Weighted; 0-dim tensors and other
+            leaves go to each as they are. :mod:`ltx.tree` says which containers are looked into.
+        carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the
+            second output of each is what the next one is given there. The last one's is returned.
+
+    Returns:
+        A step with the same arguments: the mean over the micro-batches (or the Weighted sums), then the other outputs,
+        each stacked along a new dimension 0 of size `steps`.
+
+    Gradient:
+        Of the mean over micro-batches, to any order. Second derivatives compute the micro-batches again. In forward
+        mode (jvp, hessian), inside a compiled graph and under vmap within an outer grad all graphs are held.
+
+    Raises:
+        StepError: the batch doesn't split evenly, or the step returns no loss.
+        TreeError: a leaf of the batch that isn't a tensor holds some, or is a NumPy array.
+        UnsupportedError: the step closes over a value that a surrounding transform differentiates.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.accumulate(ltx.data_parallel(lambda w, x: (w * x).mean()), steps=2)
+        >>> torch.func.grad(step)(torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor(2.5000)
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 2**63:
+        raise StepError(f"accumulate: steps must be a whole number of at least 1, got {brief(steps)}.")
+    if not isinstance(step, DataParallel):
+        return Accumulated(step, steps, 0, carry)
+    if step.returns != "value":
+        raise StepError('accumulate: a step with returns="grads" has no loss to accumulate; wrap the loss instead.')
+    return replace(step, fn=Accumulated(step.fn, steps, step.argnums, carry))

@@ -1,0 +1,80 @@
+"""Tensors that were given away: whoever uses one is told so, as JAX does of a donated buffer.
+
+A step with ``donate=True`` writes into the tensors of its state. Their objects become :class:`DonatedTensor`, and the
+next state gets new objects on the same memory. Only tensors that somebody may hold are treated so: those of parts that
+were read off the state, or that were put into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import torch
+
+from ltx import tree
+from ltx.errors import DonatedStateError
+from ltx.training.train_state import TrainState
+from ltx.typing import Tree
+
+# What may be asked of a donated tensor: nothing of it is a value.
+_HARMLESS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse")
+) | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.is_complex}
+
+
+class DonatedTensor(torch.Tensor):
+    """A tensor whose memory belongs to somebody else now. Any use raises, but to ask for its shape, dtype or device."""
+
+    _why: ClassVar[str] = ""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise DonatedStateError(next(kind._why for kind in types if issubclass(kind, DonatedTensor)))
+
+
+def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
+    """Make each of `tensors` raise DonatedStateError with the text `why` wherever it is used."""
+    kind = type("DonatedTensor", (DonatedTensor,), {"_why": why, "__module__": __name__})
+    for x in tensors:
+        if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
+            # functorch's wrappers don't ask the class: whoever looks through them finds NaN, which takes no memory.
+            x.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(x.shape)
+        with suppress(TypeError):  # a subclass of tensors with a layout of its own
+            x.__class__ = kind
+
+
+def alias(x: Any) -> Any:
+    """A new tensor object on the memory of `x`."""
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:
+    """`following`, which has the memory of `state`, with tensors of its own; `state` is given away.
+
+    `seen`: the parts of `state` whose tensors somebody may hold.
+    """
+    leaves = [x for part in state.parts(seen) for x in tree.flatten(part)[0] if isinstance(x, torch.Tensor)]
+    held = list({id(x): x for x in leaves}.values())  # parameters may be communication state too
+    state.donate()
+    if held:
+        following.renew(apart_from(held))
+        give_away(
+            held,
+            f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "
+            f"that made state {state.step + 1}: its memory holds other values now. Read it off the state that the step "
+            "returned; to keep old values copy them before the step, such as {name: x.clone() for name, x in "
+            "state.params.items()}, or use train_step(..., donate=False).",
+        )
+    return following
+
+
+def apart_from(held: Sequence[torch.Tensor]) -> Callable[[Tree], Tree]:
+    """Gives a tree with new objects in the place of those that are among `held`."""
+    known = {id(x) for x in held}
+    return lambda part: tree.map(lambda x: alias(x) if id(x) in known else x, part)

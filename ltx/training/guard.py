@@ -1,0 +1,164 @@
+"""guard: what becomes of a training step whose gradients aren't finite.
+
+Every hook delivers what isn't finite as such to every rank, so ranks that share gradients see it alike and needn't ask.
+Whose it was is asked only then: each rank takes its own gradients once more, and they meet in the store.
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ltx import comm, tree
+from ltx.axis import GroupBacking, VmapBacking
+from ltx.errors import NotFiniteError
+from ltx.strategies.update import StepInfo
+from ltx.training.backward_update import any_not_finite
+from ltx.training.outputs import Batch, arguments_of, outputs_of
+from ltx.training.settings import TrainSettings
+from ltx.training.train_state import TrainState
+from ltx.transforms.compare import with_ranks
+from ltx.transforms.run import CallOptions
+from ltx.transforms.sync_state import unwrapped
+from ltx.transforms.weighted import Weighted
+from ltx.typing import Tree
+
+_SHOWN = 4
+
+
+def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sums over all: one isn't finite if an element isn't, and hardly ever otherwise. One pass over memory."""
+    return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in _runs(grads)]
+
+
+def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`grads`, those that lie one behind the other in a bucket as one tensor: each call costs something."""
+    runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # first tensor, elements, where the next one would be
+    for g in grads:
+        storage, start, count = g.untyped_storage().data_ptr(), g.storage_offset(), g.numel()
+        following = (g.dtype, storage, start + count) if g.is_contiguous() else ()
+        if runs and following and runs[-1][2] == (g.dtype, storage, start):
+            first, so_far, _ = runs.pop()
+            runs.append((first, so_far + count, following))
+        else:
+            runs.append((g, count, following))
+    return [first if first.numel() == count else first.as_strided((count,), (1,)) for first, count, _ in runs]
+
+
+def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
+    """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: their :func:`probes`, if at hand."""
+    sums = probes(grads) if sums is None else sums
+    numbers = [x for x in sums if isinstance(x, float) or x.device.type == "cpu"]
+    tensors = [x.isfinite() for x in sums if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
+    # Sums of finite numbers overflow, too.
+    return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
+
+
+@contextmanager
+def random_numbers_from(states: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Draw what was drawn after :func:`random_states`, and go on afterwards as if nothing had been."""
+    now = random_states()
+    _set(states)
+    try:
+        yield
+    finally:
+        _set(now)
+
+
+def random_states() -> list[torch.Tensor]:
+    """torch's default generators: the CPU's, and the current CUDA device's if there is one in use."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def _set(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def not_finite_error(
+    train: TrainSettings,
+    state: TrainState,
+    batch: Batch,
+    info: StepInfo,
+    reduced: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+    factor: Any,
+) -> NotFiniteError:
+    """The error of a step whose `reduced` gradients aren't finite; the same on every rank, each of which comes here.
+
+    `states`: the random numbers' before the step; `factor`: what the loss is multiplied by.
+    """
+    paths = tree.leaf_paths(state.trained)
+    with random_numbers_from(states):
+        own = _own_gradients(train, state, batch, info, factor)
+    match info.axis.backing:
+        case GroupBacking(comm=axis_comm):
+            place, signature = axis_comm.notes.begin(), comm.Signature("whose gradients aren't finite", ())
+            told = axis_comm.exchange_values(place, signature, [_described(paths, own), _described(paths, reduced)])
+            by_rank = [texts for texts, _ in told]
+            together = sorted({text for _, texts in told for text in texts})
+        case VmapBacking() as backing:
+            split = [with_ranks(g, backing) for g in own]
+            by_rank = [
+                _described(paths, [g if dim is None else g.select(dim, rank) for g, dim in split])
+                for rank in range(info.axis.size)
+            ]
+            together = _described(paths, reduced)
+        case _:
+            by_rank, together = [_described(paths, own)], []
+    found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
+    if not found:
+        found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
+    return NotFiniteError(
+        f"train_step: gradients of step {info.step} aren't finite. {'; '.join(found)}. The state is as it was before "
+        "the "
+        'step, and may be used again. guard="skip" leaves such steps out; torch.autograd.detect_anomaly() finds the '
+        "operation."
+    )
+
+
+def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo, factor: Any) -> list[Any]:
+    """This rank's gradients, before anything is reduced; zeros for those it doesn't use."""
+    local = replace(train.step, blocked=True)
+
+    def loss(params: Tree) -> torch.Tensor:
+        arguments = arguments_of(params, state.buffers, batch)
+        run = local.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
+        found = outputs_of(run, state.buffers, train.has_aux).loss
+        total = found.total if isinstance(found, Weighted) else found
+        return total if factor is None else total * factor
+
+    leaves, spec = tree.flatten(state.trained)
+    if torch._C._are_functorch_transforms_active():
+        grads: list[Any] = torch.func.grad(lambda leaves: loss(tree.unflatten(spec, leaves)))(leaves)
+        return grads
+    with torch.enable_grad():  # as the step itself does, whatever torch.func may think of the user's function
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        total = loss(tree.unflatten(spec, leaves))
+    found = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:
+    """Each leaf that isn't finite, and how."""
+    found = []
+    for path, grad in zip(paths, grads, strict=True):
+        values = unwrapped(grad)
+        bad = int(values.isfinite().logical_not().sum())
+        if bad:
+            what = "NaN" if bool(values.isnan().any()) else "infinite"
+            found.append(f"leaf {path!r} ({what}, {bad} of {values.numel()} elements)")
+    return found
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more

@@ -1,0 +1,382 @@
+"""A step that lands during the next one: what ``overlap="step"`` leaves under way, and what waits for it.
+
+A step's reductions have all been launched when its backward pass ends. Instead of waiting for them it gives back a
+state without parameters, and the next forward pass begins on stand-ins: tensors in the parameters' places, with the
+marker on them as ever, but without their values. Their Python class is :class:`PendingParameter`. Torch asks each of
+its arguments whether its class overrides torch's functions, and that question lands the bucket that the parameter is
+in: the reduction is waited for, the optimizer runs, the values are put into the stand-ins, and these turn into plain
+tensors. Then the answer is no. So whatever asked, a fused kernel say, goes on as if nothing had been; the graph is the
+one that it would have been, and from then on a parameter costs nothing. (``nn.UninitializedParameter`` turns into a
+parameter in the same way.)
+
+The same question is put by torch's tree functions, which all of ``torch.func`` goes through, as a look-up of the class
+in a table: that lands everything. Dynamo, which guards on classes, says when it compiles. Code that torch knows nothing
+of, such as a C++ extension that takes tensors as they come, finds NaN in a parameter that nobody has touched before.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ltx import tree
+from ltx.comm.debug import under_way
+from ltx.errors import InvalidStateError, LtxError
+from ltx.gradients.process_schedule import ProcessSchedule
+from ltx.gradients.reduction import LeafState
+from ltx.gradients.schedule import Plan
+from ltx.training.backward_update import BackwardUpdate
+from ltx.training.progress_thread import look_after
+from ltx.training.train_state import TrainState
+from ltx.transforms.sync_state import SyncState, states_after
+from ltx.typing import Tree
+
+_NOTHING_TO_CALL = torch._C._disabled_torch_function_impl
+
+
+class _Trigger:
+    """``PendingParameter.__torch_function__``: to look at it is to land."""
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type[PendingParameter]) -> Any:
+        pending_step = owner.pending_step
+        if pending_step is None or (tensor is None and pending_step.unseen is None):
+            return _NOTHING_TO_CALL
+        # Torch takes an error here for a no. So the answer is yes, and it raises when torch comes back to call it.
+        if tensor is not None and pending_step.unseen is None:
+            try:
+                pending_step.wait_for_parameter(tensor)
+                return _NOTHING_TO_CALL
+            except BaseException as error:
+                pending_step.unseen = error
+        return pending_step.raise_unseen
+
+
+class _Asked(type(torch.Tensor)):  # type: ignore[misc]
+    """A class that is looked up in a table is about to be taken apart by torch's tree functions."""
+
+    def __hash__(cls) -> int:
+        if cls.pending_step is not None:
+            if cls.pending_step.unseen is not None:
+                cls.pending_step.raise_unseen()
+            cls.pending_step.wait_all()
+        return type.__hash__(cls)
+
+
+class PendingParameter(torch.Tensor, metaclass=_Asked):
+    """A parameter whose value isn't there yet. Each flight that is hidden has a subclass of its own."""
+
+    pending_step: PendingStep | None = None
+    __torch_function__ = _Trigger()
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """What a step begins with: the state's parameters and communication state, or what stands for them.
+
+    Attributes:
+        leaves, spec: the parameters.
+        sync: the communication state; with a flight, its leaves are those of a step before.
+        flight: what `leaves` wait for; None if they are all there.
+        seen: the parts of the state whose tensors somebody besides the steps may hold.
+    """
+
+    leaves: list[torch.Tensor]
+    spec: Any
+    sync: SyncState
+    pending_step: PendingStep | None = None
+    seen: tuple[str, ...] = ()
+
+
+def step_start(state: TrainState, fn: Any, late: bool) -> StepStart:
+    """The start of a step `fn` on `state`. Unless `late`, everything has landed in it."""
+    pending_step = cast("PendingStep | None", state.pending_step)
+    if pending_step is None or pending_step.completed or not late or calls_compiled(fn) or under_way:
+        leaves, spec = tree.flatten(state.trained)
+        return StepStart(leaves, spec, state.sync_state)
+    return StepStart(pending_step.stand_ins(), pending_step.spec, pending_step.sync, pending_step)
+
+
+class PendingStep:
+    """A step whose reductions are under way; what becomes of the state, bucket by bucket.
+
+    Args:
+        work: its second half.
+        schedule: that of its backward pass.
+        scale: what reduced gradients are multiplied by.
+        sync: the communication state after it, whose leaves are still those before it.
+        stand_in: the class that an earlier flight's stand-ins had, to be used again.
+    """
+
+    def __init__(
+        self,
+        work: BackwardUpdate,
+        schedule: ProcessSchedule,
+        scale: float,
+        sync: SyncState,
+        stand_in: type[PendingParameter] | None = None,
+    ):
+        assert schedule.summary is not None
+        self.sync = sync
+        self.stand_in = stand_in
+        self._work, self._schedule, self._scale, self._summary = work, schedule, scale, schedule.summary
+        self._params, self._opt_state, self._targets = work.in_place()
+        self._leaves, self.spec = tree.flatten(self._params)
+        members = [[work.trained[m] for m in bucket.members] for bucket in schedule.plan.buckets]
+        self._bucket_of = {place: index for index, places in enumerate(members) for place in places}
+        self._left = set(range(len(members)))
+        self._states: dict[int, LeafState] = {}
+        self._hidden: dict[int, list[tuple[torch.Tensor, int]]] = {index: [] for index in self._left}
+        self._places: dict[int, int] = {}  # of hidden tensors, by id
+        self._result: tuple[Tree, Tree, SyncState] | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.RLock()
+        self.unseen: BaseException | None = None  # what a look at a parameter is going to raise
+        schedule.comm.pending_steps.append(self)
+        if schedule.has_later_phases and schedule.plan.buckets[0].device.type == "cpu":
+            look_after(self)
+
+    @property
+    def completed(self) -> bool:
+        """Whether all of it has."""
+        return self._result is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether all of it has landed, or won't."""
+        return self.completed or self._error is not None
+
+    def result(self) -> tuple[Tree, Tree, SyncState]:
+        """(parameters, optimizer state, communication state), once all of them are there.
+
+        Raises:
+            InvalidStateError: something failed while they landed.
+            PeerLostError, RankMismatchError, ...: it fails now.
+        """
+        self.wait_all()
+        assert self._result is not None
+        return self._result
+
+    # --- the forward pass that it lands in ---------------------------------------------------------------------------
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """A tensor for each parameter: itself if it has landed, else NaN in its shape, which takes no memory."""
+        self._check()
+        made: dict[Any, torch.Tensor] = {}
+        leaves = list(self._leaves)
+        for place, index in self._bucket_of.items():
+            if index in self._left:
+                leaf = leaves[place]
+                kind = (leaf.dtype, leaf.device)
+                if kind not in made:
+                    made[kind] = torch.full((), float("nan"), dtype=leaf.dtype, device=leaf.device)
+                leaves[place] = made[kind].expand(leaf.shape)
+        return leaves
+
+    @contextmanager
+    def hidden_in(self, leaves: Sequence[torch.Tensor], fn: Any) -> Iterator[None]:
+        """While `fn` runs: `leaves`, made of the stand-ins, land where they are used."""
+        stand_in = self.stand_in
+        if stand_in is None or stand_in.pending_step not in (None, self):
+            stand_in = self.stand_in = _Asked(
+                "PendingParameter", (PendingParameter,), {"__module__": __name__, "pending_step": None}
+            )
+        stand_in.pending_step = self
+        for place, index in self._bucket_of.items():
+            if index in self._left:
+                self._hide(leaves[place], place)
+        with _told_of_compilation(self, fn):
+            yield
+
+    def _hide(self, leaf: torch.Tensor, place: int) -> None:
+        self._hidden[self._bucket_of[place]].append((leaf, place))
+        self._places[id(leaf)] = place
+        leaf.__class__ = self.stand_in  # type: ignore[assignment]
+
+    def leaf_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A leaf of a graph of its own in the place of an unlanded `tensor`."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            place = self._places.get(id(tensor))
+            leaf = tensor.detach().requires_grad_()
+            if place is not None:
+                self._hide(leaf, place)
+            return leaf
+
+    def raise_unseen(self, *_: Any, **__: Any) -> Any:
+        """What a parameter has for ``__torch_function__`` when its landing failed."""
+        error, self.unseen = self.unseen, None
+        assert error is not None
+        raise error
+
+    # --- landing -----------------------------------------------------------------------------------------------------
+
+    def wait_for_parameter(self, tensor: torch.Tensor) -> None:
+        """Land the bucket that a hidden `tensor` is in."""
+        with self._lock:
+            place = self._places.get(id(tensor))
+            if place is None:
+                self.wait_all()
+            else:
+                self._land(self._bucket_of[place])
+
+    def wait_all(self) -> None:
+        """Land what hasn't."""
+        with self._lock:
+            self._check()
+            if self._result is None:
+                if self._left and self._schedule.has_later_phases:
+                    self._guarded(self._schedule.flush)
+                for index in sorted(self._left):
+                    self._land(index)
+                if self._result is None:  # no parameters
+                    self._finish()
+
+    def poll(self) -> None:
+        """Let later phases of the hook go on, unless somebody is at it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._left and not self.over:
+                    self._guarded(self._schedule.poll)
+            finally:
+                self._lock.release()
+
+    def _land(self, index: int) -> None:
+        self._check()
+        if index in self._left:
+            self._guarded(lambda: self._land_and_apply(index))
+            if not self._left:
+                self._finish()
+
+    def _land_and_apply(self, index: int) -> None:
+        self._summary.wait()  # ranks that have issued different things: before anything is applied
+        reduced, states = self._schedule.wait_bucket(index)
+        members = self._schedule.plan.buckets[index].members
+        try:
+            self._work.apply_bucket(members, reduced, self._targets, self._scale)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._states.update(zip(members, states, strict=True))
+        self._left.discard(index)
+        for leaf, place in self._hidden.pop(index):
+            leaf.__class__ = torch.Tensor
+            leaf.data = self._leaves[place]
+            self._places.pop(id(leaf), None)
+
+    def _guarded(self, land: Callable[[], None]) -> None:
+        try:
+            with _undisturbed(self._leaves):
+                land()
+        except BaseException as error:
+            # An interrupt while it waited harms nothing: whoever looks next waits again.
+            if isinstance(error, LtxError) or not self._schedule.intact:
+                self._fail(error)
+            raise
+
+    def _finish(self) -> None:
+        self._guarded(self._end_pass)
+        plan, places = self._schedule.plan, self._work.trained
+        sync = replace(self.sync, leaves=states_after(plan, self._states, self.sync.leaves, self._params, places))
+        self._result = self._params, self._work.optimizer.advance(self._opt_state), sync
+        self._end()
+
+    def _end_pass(self) -> None:
+        self._schedule.finish()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+            self._schedule.comm.pending_steps.remove(self)
+            with suppress(LtxError, RuntimeError):  # peers can't be told where the store is gone too
+                self._schedule.abandon(error)
+
+    def _end(self) -> None:
+        self._schedule.comm.pending_steps.remove(self)
+        if self.stand_in is not None and self.stand_in.pending_step is self:
+            self.stand_in.pending_step = None
+
+    def _check(self) -> None:
+        if self._error is None:
+            return
+        axis_comm, buckets = self._schedule.comm, len(self._schedule.plan.buckets)
+        done = buckets - len(self._left)
+        raise InvalidStateError(
+            f"rank {axis_comm.rank}: step {self._work.state.step + 1} was still landing when something failed "
+            f"({type(self._error).__name__}: {self._error}). {done} of its {buckets} buckets of parameters were "
+            f"updated, so this state is neither that before the step nor that after it. Load a checkpoint, or start "
+            "from train.init(params) and take the state of a rank whose own is whole: train.broadcast(state, src). "
+            'overlap="backward" commits steps whole.'
+        ) from self._error
+
+    def states_for(self, plan: Plan, trained: Sequence[int]) -> list[LeafState] | None:
+        """The landed states of the leaves of `plan`, for a pass whose marker was made before they were there."""
+        if not any(plan.state_names):
+            return None
+        paths, entries = tree.leaf_paths(self._params), self.result()[2].leaves
+        return [
+            {name: entries[paths[place]][name] for name in names}
+            for place, names in zip(trained, plan.state_names, strict=True)
+        ]
+
+
+def leaf_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf with the value of `tensor`, for a graph of its own; one that is still in flight stays so."""
+    pending_step = type(tensor).pending_step if isinstance(tensor, PendingParameter) else None
+    return tensor.detach().requires_grad_() if pending_step is None else pending_step.leaf_like(tensor)
+
+
+@contextmanager
+def _undisturbed(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Without what may surround the place where a parameter is used: transforms, modes, autocast."""
+    with ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch._C._DisableFuncTorch())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device in {leaf.device.type for leaf in leaves}:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+# --- compiled functions ----------------------------------------------------------------------------------------------
+
+# Steps in which something compiled was called.
+_compiled: WeakSet[Any] = WeakSet()
+
+
+def calls_compiled(fn: Any) -> bool:
+    """Whether `fn` is known to call a compiled function, whose guards want plain tensors."""
+    try:
+        return fn in _compiled
+    except TypeError:
+        return False
+
+
+@contextmanager
+def _told_of_compilation(pending_step: PendingStep, fn: Any) -> Iterator[None]:
+    """Land all as soon as Dynamo begins to compile something, and remember that `fn` calls it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+
+    def begun(_: Any) -> None:
+        with suppress(TypeError):
+            _compiled.add(fn)
+        pending_step.wait_all()
+
+    dynamo.callback_handler.register_start_callback(begun)
+    try:
+        yield
+    finally:
+        dynamo.callback_handler.remove_start_callback(begun)

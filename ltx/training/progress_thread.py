@@ -1,0 +1,98 @@
+"""Later phases of hooks, while their process is busy with something that knows nothing of them.
+
+A hook with several phases issues a bucket's next collective when the last one has landed, which somebody has to look
+after. Peers that read their states wait for it. A step in progress looks; but a process may as well sit in somebody
+else's barrier, or in a cell that was left. So once a flight is older than a step should take, a thread looks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Protocol
+
+_PATIENCE_S = 0.1
+_PAUSE_S = 0.01
+
+
+class Pollable(Protocol):
+    """What goes on when it is polled."""
+
+    @property
+    def over(self) -> bool:
+        """Whether polling is no more of use."""
+        ...
+
+    def poll(self) -> None:
+        """Go on where that is possible without waiting; does nothing while another thread is at it."""
+        ...
+
+
+class _Mover:
+    def __init__(self) -> None:
+        self._watched: list[tuple[float, weakref.ref[Pollable]]] = []
+        self._ends = False
+        self._more = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, pending_step: Pollable) -> None:
+        with self._more:
+            self._forget()
+            self._watched.append((time.monotonic(), weakref.ref(pending_step)))
+            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+                self._ends = False
+                self._thread = threading.Thread(target=self._run, name="ltx: later phases", daemon=True)
+                self._thread.start()
+                atexit.unregister(self._end)
+                atexit.register(self._end)
+            self._more.notify()
+
+    def _forget(self) -> None:
+        self._watched = [(since, ref) for since, ref in self._watched if not _is_over(ref)]
+
+    def _end(self) -> None:
+        """Python mustn't end while the thread frees tensors: torch lets go of the interpreter there, and aborts."""
+        with self._more:
+            self._ends = True
+            self._more.notify()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._more:
+                self._forget()
+                while not self._watched and not self._ends:
+                    self._more.wait()
+                if self._ends:
+                    return
+                oldest, watched = self._watched[0][0], list(self._watched)
+                due = max(_PAUSE_S, oldest + _PATIENCE_S - time.monotonic())
+                if self._more.wait_for(lambda: self._ends, due):
+                    return
+            for since, ref in watched:
+                if time.monotonic() - since >= _PATIENCE_S:
+                    _poll(ref)
+
+
+def _is_over(ref: weakref.ref[Pollable]) -> bool:
+    pending_step = ref()
+    return pending_step is None or pending_step.over
+
+
+def _poll(ref: weakref.ref[Pollable]) -> None:
+    pending_step = ref()
+    if pending_step is not None:
+        with suppress(BaseException):  # whoever reads the state is told
+            pending_step.poll()
+
+
+_mover = _Mover()
+
+
+def look_after(pending_step: Pollable) -> None:
+    """Poll `flight` now and then, once it has been under way for a while."""
+    _mover.watch(pending_step)

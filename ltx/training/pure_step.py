@@ -1,0 +1,93 @@
+"""A training step without effects, for transforms of torch.func, simulated ranks among them, and compiled graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ltx import collectives, comm, tree
+from ltx.axis import Axis
+from ltx.errors import UnsupportedError
+from ltx.strategies.update import StepInfo, Update
+from ltx.training.guard import not_finite_error, random_states
+from ltx.training.outputs import Batch, arguments_of, outputs_of
+from ltx.training.replicas import check_replicas
+from ltx.training.settings import TrainSettings
+from ltx.training.step_parts import all_finite, checks_finite, kept_if_skipped, loss_scale_of, next_state, should_raise
+from ltx.training.train_state import Metrics, TrainState
+from ltx.training.validation import refuse_in_graph
+from ltx.transforms.run import CallOptions
+from ltx.transforms.sync_state import Synced, SyncState, unwrapped
+from ltx.transforms.weighted import Weighted
+
+
+def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
+    if not torch.compiler.is_compiling():
+        state.check_owned()
+        if train.check_every is not None and state.step % train.check_every == 0:
+            check_replicas(state, train.step.axis)
+    strategy, sync = train.step.strategy, state.sync_state
+    if torch.compiler.is_compiling():
+        refuse_in_graph(strategy, checks_finite(train), train.guard, train.overlap)
+        axis = Axis("data", 1)
+    else:
+        axis = comm.resolve(train.step.axis)
+        strategy.check_axis(axis)
+    info = StepInfo(sync.checked_step(), axis)
+    drawn = random_states() if train.guard == "raise" else []
+    stateful = bool(sync.leaves) or strategy.stateful
+    loss_scale = loss_scale_of(train, state)
+    others: list[Any] = []
+
+    def mean(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
+        run = train.step.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
+        loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux)
+        if isinstance(loss, Weighted):
+            strategy.check_weighted(info.step)
+        value = replace(run, output=loss).value()
+        # torch.func takes tensors alone as aux.
+        rest, structure = tree.flatten((buffers, aux))
+        others[:] = [
+            structure,
+            isinstance(loss, Weighted),
+            [None if isinstance(x, torch.Tensor) else x for x in rest],
+        ]
+        tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
+        return value if loss_scale is None else value * loss_scale, tensors
+
+    pending = strategy.begin(state.trained, sync.leaves, info, None)
+    # torch.func takes None, which stands in the place of frozen parameters, for a leaf.
+    flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
+    flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
+    grads = tree.unflatten(spec, flat_grads)
+    structure, weighted, rest = others
+    aux_tensors = iter(tensors)
+    buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
+    hook = None if torch.compiler.is_compiling() else strategy.hook(info.step)
+    if not weighted and (torch.compiler.is_compiling() or hook is not None):
+        loss = collectives.pmean(loss, train.step.axis if hook is None else hook.within(axis) or train.step.axis)
+    states = grads.sync_state.leaves if stateful else sync.leaves
+    grads = grads.params if stateful else grads
+    if loss_scale is not None:
+        inverse = 1 / loss_scale
+        grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
+    finite = all_finite(train, tree.flatten(grads)[0], info)
+    if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(unwrapped(finite).all()):
+        raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
+    states, buffers = kept_if_skipped(train, finite, state, states, buffers)
+    update = Update(train.optimizer, state.trained, grads, state.opt_state, finite=finite)
+    updated = strategy.update(update, states, info, pending)
+    if updated.pending is not None:
+        raise UnsupportedError(
+            f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to land "
+            "within a step there."
+        )
+    if torch.compiler.is_compiling():  # a number in the structure that changed would compile each step anew
+        next_sync = SyncState(updated.states, sync.uses, sync.clock + 1, sync.step, sync.choice)
+    else:
+        next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)
+    return next_state(train, state, updated, buffers, next_sync, Metrics(loss, aux), finite)

@@ -1,0 +1,310 @@
+"""TrainState: everything that training changes, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ltx import tree
+from ltx.errors import DonatedStateError, InvalidStateError
+from ltx.optim import TorchState
+from ltx.strategies.state_layout import StateLayout
+from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.comm import PendingSummary
+
+
+# The parts that hold tensors; their names in an instance have an underscore in front, behind which properties stand.
+_PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
+
+# Those of them that steps write into, and that overlap="step" applies later, in the order of PendingStep.result().
+_LATE = ("params", "opt_state", "sync_state")
+
+
+# Which step a state's tensors were given to, if they were, or why they are torn: one cell, which copies of the state
+# share. A list, as a compiled graph can't make objects.
+_Lease = list[int | str | None]
+
+
+class PendingStep(Protocol):
+    """A step that isn't applied yet: :class:`ltx.training.pending_step.PendingStep`."""
+
+    def result(self) -> tuple[Tree, Tree, Any]:
+        """(params, opt_state, sync_state), waited for."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """Parameters, buffers, optimizer state and communication state after `step` steps.
+
+    A pytree node (optree's and torch's) whose structure carries `step`; :mod:`ltx.checkpoint` saves it, and it is a
+    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step.
+
+    A step with ``donate=True`` updates the state's tensors in place, as JAX's donated buffers. Then the old state can't
+    be read, copied, printed or pickled any more, and neither can tensors that were read off it be used: both raise
+    DonatedStateError. Views that were taken of them before (``x.detach()``, ``x[0]``, ``x.numpy()``) share their memory
+    and change without a word. To keep values, copy them: ``copy.deepcopy(state)``, or ``{name: x.clone() for name, x in
+    state.params.items()}``.
+
+    Attributes:
+        params: tree of tensors: `trained` and `frozen` ones together, as the step is given them.
+        buffers: tree of tensors that steps pass on without differentiating them, or None.
+        opt_state: the optimizer's.
+        sync_state: the communication state, an :class:`ltx.SyncState`.
+        step: the number of steps done, a Python int.
+        kinds: how each part relates across ranks.
+        loss_scale: the :class:`ltx.transforms.precision.LossScale` of dynamic loss scaling; else ().
+        pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
+        frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
+    """
+
+    params: Tree
+    buffers: Tree
+    opt_state: Tree
+    sync_state: Any
+    step: int = 0
+    layout: StateLayout = field(default_factory=StateLayout)
+    loss_scale: Any = ()
+    pending: Any = field(default=None, repr=False)
+    frozen: Tree = field(default=None, repr=False)
+    _lease: _Lease = field(default_factory=lambda: [None], repr=False)
+
+    def __post_init__(self) -> None:
+        # Who makes a state has a hold of its tensors; steps say otherwise of theirs.
+        object.__setattr__(self, "_seen", _PARTS)
+        if self.frozen is not None:
+            given = self.__dict__["_params"]
+            frozen = tree.filled(tree.masked(given, self.frozen), self.frozen)
+            object.__setattr__(self, "_params", tree.masked(given, self.frozen, there=False))
+            object.__setattr__(self, "frozen", frozen)
+
+    @staticmethod
+    def later(pending_step: PendingStep, **others: Any) -> TrainState:
+        """A state of which three parts are still in `flight`; whoever reads one of them waits for all."""
+        state = object.__new__(TrainState)
+        named = {f"_{name}" if name in _PARTS else name: value for name, value in others.items()}
+        state.__dict__.update(named, _pending_step=pending_step, _lease=[None], _seen=())
+        return state
+
+    @property
+    def trained(self) -> Tree:
+        """The parameters that are trained, with None in the places of frozen ones."""
+        self._look_at("params")
+        return self.__dict__["_params"]
+
+    @property
+    def pending_step(self) -> PendingStep | None:
+        """What this state waits for, where it isn't whole yet."""
+        pending_step: PendingStep | None = self.__dict__.get("_pending_step")
+        return pending_step
+
+    def _look_at(self, part: str) -> None:
+        """Somebody reads a part: is it there?"""
+        if torch.compiler.is_compiling():
+            return
+        self.check_owned()
+        if self.pending_step is not None and part in _LATE:
+            self.__dict__.update(
+                zip((f"_{name}" for name in _LATE), self.pending_step.result(), strict=True), _pending_step=None
+            )
+        if part not in self.seen:
+            self.__dict__["_seen"] = (*self.seen, part)
+
+    def __getstate__(self) -> dict[str, Any]:
+        for part in _PARTS:
+            self._look_at(part)
+        return {**self.__dict__, "pending": None}  # what is under way belongs to this process
+
+    def check_owned(self) -> None:
+        """Raise if this state's tensors were given away, or are torn.
+
+        Raises:
+            DonatedStateError, InvalidStateError: they are.
+        """
+        if isinstance(self._lease[0], str):
+            raise InvalidStateError(self._lease[0])
+        if self._lease[0] is not None:
+            raise DonatedStateError(
+                f"this TrainState (step {self.step}) was donated to the step that made state {self._lease[0]}: "
+                "its tensors were updated in place and hold other values now. Use the state that the step returned; to "
+                "keep an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
+            )
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The parts that somebody besides the steps may have a hold of."""
+        seen: tuple[str, ...] = self.__dict__["_seen"]
+        return seen
+
+    def unseen(self) -> TrainState:
+        """This state, whose tensors nobody else has a hold of."""
+        self.__dict__["_seen"] = ()
+        return self
+
+    def parts(self, names: Sequence[str]) -> list[Tree]:
+        """Those of its parts that are there and that steps write into."""
+        held = [f"_{name}" for name in names if name in _LATE]
+        return [self.__dict__[name] for name in held if name in self.__dict__]
+
+    def renew(self, made: Callable[[Tree], Tree]) -> None:
+        """Replace each part by what is `made` of it; of a state that nobody has seen yet."""
+        for name in _PARTS:
+            if f"_{name}" in self.__dict__:
+                self.__dict__[f"_{name}"] = made(self.__dict__[f"_{name}"])
+
+    def donate(self) -> None:
+        """Give the tensors away: from now on whoever looks at this state is told so."""
+        self._lease[0] = self.step + 1
+        for name in _PARTS:
+            self.__dict__.pop(f"_{name}", None)
+
+    def invalidate(self, why: str) -> None:
+        """Some of the tensors were updated in place and others weren't: whoever looks is told `why`."""
+        self._lease[0] = why
+        for name in _LATE:
+            self.__dict__.pop(f"_{name}", None)
+
+    def become(self, following: TrainState) -> None:
+        """Be `following`, which a step has made of this state: an interrupt has kept it from everybody else."""
+        self.__dict__.update(following.__dict__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
+        self.check_owned()
+        tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
+        return {**tensors, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
+
+        The one place where a state changes: the protocol of ``torch.distributed.checkpoint`` asks for it.
+        """
+        self.check_owned()
+        mine = self.state_dict()
+        if missing := sorted(mine.keys() ^ state_dict.keys()):
+            raise ValueError(
+                f"the checkpoint and this state differ in their leaves: {missing[:8]}. Build the state as "
+                "it was when it was saved."
+            )
+        for path, tensor in mine.items():
+            if path not in ("step", "updates"):
+                tensor.copy_(state_dict[path])
+        now = counted(self, int(state_dict["step"]), int(state_dict["updates"]))
+        for name in ("step", "_opt_state", "_sync_state"):
+            object.__setattr__(self, name, getattr(now, name))
+
+
+def _part(name: str) -> property:
+    """A part of a state as an attribute: to read it is to have a hold of its tensors."""
+    held = f"_{name}"
+
+    def read(state: TrainState) -> Any:
+        state._look_at(name)
+        value = getattr(state, held)
+        return value if name != "params" or state.frozen is None else tree.filled(value, state.frozen)
+
+    return property(read, lambda state, value: object.__setattr__(state, held, value))
+
+
+for _name in _PARTS:
+    setattr(TrainState, _name, _part(_name))
+
+
+def counted(state: TrainState, step: int, updates: int) -> TrainState:
+    """`state` after `step` steps and `updates` of the optimizer, its tensors as they are.
+
+    Steps are counted in the structure: here, by the optimizer and by the communication state.
+    """
+    sync_state = replace(state.sync_state, step=step)
+    return replace(state, step=step, opt_state=_counted(state.opt_state, updates), sync_state=sync_state)
+
+
+def updates_of(state: TrainState) -> int:
+    """How often the optimizer has run: not at every step, with a strategy that adds up gradients of several."""
+    counts = [state.step]
+    tree.map(
+        lambda node: counts.append(node.count) if isinstance(node, TorchState) else None,
+        state.opt_state,
+        is_leaf=lambda node: isinstance(node, TorchState),
+    )
+    return counts[-1]
+
+
+def _counted(opt_state: Tree, step: int) -> Tree:
+    """An optimizer state after `step` updates, its tensors as they are."""
+    return tree.map(
+        lambda node: replace(node, count=step) if isinstance(node, TorchState) else node,
+        opt_state,
+        is_leaf=lambda node: isinstance(node, TorchState),
+    )
+
+
+def _children(state: TrainState) -> tuple[str, ...]:
+    """The names of its children as a tree."""
+    return _PARTS if state.frozen is None else (*_PARTS, "frozen")
+
+
+tree.register_node(
+    TrainState,
+    # Torch's trees take None for a leaf.
+    lambda s: ((s.trained, *(getattr(s, part) for part in _children(s)[1:])), (s.step, s.layout)),
+    lambda c, static: TrainState(
+        c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5] if len(c) > len(_PARTS) else None
+    ),
+    names=lambda s: _children(s),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """What a step reports.
+
+    Attributes:
+        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step); the same on every rank.
+        aux: what the step returned besides; None without `has_aux`. It is this rank's own, unless the step takes the
+            mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``; with ``data_parallel(outputs="mean")``
+            floating tensors in it are means over ranks, like the loss.
+        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without clipping.
+        loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
+        skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
+            gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
+            step's.)
+    """
+
+    loss: torch.Tensor
+    aux: Any = None
+    grad_norm: torch.Tensor | None = None
+    loss_scale: torch.Tensor | None = None
+    skipped: torch.Tensor | None = None
+
+    @staticmethod
+    def later(summary: PendingSummary, dtype: torch.dtype, aux: Any) -> Metrics:
+        """Metrics whose loss waits for `header` when it is read, and for nothing else."""
+        metrics = object.__new__(Metrics)
+        metrics.__dict__.update(aux=aux, _later=(summary, dtype))
+        return metrics
+
+    def __getattr__(self, name: str) -> Any:
+        later = self.__dict__.get("_later")
+        if later is None or name != "loss":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        summary, dtype = later
+        summed = summary.wait()
+        self.__dict__.update(loss=summed.mean.to(dtype), _later=None)
+        return self.__dict__["loss"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "loss": self.loss, "_later": None}
+
+
+tree.register_node(
+    Metrics,
+    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), None),
+    lambda children, _: Metrics(*children),
+    names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
+)

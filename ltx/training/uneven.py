@@ -1,0 +1,205 @@
+"""uneven: loops over batches of which ranks have different numbers, so that nobody waits for a rank that is done.
+
+Horovod's ``join()`` and torch's ``Join`` have a rank without data answer its peers' collectives from behind. Here it
+goes on calling the step itself, on placeholders that weigh nothing: the step has one path, whatever it communicates.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ltx import collectives, comm, tree
+from ltx.arguments import brief
+from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
+from ltx.typing import Tree
+
+# What a rank tells its peers at each step.
+_DONE, _HAS_DATA, _FAILED = 0, 1, 2
+
+
+def uneven(
+    iterable: Iterable[Any], axis: Any = None, *, divisor: Literal["data", "all"] = "data"
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Every rank's batches, on all ranks for as long as any rank has one.
+
+    Every rank iterates over its own iterable and takes the same number of turns: that of the longest one. A rank that
+    has run out gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank's data.
+
+    Args:
+        iterable: this rank's batches, trees of any structure; ranks may differ. It may be empty.
+        axis: as in :func:`ltx.psum`, at the time of this call.
+        divisor: what `weight` makes of the loss ``l_r`` of a batch, with a of n ranks having data at that step:
+
+            ================================================  =================  ================
+            what the data-parallel step returns               ``"data"``         ``"all"``
+            ================================================  =================  ================
+            ``weight * loss``                                 ``sum l_r / a``    ``sum l_r / n``
+            ``ltx.Weighted(weight * loss, weight)``           ``sum l_r / a``    ``sum l_r / a``
+            ``ltx.Weighted(weight * loss, 1.0)``              ``sum l_r / a``    ``sum l_r / n``
+            ================================================  =================  ================
+
+            The sums go over the ranks with data; they are values (with ``outputs="mean"``, where the step isn't
+            Weighted) and gradients alike. "all" is how Horovod's ``join`` and torch's ``Join`` divide; there the
+            last batches count less. For the mean over samples return
+            ``ltx.Weighted(sum of losses * (weight > 0), len(batch) * (weight > 0))`` with either.
+
+    Yields:
+        ``(batch, weight)``. `weight` is a 0-dim float32 tensor on the CPU: for a batch n / a or 1, by `divisor`; for a
+        placeholder 0. A placeholder has the structure, shapes, dtypes and devices of this rank's last batch, or of the
+        first batch of another rank if it never had one, with zeros for values; leaves that aren't tensors are those of
+        that batch. In a world of one all weights are 1.
+
+        A loss on zeros may be NaN, and so is 0 * NaN, which reaches every rank. Where that can be, either don't call
+        the loss (``ltx.Weighted(loss, 1) if weight > 0 else ltx.Weighted(torch.zeros(()), 0)``, if the step has no
+        collectives of its own), or give it harmless inputs: ``x = torch.where(weight > 0, x, 1.0)``.
+        ``torch.where(weight > 0, loss, 0.0)`` saves the value, but not the gradient of a loss that has none there;
+        :func:`ltx.weighted_mean` does the same for metrics. A placeholder's samples count in what the step itself
+        communicates, such as the statistics of ``ltx.nn.sync_batch_norm``: leave them out there, with
+        ``x = x[: len(x) * int(weight > 0)]``.
+
+    Gradient:
+        Batches and weights are constants.
+
+    Raises:
+        DataError: on every rank, when the iterable of one raised something; that rank's error is the cause there. In a
+            world of one its error comes through as it is.
+        TypeError: on every rank, if a rank has no batch at all and the leaves of the batch that it takes the structure
+            from can't be pickled.
+        AxisError: the axis is simulated, or isn't in scope.
+        InputError: `divisor` is something else.
+
+    Example:
+        >>> import torch, ltx
+        >>> for batch, weight in ltx.uneven([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]):  # a world of one
+        ...     print(batch, weight)
+        tensor([1., 2.]) tensor(1.)
+        tensor([3.]) tensor(1.)
+
+    A loop that may leave early must do so on every rank at the same step.
+
+    Source: Horovod's ``hvd.join``; torch.distributed.algorithms.Join, whose ``divide_by_initial_world_size`` is
+    `divisor`.
+    """
+    if divisor not in ("data", "all"):
+        raise InputError(f'uneven: divisor must be "data" or "all", got {brief(divisor)}.')
+    found = comm.resolve(axis)
+    if isinstance(found.backing, VmapBacking):
+        raise AxisError(
+            f"uneven has no simulated form: the simulated ranks of axis {found.name!r} are one process and share its "
+            "iterables. Pad the ranks' batches to one number outside, stack them, and pass the ranks' weights, 0 for "
+            "padding, as one more mapped tensor."
+        )
+    return _turns(iterable, found, divisor) if found.size > 1 else _alone(iterable)
+
+
+def _alone(iterable: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    try:
+        batches = iter(iterable)
+    except TypeError:
+        raise ArgumentError(f"uneven: iterable must be Iterable[Any], got {brief(iterable)}.") from None
+    for batch in batches:
+        yield batch, _weight(1.0)
+
+
+def _weight(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _turns(iterable: Iterable[Any], axis: Axis, divisor: str) -> Iterator[tuple[Any, torch.Tensor]]:
+    assert isinstance(axis.backing, GroupBacking)
+    axis_comm: comm.AxisComm = axis.backing.comm
+    source = _Source(iterable)
+    first = True
+    while True:
+        batch, state = source.next()
+        states = collectives.all_gather(torch.tensor(state, device=axis_comm.device), axis).tolist()
+        if _FAILED in states:
+            _raise_everywhere(states, source.error, axis)
+        if _HAS_DATA not in states:
+            return
+        if first and _DONE in states:
+            like = collectives.broadcast_object(source.last, states.index(_HAS_DATA), axis)
+            if state == _DONE:
+                source.last = tree.map(lambda x: x.anywhere() if isinstance(x, _Blank) else x, like)
+        first = False
+        share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0
+        if state == _HAS_DATA:
+            yield batch, _weight(share)
+        else:
+            yield source.placeholder(), _weight(0.0)
+        del batch  # not kept while the next one is made
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """What is left of a tensor in a batch that has gone by."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+    @staticmethod
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.is_nested:
+            raise UnsupportedError("uneven: nested tensors have no placeholder. Pad them, or pass a list of tensors.")
+        return _Blank(leaf.shape, leaf.dtype, leaf.device, leaf.layout)
+
+    def anywhere(self) -> _Blank:
+        """The same on the device of this kind that another process uses."""
+        return _Blank(self.shape, self.dtype, torch.device(self.device.type), self.layout)
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device, layout=self.layout)
+
+
+class _Source:
+    """This rank's batches: an iterator that remembers how the last one looked, and what went wrong."""
+
+    def __init__(self, iterable: Iterable[Any]):
+        self._iterable = iterable
+        self._iterator: Iterator[Any] | None = None
+        self._done = False
+        self.last: Tree = None
+        self.error: Exception | None = None
+
+    def next(self) -> tuple[Any, int]:
+        """(the next batch, what to tell the others)"""
+        if self._done:
+            return None, _DONE
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._iterable)
+            batch = next(self._iterator)
+            tree.check_open(
+                tree.flatten(batch)[0], batch, "uneven", "replaced by zeros in a placeholder", tensors_only=True
+            )
+            self.last = tree.map(_Blank.of, batch)
+            return batch, _HAS_DATA
+        except StopIteration:
+            self._done = True
+            return None, _DONE
+        except Exception as error:  # whatever it is, the others are waiting for this rank
+            self._done, self.error = True, error
+            return None, _FAILED
+
+    def placeholder(self) -> Tree:
+        return tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, self.last)
+
+
+def _raise_everywhere(states: list[int], error: Exception | None, axis: Axis) -> None:
+    failed = [rank for rank, state in enumerate(states) if state == _FAILED]
+    text = "".join(traceback.format_exception_only(error)).strip() if error is not None else ""
+    text = collectives.broadcast_object(text, failed[0], axis)
+    others = f" Those of ranks {failed[1:]} failed at the same step." if failed[1:] else ""
+    raise DataError(
+        f"uneven: the iterable of rank {failed[0]} on axis {axis.name!r} raised {text}.{others} All ranks stop here."
+    ) from error

@@ -1,0 +1,226 @@
+"""Ranks that wait for each other: found within seconds, on every rank. Ranks that are slow aren't taken for such."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx.comm.deadlock import FREE_THREAD, Told, Wait, stuck
+from ltx.errors import RankMismatchError
+
+Started = Callable[..., Any]
+Tell = Callable[[Any], None]
+
+ONES = torch.ones(2)
+CALLS: dict[str, Callable[[], object]] = {
+    "pmean": lambda: ltx.pmean(ONES),
+    "psum": lambda: ltx.psum(ONES),
+    "all_gather": lambda: ltx.all_gather(ONES),
+    "all_gather_object": lambda: ltx.all_gather_object("x"),
+    "barrier": lambda: ltx.barrier(),
+}
+
+
+def stepper() -> Callable[[], int]:
+    """A training step, to be called again and again; it gives the number of steps done."""
+    optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+    train = ltx.train_step(ltx.data_parallel(lambda w: w.square().sum()), optimizer)
+    state = train.init(torch.ones(3))
+
+    def step() -> int:
+        nonlocal state
+        state, _ = train(state)
+        return int(state.step)
+
+    return step
+
+
+def assert_names(text: str, ranks: str, call: str, source: str) -> None:
+    """That `text` says that `ranks` are in `call`, on a line of this file with `source`."""
+    found = re.search(rf"{ranks}: {call} on axis '\w+' \((\w+[ \d]*, )?test_deadlock.py:(\d+)\)", text)
+    assert found, text
+    assert source in linecache.getline(__file__, int(found[2])), text
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(
+    ("name", "size", "sockets"),
+    [
+        ("pmean", 2, False),
+        pytest.param("psum", 3, True, marks=pytest.mark.full),
+        pytest.param("all_gather", 2, True, marks=pytest.mark.full),
+        ("all_gather_object", 3, False),
+        ("barrier", 2, True),
+    ],
+)
+def test_a_collective_that_one_rank_alone_calls(name: str, size: int, sockets: bool, started: Started) -> None:
+    def body(tell: Tell) -> str:
+        step, call = stepper(), CALLS[name]
+        for i in range(9):
+            try:
+                step()
+                if i < 4 or ltx.world().is_global_zero:
+                    call()
+            except RankMismatchError as error:
+                tell((i, str(error)))
+                break
+        if ltx.world().is_global_zero:
+            with pytest.raises(RankMismatchError, match="has been out of step since an earlier failure"):
+                call()
+        return "over"
+
+    world = started(size, body, sockets=sockets, timeout_s=50.0)
+    for rank in range(size):
+        step, text = world.told(rank)
+        assert step == (4 if rank == 0 else 5)
+        assert text.startswith(f"rank {rank}: ranks disagree on what they call, and wait for each other: ")
+        assert_names(text, "rank 0", name, f"ltx.{name}(")
+        assert_names(text, "rank 1" if size == 2 else "ranks 1, 2", "step 5", "train(state)")
+    assert [world.told(rank) for rank in range(size)] == ["over"] * size
+
+
+@pytest.mark.full
+def test_a_call_that_is_new(started: Started) -> None:
+    """Rank 0 waits for its peers to compare it, and they wait in the next step."""
+
+    def body(tell: Tell) -> None:
+        step = stepper()
+        for i in range(3):
+            step()
+            if i == 1 and ltx.world().is_global_zero:
+                ltx.psum(torch.ones(4))
+
+    world = started(2, body, timeout_s=50.0)
+    for rank in range(2):
+        text = world.told(rank)
+        assert text.startswith("RankMismatchError: "), text
+        assert_names(text, "rank 0", "psum", "ltx.psum(torch.ones(4))")
+        assert_names(text, "rank 1", "step 2", "train(state)")
+
+
+@pytest.mark.full
+def test_collectives_of_two_axes_in_opposite_orders(started: Started) -> None:
+    def body(tell: Tell) -> None:
+        axes = [ltx.axis_from_group(dist.new_group([0, 1]), name) for name in ("one", "two")]
+        for axis in axes:
+            ltx.psum(ONES, axis)
+        for axis in axes if ltx.world().is_global_zero else reversed(axes):
+            ltx.psum(ONES, axis)
+
+    world = started(2, body, timeout_s=50.0)
+    for rank in range(2):
+        text = world.told(rank)
+        assert "rank 0: psum on axis 'one' (test_deadlock.py:" in text
+        assert "rank 1: psum on axis 'two' (test_deadlock.py:" in text
+
+
+@pytest.mark.full
+@pytest.mark.covering(1, of=lambda **_: ())
+@pytest.mark.parametrize("sockets", [False, True])
+def test_ranks_that_are_slow(sockets: bool, started: Started) -> None:
+    """Two threads on each: one of rank 0 waits for one of rank 1 that sleeps, and another of rank 1 the other way."""
+
+    def body(tell: Tell) -> str:
+        mine = ltx.axis_from_group(dist.new_group([0, 1]), "of threads")
+        rank, step = ltx.world().rank, stepper()
+        step()
+        began = threading.Event()
+
+        def beside() -> None:
+            ltx.psum(ONES, mine)
+            began.set()
+            if rank == 1:
+                time.sleep(4.0)
+            ltx.psum(ONES, mine)
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        assert began.wait(20.0)
+        if rank == 0:
+            time.sleep(4.0)
+        step()
+        thread.join()
+        return "over"
+
+    world = started(2, body, sockets=sockets, timeout_s=50.0)
+    assert [world.told(rank) for rank in range(2)] == ["over"] * 2
+
+
+# --- what is told, and what follows ----------------------------------------------------------------------------------
+
+
+def waiting(thread: int, key: str, number: int, ranks: int = 2) -> Wait:
+    return Wait(thread, 0, key, number, list(range(ranks)), f"{key} {number}")
+
+
+def told(*waits: Wait, **counts: tuple[int, list[int]]) -> Told:
+    return Told(list(waits), counts)
+
+
+IN_A = told(waiting(1, "a", 5), a=(5, [1]), b=(3, [1]))
+IN_B = told(waiting(1, "b", 4), a=(4, [1]), b=(4, [1]))
+
+
+def test_each_waits_for_what_the_other_has_not_issued() -> None:
+    assert set(stuck({0: IN_A, 1: IN_B})) == {(0, 1), (1, 1)}
+
+
+def test_one_that_has_issued_it_is_waited_for_with_reason() -> None:
+    assert stuck({0: IN_A, 1: told(waiting(1, "b", 4), a=(5, [1]), b=(4, [1]))}) == {}
+
+
+def test_a_peer_that_does_not_wait_may_still_come() -> None:
+    assert stuck({0: IN_A, 1: Told()}) == {}
+
+
+def test_a_thread_that_does_not_wait_may_still_issue_it() -> None:
+    assert stuck({0: IN_A, 1: told(waiting(1, "b", 4), a=(4, [1, 2]), b=(4, [1]))}) == {}
+    assert stuck({0: IN_A, 1: told(waiting(1, "b", 4), a=(4, [FREE_THREAD]), b=(4, [1]))}) == {}
+    new = told(waiting(1, "b", 4), a=(0, []), b=(4, [1]))
+    assert len(stuck({0: IN_A, 1: new})) == 2, "nobody has issued there yet: whoever is known will"
+    other = told(waiting(1, "b", 4), a=(0, []), b=(4, [1]), c=(1, [2]))
+    assert stuck({0: IN_A, 1: other}) == {}
+
+
+def test_threads_that_wait_crosswise() -> None:
+    """Ranks wait for each other, but no thread for one that waits."""
+    first = told(waiting(1, "a", 5), a=(5, [1]), b=(3, [2]))
+    second = told(waiting(2, "b", 4), a=(4, [1]), b=(4, [2]))
+    assert stuck({0: first, 1: second}) == {}
+
+
+def test_a_ring_of_three() -> None:
+    def rank(i: int, **more: tuple[int, list[int]]) -> Told:
+        mine, next_one = f"axis{i}", (i + 1) % 3
+        wait = Wait(1, 0, mine, 1, sorted([i, next_one]), mine)
+        return told(wait, **{mine: (1, [1]), f"axis{(i - 1) % 3}": (0, [1])})
+
+    ring = {i: rank(i) for i in range(3)}
+    assert len(stuck(ring)) == 3
+    assert stuck({**ring, 2: Told()}) == {}, "the third computes, and then comes"
+
+
+def test_a_third_that_computes_does_not_help_the_other_two() -> None:
+    first = told(waiting(1, "a", 5, 3), a=(5, [1]), b=(3, [1]))
+    second = told(waiting(1, "b", 4, 3), a=(4, [1]), b=(4, [1]))
+    assert set(stuck({0: first, 1: second, 2: Told()})) == {(0, 1), (1, 1)}
+
+
+def test_who_waits_for_those_in_a_deadlock_is_in_it() -> None:
+    third = Told([Wait(1, 0, "c", 1, [0, 2], "c")], {"c": (1, [1])})
+    first = Told(IN_A.waits, {**IN_A.counts, "c": (0, [1])})
+    assert set(stuck({0: first, 1: IN_B, 2: third})) == {(0, 1), (1, 1), (2, 1)}
+
+
+def test_an_axis_that_a_peer_does_not_have_is_not_waited_for() -> None:
+    """It has closed it, or not opened it yet."""
+    assert stuck({0: IN_A, 1: told(waiting(1, "b", 4), b=(4, [1]))}) == {}

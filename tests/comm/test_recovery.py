@@ -1,0 +1,83 @@
+"""A backward pass that was left halfway, seen from the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx import comm
+from ltx.errors import CollectiveTimeoutError, ReplicaDivergedError
+from ltx.runtime.pool import Pool
+
+from .conftest import OnFreshAxis
+
+Ranks = Callable[[int], Pool]
+
+
+def _axis_comm() -> comm.AxisComm:
+    axis_comm: comm.AxisComm = comm.resolve("data").backing.comm
+    return axis_comm
+
+
+def _scaled(w: torch.Tensor) -> torch.Tensor:
+    return w * (1.0 + ltx.axis_index())
+
+
+def _gradient() -> float:
+    # Of one step: the first call of each compares parameters.
+    return float(torch.func.grad(ltx.data_parallel(_scaled))(torch.tensor(1.0)))
+
+
+def test_some_had_completed_it(torn: OnFreshAxis) -> None:
+    """Told once, on every rank; then the axis works."""
+
+    def run() -> tuple[str, float]:
+        _gradient()
+        if _axis_comm().rank == 1:
+            _axis_comm().recovery.complete()
+        _axis_comm().recovery.leave("an interrupt")
+        with pytest.raises(ReplicaDivergedError) as caught:
+            _gradient()
+        return str(caught.value), _gradient()
+
+    for message, gradient in torn(run):
+        assert "passes completed: rank 0: 1, rank 1: 2" in message
+        assert gradient == 1.5
+
+
+@pytest.mark.full
+def test_a_peer_that_does_not_leave_it(torn: OnFreshAxis) -> None:
+    def run() -> str:
+        _gradient()
+        if _axis_comm().rank == 1:
+            return ""
+        _axis_comm().recovery.leave("an interrupt")
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            _gradient()
+        return str(caught.value)
+
+    assert "ranks [1] haven't come to begin the next one within 2 s" in torn(run, timeout_s=2.0).rank(0)
+
+
+@pytest.mark.full
+def test_left_again_and_again(torn: OnFreshAxis) -> None:
+    """The axis works each time, and keeps no more than the last pass' process groups, each of which has threads."""
+
+    def groups() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    def run() -> tuple[list[float], list[int]]:
+        found, counts = [], []
+        for _ in range(5):
+            _axis_comm().recovery.leave("an interrupt")
+            found.append(_gradient())
+            counts.append(groups())
+        return found, counts
+
+    for found, counts in torn(run):
+        assert found == [1.5] * 5
+        assert len(set(counts[1:])) == 1

@@ -1,0 +1,212 @@
+"""The lane through shared memory: sums, order, death of a peer, and when there is none."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.comm.transports.chunks import CHUNK_BYTES
+from ltx.comm.transports.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
+
+
+def lane_of() -> Any:
+    return ltx.axis.find(None).backing.comm.bucket_channel(0).transport
+
+
+def sums(seed: int, sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Several buffers under way at once, from small to larger than the whole arena."""
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.comm.bucket_channel(0)
+    assert channel.transport is not None
+    draw = torch.Generator().manual_seed(seed + rank)
+    buffers = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+    works = [channel.issue("psum", buffer, "test") for buffer in buffers]
+    return [work.wait() for work in works]
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_are_those_of_the_buffers_in_rank_order(
+    ranks: Callable[[int], Any], seed: int, n: int, dtype: Any
+) -> None:
+    sizes = [1, 7, 1000, CHUNK_BYTES // 4 + 3, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize]
+    got = ranks(n).run(sums, seed, sizes, dtype).replicated()  # bitwise equal on all ranks
+    draws = [torch.Generator().manual_seed(seed + rank) for rank in range(n)]
+    for size, total in zip(sizes, got, strict=True):
+        parts = [torch.randn(size, generator=draw).to(dtype) for draw in draws]
+        expected = parts[0] + parts[1]
+        for part in parts[2:]:
+            expected = expected + part
+        assert torch.equal(total, expected)
+
+
+def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]) -> list[tuple[Any, torch.Tensor]]:
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.comm.bucket_channel(0)
+    draw = torch.Generator().manual_seed(seed + rank)
+    buffers = [torch.randn(size, generator=draw, dtype=dtype) for size in sizes]
+    works = [channel.issue("psum", buffer, "test", summed=asks[rank]) for buffer in buffers]
+    return [(work.total, value) for work in works for value in [work.wait()]]
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.complex128])
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int, dtype: Any) -> None:
+    sizes = [1, 2, 1000, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize + 5]
+    for total, value in ranks(n).run(totals, seed, sizes, dtype, [True] * n).replicated():
+        parts = torch.view_as_real(value) if value.is_complex() else value
+        rounding = 1e-13 if dtype.itemsize >= 8 else 1e-6
+        assert total == pytest.approx(parts.double().sum().item(), abs=rounding * parts.double().abs().sum().item())
+
+
+def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], Any], seed: int) -> None:
+    for rank, own in enumerate(ranks(3).run(totals, seed, [1000], torch.float32, [True, False, True])):
+        assert own[0][0] is None if rank == 1 else math.isnan(own[0][0])
+
+
+def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
+    channel = ltx.axis.find(None).backing.comm.bucket_channel(0)
+    work = channel.issue(operation, torch.full((2, 3), float("nan")), "test", arguments, summed=True)
+    work.wait()
+    return work.total
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"), [("all_gather", ()), ("psum_scatter", ()), ("ppermute", (0, 1, 1, 0))]
+)
+def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], operation: str, arguments: Any) -> None:
+    """Nobody adds it up, and what lies there is of another piece."""
+    assert ranks(2).run(total_of_no_sum, operation, arguments).replicated() is None
+
+
+def die_or_wait(rank_that_dies: int) -> str:
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.comm.bucket_channel(0)
+    if rank == rank_that_dies:
+        os.kill(os.getpid(), 9)
+    began = time.monotonic()
+    try:
+        channel.issue("psum", torch.ones(10), "test").wait()
+    except ltx.errors.PeerLostError as error:
+        return f"{time.monotonic() - began:.1f} s: {error}"
+    return "no error"
+
+
+def test_a_dead_peer_is_noticed(ranks: Callable[[int], Any]) -> None:
+    with pytest.raises(ltx.errors.WorkerError):  # the driver hears of the death itself
+        ranks(2).run(die_or_wait, 1)
+    assert ranks(2).run(lambda: lane_of() is not None).replicated()  # new workers have a new lane
+
+
+def die_or_compare(rank_that_dies: int) -> str:
+    """The survivor is the first to come to a new collective."""
+    if int(ltx.axis_index()) == rank_that_dies:
+        os.kill(os.getpid(), 9)
+    try:
+        ltx.psum(torch.ones(10))
+    except ltx.errors.PeerLostError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("how", [die_or_wait, die_or_compare])
+def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], how: Callable[[int], str]) -> None:
+    note = tmp_path / "survivor"
+    ranks(2).run(lambda: None)
+
+    def run() -> None:
+        note.write_text(how(1))
+
+    with pytest.raises(ltx.errors.WorkerError):
+        ranks(2).run(run)
+    deadline = time.monotonic() + 5
+    while not note.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "the process of rank 1 is gone" in note.read_text()
+
+
+def exchanged_beside(seed: int) -> int:
+    """How many sums were wrong while another thread waited for something else: it strides in every lane."""
+    rank, size = int(ltx.axis_index()), ltx.axis_size()
+    channel = ltx.axis.find(None).backing.comm.user
+    assert channel.transport is not None
+    draws = [torch.Generator().manual_seed(seed + other) for other in range(size)]
+    ended = threading.Event()
+
+    def waits() -> None:
+        while not ended.is_set():
+            progress_everywhere()
+            time.sleep(0.0001)
+
+    beside = [threading.Thread(target=waits) for _ in range(2)]
+    for thread in beside:
+        thread.start()
+    wrong = 0
+    try:
+        for _ in range(100):
+            given = [torch.randint(100, (3, 1000), generator=draw) for draw in draws]
+            works = [channel.issue("psum", row.clone(), "test") for row in given[rank]]
+            reduced = torch.stack([work.wait() for work in works])
+            wrong += not torch.equal(reduced, torch.stack(given).sum(0))
+    finally:
+        ended.set()
+        for thread in beside:
+            thread.join()
+    return wrong
+
+
+@pytest.mark.full
+def test_several_threads_may_wait_at_once(torn: Callable[..., Any], seed: int) -> None:
+    assert torn(lambda: exchanged_beside(seed), timeout_s=20.0).replicated() == 0
+
+
+@pytest.mark.full
+def test_an_interrupt_leaves_gradients_on() -> None:
+    """Wherever it comes while a lane strides."""
+    came, at = 0, 0
+
+    def tracer(frame: Any, event: str, _: Any) -> Any:
+        nonlocal came
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            came += 1
+            if came == at:
+                raise KeyboardInterrupt
+        return tracer
+
+    def progress(last: int) -> None:
+        nonlocal came, at
+        came, at = 0, last
+        transport = SharedMemoryTransport(0, [mmap.mmap(-1, COUNTERS_BYTES + SLOTS * CHUNK_BYTES)], [], [])
+        transport.begin("psum", torch.ones(3), (), 0)
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            transport.progress()
+        finally:
+            sys.settrace(before)
+
+    progress(0)
+    places = came
+    assert places > 20
+    for place in range(1, places + 1):
+        with pytest.raises(KeyboardInterrupt):
+            progress(place)
+        assert torch.is_grad_enabled(), place
+        assert (torch.ones(1, requires_grad=True) * 2).requires_grad, place
+
+
+@pytest.mark.full
+def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
+    assert ranks(2).run(lambda: lane_of() is not None).replicated()
+    assert not [name for name in os.listdir("/dev/shm") if "ltx" in name]

@@ -1,0 +1,288 @@
+"""Exceptions in the middle of what goes through shared memory: the ranks stay in step, or the channel fails on all."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.comm.transports import chunks, shared_memory
+from ltx.comm.transports.chunks import CHUNK_BYTES, Chunk
+from ltx.comm.transports.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, SharedMemoryWork
+
+OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}
+PHASES = ("_fill", "_reduce", "_empty")
+
+
+@contextmanager
+def two_lanes() -> Iterator[list[SharedMemoryTransport]]:
+    """Both ends of a lane in this process, so that each stride is taken when the test says so."""
+    segments = [mmap.mmap(-1, COUNTERS_BYTES + SLOTS * CHUNK_BYTES) for _ in range(2)]
+    transports = [SharedMemoryTransport(rank, segments, [], []) for rank in range(2)]
+    try:
+        yield transports
+    finally:
+        for transport in transports:
+            transport.close()
+
+
+Begun = list[tuple[SharedMemoryWork, torch.Tensor, torch.Tensor]]
+
+
+def begin(
+    transports: list[SharedMemoryTransport], operations: dict[str, tuple[int, ...]], asks: bool = True
+) -> list[Begun]:
+    """Each rank's operations, with what is expected of them."""
+    begun: list[Begun] = []
+    for transport in transports:
+        of_rank: Begun = []
+        for place, (operation, arguments) in enumerate(operations.items()):
+            xs = torch.arange(12.0).view(2, 2, 3) * (place + 1)  # rank r's is xs[r]
+            expected = {
+                "psum": xs.sum(0),
+                "psum_scatter": xs.sum(0)[transport.rank],
+                "broadcast": xs[1],
+            }[operation]
+            work, value = transport.begin(operation, xs[transport.rank].clone(), arguments, place, asks)
+            of_rank.append((work, value, expected))
+        begun.append(of_rank)
+    return begun
+
+
+def drive(
+    transports: list[SharedMemoryTransport],
+    begun: list[Begun],
+    progress: Callable[[SharedMemoryTransport], object] = SharedMemoryTransport.progress,
+) -> None:
+    for _ in range(200):
+        if all(work.completed for of_rank in begun for work, *_ in of_rank):
+            return
+        for transport in transports:
+            progress(transport)
+    raise AssertionError("nothing moves any more")
+
+
+def check(begun: list[Begun]) -> None:
+    for of_rank in begun:
+        for work, value, expected in of_rank:
+            assert not work.refused
+            assert torch.equal(value, expected)
+            if work.total is not None:
+                assert work.total == float(expected.sum())
+
+
+class Fault:
+    """Raises once, at the `at`-th event of those that a trace sees in strides; counts them."""
+
+    def __init__(self, error: type[BaseException], at: int, event: str, rank: int):
+        self.error, self.at, self.event, self.rank, self.came = error, at, event, rank, 0
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes = self.event == "opcode"
+        if frame.f_code.co_filename != shared_memory.__file__ and not frame.f_code.co_filename.endswith("chunks.py"):
+            return None
+        if event == self.event:
+            self.came += 1
+            if self.came == self.at:
+                raise self.error("from outside")
+        return self._trace
+
+    def progress(self, transport: SharedMemoryTransport) -> None:
+        if transport.rank != self.rank:
+            transport.progress()
+            return
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            transport.progress()
+        except self.error:
+            assert self.came == self.at
+        finally:
+            sys.settrace(before)
+
+
+def interrupted(operations: dict[str, tuple[int, ...]], error: Any, event: str, at: int, on: Sequence[int]) -> int:
+    """Raise at one place on some ranks; afterwards every value is right, and so is what is issued next."""
+    with two_lanes() as transports:
+        begun = begin(transports, operations)
+        faults = [Fault(error, at, event, rank) for rank in on]
+        by_rank = {fault.rank: fault for fault in faults}
+        drive(
+            transports,
+            begun,
+            lambda transport: (
+                by_rank[transport.rank].progress(transport) if transport.rank in by_rank else transport.progress()
+            ),
+        )
+        check(begun)
+        after = begin(transports, {"psum": ()})
+        drive(transports, after)
+        check(after)
+        assert not any(transport.failures() for transport in transports)
+        return faults[0].came
+
+
+@pytest.mark.full
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_exception_at_any_line_leaves_ranks_in_step(error: Any, on: Sequence[int]) -> None:
+    lines = interrupted(OPERATIONS, error, "line", 0, on)
+    assert lines > 150
+    # Some lines depend on when peers come: the count is of one run.
+    for at in range(1, lines + 1, 1 if error is KeyboardInterrupt else 3):
+        interrupted(OPERATIONS, error, "line", at, on)
+
+
+@pytest.mark.full
+def test_an_interrupt_between_any_two_instructions_of_a_sum_leaves_ranks_in_step() -> None:
+    places = interrupted({"psum": ()}, KeyboardInterrupt, "opcode", 0, (0,))
+    assert places > 300
+    for at in range(1, places + 1):
+        interrupted({"psum": ()}, KeyboardInterrupt, "opcode", at, (0,))
+
+
+def broken(cut: Any, phase: str) -> Any:
+    """A sum of which one stride always raises."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ArithmeticError("no such sum")
+
+    def cut_broken(*args: Any) -> Iterator[Chunk]:
+        for chunk in cut(*args):
+            yield replace(chunk, **{phase: fail})
+
+    return cut_broken
+
+
+@pytest.mark.parametrize("phase", ["give", "reduce", "take"])
+@pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
+def test_progress_that_always_raises_fails_the_transport_and_tells(phase: str, on: Sequence[int]) -> None:
+    whole = chunks.CHUNKS_OF["psum"]
+    with two_lanes() as transports, pytest.MonkeyPatch.context() as patch:
+        for transport in transports:
+            patch.setitem(chunks.CHUNKS_OF, "psum", broken(whole, phase) if transport.rank in on else whole)
+            transport.begin("psum", torch.ones(3), (), 0)
+        for _ in range(20):
+            for transport in transports:
+                transport.progress()
+        for transport in transports:
+            assert transport.failures() == dict.fromkeys(on, "ArithmeticError: no such sum")
+            assert (transport.error is not None) == (transport.rank in on)
+            assert not (transport.rank in on and transport.busy)
+
+
+def fail_in(phase: str, on: Sequence[int]) -> list[str]:
+    """What three collectives say when one on the channel of the user fails: itself, and two that follow."""
+    rank, said = int(ltx.axis_index()), []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in on:
+            patch.setitem(chunks.CHUNKS_OF, "psum", broken(chunks.CHUNKS_OF["psum"], phase))
+        for _ in range(3):
+            try:
+                said.append(str(ltx.psum(torch.ones(3)).tolist()))
+            except ltx.errors.TransportError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize(("phase", "on"), [("give", (0,)), ("reduce", (1,)), ("reduce", (0, 1)), ("take", (0,))])
+def test_all_ranks_hear_of_it(torn: Callable[..., Any], phase: str, on: Sequence[int]) -> None:
+    for rank, said in enumerate(torn(lambda: fail_in(phase, on))):
+        # Who has emptied its piece before a peer fails has its sum.
+        wrong = [text for text in said if text != "[2.0, 2.0, 2.0]"]
+        assert len(wrong) >= 2, said
+        assert said[1:] == wrong[-2:]
+        assert f"rank {rank}: psum on axis 'data' failed halfway" in wrong[0]
+        assert any(f"on rank {other}: ArithmeticError: no such sum" in wrong[0] for other in on)
+        assert "ltx.shutdown() and start again" in wrong[0]
+        assert "has been out of step since an earlier failure" in wrong[-1]
+
+
+def interrupt_in(phase: str, on: Sequence[int]) -> list[float]:
+    """An interrupt in the middle of a sum, and the sums that follow."""
+    rank = int(ltx.axis_index())
+    original = getattr(SharedMemoryTransport, phase)
+    came: list[int] = []
+
+    def once(transport: SharedMemoryTransport) -> bool:
+        done = original(transport)
+        if done and rank in on and not came:
+            came.append(1)
+            raise KeyboardInterrupt
+        return bool(done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemoryTransport, phase, once)
+        try:
+            ltx.psum(torch.ones(3))
+        except KeyboardInterrupt:
+            assert rank in on
+    return [float(ltx.psum(torch.tensor(float(step)))) for step in range(4)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
+def test_sums_after_an_interrupt(ranks: Callable[[int], Any], phase: str, on: Sequence[int]) -> None:
+    """On workers that others use too: nothing is left behind."""
+    assert ranks(2).run(interrupt_in, phase, on).replicated() == [0.0, 2.0, 4.0, 6.0]
+
+
+def no_memory(on: Sequence[int]) -> list[str]:
+    """An all_gather for whose result there is no memory on some ranks, and what follows."""
+    rank, said = int(ltx.axis_index()), []
+
+    def none(*_: Any) -> Any:
+        raise MemoryError("none left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in on:
+            patch.setattr(shared_memory, "memory_for", none)
+        for call in (ltx.all_gather, ltx.psum):
+            try:
+                said.append(str(call(torch.ones(3)).tolist()))
+            except (MemoryError, ltx.errors.TransportError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
+def test_no_memory_is_told_at_once(torn: Callable[..., Any], on: Sequence[int]) -> None:
+    for rank, said in enumerate(torn(lambda: no_memory(on))):
+        assert said[0].startswith("MemoryError" if rank in on else f"TransportError: rank {rank}: all_gather on axis")
+        assert said[1].startswith("TransportError: ")
+        assert "MemoryError: none left" in said[1]
+
+
+def left_out(rank_interrupted: int) -> list[str]:
+    """A rank is interrupted before its part is on its way; the same sum follows."""
+    rank, said = int(ltx.axis_index()), []
+    ltx.psum(torch.ones(3))
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for place in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == rank_interrupted and place == 0:
+                patch.setattr(shared_memory, "memory_for", interrupt)
+            try:
+                said.append(str(ltx.psum(torch.ones(3)).tolist()))
+            except (KeyboardInterrupt, ltx.errors.RankMismatchError) as error:
+                said.append(type(error).__name__)
+    return said
+
+
+def test_what_an_interrupt_left_out_is_refused_at_the_next_collective(torn: Callable[..., Any]) -> None:
+    """Of two equal sums, one is missing on a rank: they aren't paired."""
+    by_rank = torn(lambda: left_out(0))
+    assert by_rank[0] == ["KeyboardInterrupt", "RankMismatchError", "RankMismatchError"]
+    assert by_rank[1] == ["RankMismatchError", "RankMismatchError", "RankMismatchError"]

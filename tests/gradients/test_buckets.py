@@ -1,0 +1,114 @@
+"""Plans of buckets, and what goes in and out of their buffers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from ltx import hooks
+from ltx.gradients.buckets import Bucket, Leaf, leaves_of, plan_buckets
+from ltx.gradients.process_schedule import launch_order
+from ltx.gradients.reduction import pack, pack_pure, unpack
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def _random_leaves(count: int, dtypes: list[torch.dtype], devices: list[torch.device]) -> tuple[Leaf, ...]:
+    shapes = [torch.Size(random.choices([0, 1, 2, 3, 7, 20], k=random.randrange(3))) for _ in range(count)]
+    return tuple(Leaf(shape, random.choice(dtypes), random.choice(devices)) for shape in shapes)
+
+
+def _bytes(bucket: Bucket) -> int:
+    return sum(leaf.nbytes for leaf in bucket.leaves)
+
+
+DRAWS = range(200)
+
+
+def test_every_plan(seed: int) -> None:
+    for _ in DRAWS:
+        leaves = _random_leaves(random.randrange(1, 30), [torch.float32, torch.float64, torch.bfloat16], [CPU, META])
+        arrival = tuple(random.sample(range(len(leaves)), len(leaves)))
+        sizes = random.choice([1, 64, 1000, 10**6]), random.choice([1, 64, 1000])
+        buckets = plan_buckets(leaves, arrival, *sizes)
+        assert sorted(m for bucket in buckets for m in bucket.members) == list(range(len(leaves))), "every leaf once"
+        assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+        due = [[arrival.index(member) for member in bucket.members] for bucket in buckets]
+        assert [max(places) for places in due] == sorted(max(places) for places in due), "by the last arrival"
+        for bucket, places in zip(buckets, due, strict=True):
+            assert bucket.leaves == tuple(leaves[member] for member in bucket.members)
+            assert len({(leaf.dtype, leaf.device) for leaf in bucket.leaves}) == 1
+            assert (bucket.dtype, bucket.device) == (bucket.leaves[0].dtype, bucket.leaves[0].device)
+            assert places == sorted(places), "leaves lie in the order of their arrival"
+            assert len(places) == 1 or _bytes(bucket) <= max(sizes)
+            assert bucket.numel == sum(bucket.sizes)
+
+
+def test_buckets_of_one_dtype_are_full(seed: int) -> None:
+    """Each takes what fits: the next leaf would have been too much."""
+    for _ in DRAWS:
+        leaves = _random_leaves(random.randrange(1, 30), [torch.float32], [CPU])
+        arrival = tuple(random.sample(range(len(leaves)), len(leaves)))
+        size, first_size = random.choice([1, 64, 1000, 10**6]), random.choice([1, 64, 1000])
+        buckets = plan_buckets(leaves, arrival, size, first_size)
+        assert [member for bucket in buckets for member in bucket.members] == list(arrival)
+        for bucket, following in itertools.pairwise(buckets):
+            limit = size if bucket.index else first_size
+            assert len(bucket.members) == 1 or _bytes(bucket) <= limit
+            assert _bytes(bucket) + following.leaves[0].nbytes > limit
+
+
+def test_an_example() -> None:
+    leaves = leaves_of([torch.zeros(4), torch.zeros(2, dtype=torch.float64), torch.zeros(2), torch.zeros(100)])
+    buckets = plan_buckets(leaves, (3, 2, 1, 0), bucket_bytes=32, first_bucket_bytes=8)
+    assert [bucket.members for bucket in buckets] == [(3,), (1,), (2, 0)]
+
+
+def test_no_leaves() -> None:
+    assert plan_buckets((), (), 10, 10) == ()
+
+
+def _random_bucket(batch: tuple[int, ...]) -> tuple[Bucket, list[Tensor]]:
+    """A bucket and gradients for it, some of which are transposed or expanded."""
+    shapes = [(), (3,), (2, 5), (0, 4), (4, 1, 2)]
+    grads = [torch.randn((*batch, *shape)) for shape in shapes]
+    grads[2] = torch.randn(*batch, 5, 2).transpose(-1, -2)
+    grads[1] = torch.randn(*batch, 1).expand(*batch, 3)
+    leaves = tuple(Leaf(torch.Size(shape), torch.float32, CPU) for shape in shapes)
+    return plan_buckets(leaves, (4, 3, 2, 1, 0), 10**6, 10**6)[0], grads[::-1]
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
+def test_in_and_out(batch: tuple[int, ...], wire_dtype: torch.dtype, seed: int) -> None:
+    bucket, grads = _random_bucket(batch)
+    hook, states = hooks.BF16() if wire_dtype is torch.bfloat16 else hooks.AllReduce(), [{}] * len(grads)
+    flat = pack(grads, bucket, hook, 2, states, batch)
+    assert (flat.shape, flat.dtype) == (torch.Size([*batch, bucket.numel]), wire_dtype)
+    for grad, back in zip(grads, unpack(flat, bucket), strict=True):
+        assert (back.shape, back.dtype) == (grad.shape, torch.float32)
+        assert torch.equal(back, (0.5 * grad).to(wire_dtype).float())
+    if not batch:
+        assert torch.equal(flat, pack_pure(grads, bucket, hook, 2, states)), "the readable form does the same"
+
+
+def test_what_a_hook_carries_over_is_added(seed: int) -> None:
+    bucket, grads = _random_bucket(())
+    states = [{"residual": torch.randn(g.shape)} if g.ndim else {} for g in grads]
+    hook = hooks.TopK(0.5)
+    flat = pack(grads, bucket, hook, 2, states)
+    for grad, state, part in zip(grads, states, unpack(flat, bucket), strict=True):
+        torch.testing.assert_close(part, grad / 2 + state.get("residual", 0))
+    assert torch.equal(flat, pack_pure(grads, bucket, hook, 2, states))
+
+
+def test_launches_ahead_of_the_next_forward_pass() -> None:
+    """Two thirds of the bytes as they come; then every third bucket, what the forward pass uses first at first."""
+    leaves = tuple(Leaf(torch.Size([10]), torch.float32, CPU) for _ in range(9))
+    buckets = plan_buckets(leaves, tuple(range(9)), 40, 40)
+    assert list(launch_order(buckets)) == [1, 2, 4, 5, 7, 8, 6, 3, 0]
+    assert list(launch_order(buckets[:1])) == [0]

@@ -1,0 +1,401 @@
+"""plan and recommend: times against those found by hand, and against what must be so."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx import hooks
+from ltx.errors import InputError, StrategyError
+from ltx.estimate.codec_costs import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S, SEND_SHARES
+from ltx.gradients.exchange import Exchange
+from ltx.profile.cost import Cost
+from ltx.profile.recommendation import CANDIDATES, Candidate, Effect, recommend
+from ltx.profile.step_plan import plan
+from ltx.strategies.update import StepInfo, Update, Updated
+from tests.strategies.test_protocol import LocalSGD, PostLocalSGD
+
+N, LATENCY, BANDWIDTH = 4, 1e-3, 8e6  # a byte a microsecond
+PARAMS = {"a": torch.empty(30_000), "b": torch.empty(10_000)}  # 120 kB and 40 kB; b's gradient comes first
+MATRIX = {"w": torch.empty(200, 200)}
+HEADER_S = 6 * LATENCY + 96e-6
+
+
+def planned(strategy: ltx.Strategy, compute_s: float = 1.0, world: int = N, **kwargs: Any) -> Cost:
+    network = {"world": world, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": compute_s}
+    network |= {"codec_s": 0.0, "send_s": 0.0}
+    return plan(strategy, PARAMS, **{**network, **kwargs})
+
+
+def ring(nbytes: int) -> float:
+    """A sum among four: six messages, one and a half times the bytes."""
+    return 6 * LATENCY + 1.5 * nbytes * 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(LocalSGD):
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.period
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLocal(PostLocalSGD):
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return 3, self.period
+
+
+@dataclass(frozen=True, kw_only=True)
+class Background(ltx.Strategy):
+    """The parameters' mean is made in the background of as many steps as it takes: `period`."""
+
+    period: int = 1
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.period
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def begin(self, params: Any, states: Any, info: StepInfo, pending: Exchange | None) -> Exchange:
+        if pending is not None:
+            return pending
+        return self.exchange(hooks.AllReduce(), list(params.values()), list(params), info, background=True)
+
+    def update(self, update: Update, states: Any, info: StepInfo, pending: Exchange) -> Updated:
+        if (info.step + 1) % self.period:
+            return Updated(*update.apply(), states, pending)
+        mean, _ = pending.wait()
+        return Updated(dict(zip(update.params, mean, strict=True)), update.opt_state, states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Even(ltx.DDPStrategy):
+    def check_axis(self, axis: ltx.Axis) -> None:
+        if axis.size % 2:
+            raise StrategyError(f"Even needs an even number of ranks, got {axis.size}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picky(ltx.DDPStrategy):
+    def check_optimizer(self, optimizer: ltx.optim.Optimizer) -> None:
+        if "lr=0.5" not in repr(optimizer):
+            raise StrategyError("Picky trains with lr=0.5 alone.")
+
+
+@dataclass(frozen=True)
+class Unknown(hooks.CommHook):
+    def reduce(self, share: hooks.BucketInput) -> hooks.Reduction:
+        return (yield hooks.CollectiveRequest("psum", share.flat)), share.states
+
+
+@dataclass(frozen=True)
+class Kin(hooks.ByteGrad):
+    pass
+
+
+def ddp(**kwargs: Any) -> ltx.DDPStrategy:
+    return ltx.DDPStrategy(**{"bucket_bytes": 1, "first_bucket_bytes": 1, **kwargs})
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_bucket_goes_out_behind_the_backward_pass() -> None:
+    cost = planned(ltx.DDPStrategy())
+    assert cost.time_s == pytest.approx(1.0 + ring(160_000))
+    assert (cost.bytes_per_rank, cost.collectives, cost.codec_s) == (240_000, 1, 0.0)
+    assert cost.waiting_s == pytest.approx(ring(160_000))
+    assert cost.link_s == pytest.approx(ring(160_000) + HEADER_S)
+
+
+def test_buckets_go_out_while_the_backward_pass_goes_on() -> None:
+    # b is there after a quarter of the backward pass, and its sum is done before a is there.
+    assert planned(ddp()).time_s == pytest.approx(1.0 + ring(120_000))
+    # With less work b's sum is under way when a is there, and a's waits for it.
+    b_there = 0.05 * (0.3 + 0.6 / 4)
+    assert planned(ddp(), 0.05).time_s == pytest.approx(b_there + ring(40_000) + ring(120_000) + 0.005)
+    # No work: the header, then one after the other.
+    assert planned(ddp(), 0.0).time_s == pytest.approx(HEADER_S + ring(40_000) + ring(120_000))
+
+
+def test_a_hook_in_two_phases() -> None:
+    hook = hooks.error_feedback(hooks.FP16())  # an exchange of 2 bytes a number, then a gather of the parts
+    one = 3 * LATENCY + 0.75 * 80_000e-6
+    assert planned(ltx.DDPStrategy(comm_hook=hook)).time_s == pytest.approx(1.0 + 2 * one)
+    # Two buckets, which are ready at once: b's first phase, a's, and then the second ones.
+    assert planned(ddp(comm_hook=hook), 0.0).time_s == pytest.approx(HEADER_S + 12 * LATENCY + 1.5 * 80_000e-6)
+
+
+def test_a_second_phase_goes_out_where_the_rank_launches_another_bucket() -> None:
+    """b's first phase lands long before a is there, and its second one goes out behind a's first all the same."""
+    of_b, of_a = (3 * LATENCY + 1.5e-6 * numel for numel in (10_000, 30_000))
+    hook = hooks.error_feedback(hooks.FP16())
+    assert planned(ddp(comm_hook=hook)).time_s == pytest.approx(1.0 + 2 * of_a + of_b)
+
+
+def test_operations_take_a_core_different_times() -> None:
+    """All links are as fast as a core here, which sends and does nothing else."""
+    fast = {"bandwidth": 1e15, "latency": 0.0, "send_s": 1e-6}
+    header_s = 96e-6
+    for strategy, nbytes, share in (
+        (ltx.DDPStrategy(), 240_000, 1.0),
+        (ltx.DDPStrategy(comm_hook="fp16"), 120_000, HALF_SUM["float16"]),
+        (ltx.DDPStrategy(comm_hook="bf16"), 120_000, HALF_SUM["bfloat16"]),
+    ):
+        assert planned(strategy, 0.0, **fast).time_s == pytest.approx(header_s + nbytes * share * 1e-6)
+    both = planned(ltx.DDPStrategy(comm_hook=hooks.error_feedback(hooks.FP16())), 0.0, **fast)
+    shares = SEND_SHARES["all_to_all"] + SEND_SHARES["all_gather"]
+    assert both.time_s == pytest.approx(header_s + 60_000 * shares * 1e-6)
+
+
+def test_gradients_empty_the_caches_of_a_core_that_sends() -> None:
+    none, some = (planned(ltx.DDPStrategy(), codec_s=None, send_s=send_s).codec_s for send_s in (0.0, 1e-12))
+    assert none == pytest.approx(40_000 * CODEC_S["AllReduce"])
+    assert some == pytest.approx(40_000 * (CODEC_S["AllReduce"] + BESIDE_S))
+    exchanged = planned(Local(period=1), codec_s=None, send_s=1e-12).codec_s
+    assert exchanged == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S))
+
+
+def test_codecs_take_the_ranks_time() -> None:
+    # The second phase's third of the work, and that behind it, aren't hidden.
+    cost = planned(ltx.DDPStrategy(), codec_s=1e-5)
+    assert cost.time_s == pytest.approx(1.0 + 0.4 + ring(160_000))
+    assert (cost.codec_s, cost.waiting_s) == (pytest.approx(0.4), pytest.approx(ring(160_000)))
+    measured = planned(ltx.DDPStrategy(comm_hook=hooks.TopK(0.01)), codec_s=None)
+    assert measured.codec_s == pytest.approx(40_000 * CODEC_S["TopK"])
+    both = hooks.after(5, hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad()))
+    chained = planned(ltx.DDPStrategy(comm_hook=both), codec_s=None)
+    assert chained.codec_s == pytest.approx(40_000 * (CODEC_S["RandomK"] + CODEC_S["ByteGrad"]))
+    assert chained.notes == ()
+
+
+def test_sending_takes_the_ranks_core() -> None:
+    """While it waits anyway, for nothing; else at the cost of its own work. Two thirds of a byte's time on the link."""
+    send_s, nbytes = 2e-6 / 3, 240_000
+    waits = planned(ltx.DDPStrategy(), send_s=send_s)
+    assert waits.time_s == planned(ltx.DDPStrategy()).time_s
+    # What goes on in the background takes its share of a long step all the same.
+    assert planned(Background(), send_s=send_s).time_s == pytest.approx(1.0 + send_s * nbytes)
+    assert planned(Background(), send_s=0.0).time_s == pytest.approx(1.0)
+    # By default it is that of sockets on links that they can fill.
+    assert planned(Background(), send_s=None).time_s == pytest.approx(1.0 + SEND_S * nbytes, abs=1e-9)
+    assert planned(Background(), send_s=None, bandwidth=1e10).time_s == 1.0
+    # A link that is faster than the core is as fast as the core.
+    fast = planned(ltx.DDPStrategy(), 0.0, send_s=1e-6, bandwidth=1e12)
+    assert fast.time_s == pytest.approx(planned(ltx.DDPStrategy(), 0.0).time_s)
+
+
+def test_steps_that_talk_late_keep_copies() -> None:
+    cost = planned(Local(period=2), codec_s=None)
+    assert cost.codec_s == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S) / 2)
+
+
+def test_local_steps_and_a_mean_in_every_third() -> None:
+    cost = planned(Local(period=3))
+    assert cost.time_s == pytest.approx(1.0 + (HEADER_S + ring(160_000)) / 3)
+    assert (cost.bytes_per_rank, cost.collectives) == (80_000, pytest.approx(1 / 3))
+    assert planned(Local(period=3), steps=range(2)).bytes_per_rank == 0
+    assert planned(Local(period=3), steps=range(2, 3)).bytes_per_rank == 240_000
+
+
+def test_warm_up_is_left_out() -> None:
+    assert planned(PostLocal()).time_s == planned(Local()).time_s
+    assert planned(PostLocal(), steps=range(2)).bytes_per_rank == 240_000
+    for hook in (hooks.PowerSGD(1, start_step=10), hooks.after(10, hooks.ByteGrad())):
+        first, settled = (ltx.DDPStrategy(comm_hook=hook.at(step)) for step in (0, 10))
+        assert planned(ltx.DDPStrategy(comm_hook=hook)).bytes_per_rank == planned(settled).bytes_per_rank
+        assert planned(ltx.DDPStrategy(comm_hook=hook), steps=range(10)).time_s == planned(first).time_s
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_what_goes_on_in_the_background_is_hidden_as_far_as_there_is_work(period: int) -> None:
+    taken = ring(160_000)
+    assert planned(Background(period=period)).time_s == pytest.approx(1.0)
+    # All but the last step's optimizer hides it.
+    short = 0.1 / period
+    assert planned(Background(period=period), short).time_s == pytest.approx((taken + 0.1 * short) / period)
+    assert planned(Background(period=period)).bytes_per_rank == 240_000 / period
+
+
+def test_one_rank_talks_to_nobody() -> None:
+    for strategy in (ltx.DDPStrategy(), Local(), Background()):
+        cost = planned(strategy, world=1)
+        assert cost.time_s == pytest.approx(1.0)
+        assert (cost.bytes_per_rank, cost.collectives, cost.traffic) == (0, 0, ())
+
+
+# --- what must be so -------------------------------------------------------------------------------------------------
+
+STRATEGIES: dict[str, ltx.Strategy] = {
+    "ddp": ddp(),
+    "fp16": ddp(comm_hook="fp16"),
+    "bytegrad": ddp(comm_hook=hooks.ByteGrad()),
+    "powersgd": ddp(comm_hook=hooks.PowerSGD(2, start_step=0)),
+    "topk": ddp(comm_hook=hooks.TopK(0.1)),
+    "randomk in bytes": ddp(comm_hook=hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad())),
+    "local": Local(),
+    "background": Background(),
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_bytes_are_those_that_are_explained(name: str) -> None:
+    strategy, sgd = STRATEGIES[name], ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+    params = {"u": torch.randn(30, 40), "v": torch.randn(17), "w": torch.randn(64, 8)}
+    train = ltx.train_step(ltx.data_parallel(lambda p: p["u"].sum(), strategy), sgd)
+    for world in (2, 5):
+        cost = plan(strategy, params, world=world, bandwidth=1e9, latency=1e-5, compute_s=0.1)
+        first, length = strategy.cycle
+        found = [ltx.profile.explain(train, params, world=world, sync_step=first + length + k) for k in range(length)]
+        assert cost.bytes_per_rank == sum(x.bytes for x in found) / length
+        assert cost.collectives == sum(x.collectives for x in found) / length
+        headers = [t.nbytes for t in cost.traffic if t.kind == "headers"]
+        assert sum(headers) == pytest.approx(sum(x.header_bytes for x in found) / length)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_worse_networks_take_longer(name: str) -> None:
+    strategy = STRATEGIES[name]
+
+    def rising(times: list[float]) -> bool:
+        return all(a <= b for a, b in pairwise(times)) and times[0] < times[-1]
+
+    assert rising([planned(strategy, 0.01, world=n).time_s for n in (1, 2, 3, 8, 100, 1000)])
+    assert rising([planned(strategy, 0.01, bandwidth=b).time_s for b in (1e12, 1e9, 1e8, 1e6)])
+    assert rising([planned(strategy, 0.01, latency=a).time_s for a in (0.0, 1e-6, 1e-4, 1e-1)])
+    assert rising([planned(strategy, c).time_s for c in (0.0, 0.01, 0.1, 1.0)])
+    for compute_s in (0.0, 0.01, 1.0):
+        assert planned(strategy, compute_s).time_s >= compute_s * (1 - 1e-12)
+
+
+# --- as text, and errors ---------------------------------------------------------------------------------------------
+
+TABLE = """\
+DDPStrategy(comm_hook=FP16()) on 4 ranks, a step: 1.13 s
+
+traffic      sent  collectives  on the link
+---------  ------  -----------  -----------
+headers      96 B            1       6.1 ms
+gradients  120 kB            1       126 ms
+
+computing 1 s, packing and encoding 0 us, waiting 126 ms"""
+
+
+@pytest.mark.full
+def test_many_ranks_take_no_longer_to_plan_for() -> None:
+    """10,000 of them, 160 leaves: processor time, whoever else is there."""
+    params = {str(i): torch.empty(160_000, device="meta") for i in range(160)}
+    for candidate in CANDIDATES:
+        if candidate.strategy == ltx.HorovodStrategy(op="adasum"):
+            continue  # for powers of two
+        for ranks in (8, 10_000):  # what is imported for the first doesn't count
+            began = time.process_time()
+            network = {"world": ranks, "bandwidth": 1e10, "latency": 5e-5, "compute_s": 0.1}
+            plan(candidate.strategy, params, optimizer=candidate.optimizer, **network)
+        assert time.process_time() - began < 1.0, candidate
+
+
+def test_table() -> None:
+    cost = planned(ltx.DDPStrategy(comm_hook="fp16"))
+    assert str(cost) == TABLE
+    assert cost._repr_html_().startswith("<pre>DDPStrategy(comm_hook=FP16()) on 4 ranks")
+    assert str(planned(Local(period=5))).startswith("Local(period=5) on 4 ranks, mean of 5 steps: 1.05 s\n")
+    assert str(planned(ltx.DDPStrategy(), world=1)).startswith("DDPStrategy() on 1 rank, a step: 1 s\ncomputing 1 s")
+
+
+def test_what_isnt_known_is_said() -> None:
+    cost = planned(ltx.DDPStrategy(comm_hook=Unknown()), codec_s=None)
+    assert cost.notes == ("what Unknown() computes isn't known; it counts as AllReduce(); see codec_s",)
+    assert cost.codec_s == pytest.approx(40_000 * CODEC_S["AllReduce"])
+    kin = planned(ltx.DDPStrategy(comm_hook=Kin()), codec_s=None)
+    assert (kin.notes, kin.codec_s) == ((), pytest.approx(40_000 * CODEC_S["ByteGrad"]))
+
+
+def test_a_strategy_that_insists_on_an_optimizer() -> None:
+    own = ltx.optim.from_torch(torch.optim.SGD, lr=0.5)
+    with pytest.raises(StrategyError, match=re.escape("Picky trains with lr=0.5 alone.")):
+        planned(Picky())
+    assert planned(Picky(), optimizer=own).bytes_per_rank == 240_000
+    train = ltx.train_step(ltx.data_parallel(lambda p: p["a"].sum(), Picky()), own)
+    assert ltx.profile.explain(train, PARAMS, world=N).bytes == 240_000
+    (found,) = recommended(1.0, candidates=[Candidate(Picky(), "exact", "picky", own)])
+    assert found.strategy == Picky()
+
+
+def test_errors() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"world": 0}, "plan: world must be an int of at least 1, got 0."),
+        ({"world": 2.0}, "plan: world must be an int of at least 1, got 2.0."),
+        ({"bandwidth": 0}, "plan: bandwidth must be a finite number, more than 0, got 0."),
+        ({"latency": -1.0}, "plan: latency must be a finite number, at least 0, got -1.0."),
+        ({"compute_s": float("nan")}, "plan: compute_s must be a finite number, at least 0, got nan."),
+        ({"codec_s": "1"}, "plan: codec_s must be a finite number, at least 0, got '1'."),
+        ({"steps": range(0)}, "plan: steps must be a range of steps that follow one another, got range(0, 0)."),
+        ({"steps": 3}, "plan: steps must be a range of steps that follow one another, got 3."),
+    ]
+    for wrong, text in cases:
+        with pytest.raises(InputError, match=re.escape(text)):
+            planned(ltx.DDPStrategy(), **wrong)
+    with pytest.raises(StrategyError, match=re.escape("Even needs an even number of ranks, got 3.")):
+        planned(Even(), world=3)
+
+
+# --- recommend -------------------------------------------------------------------------------------------------------
+
+
+def recommended(compute_s: float, world: int = N, **kwargs: Any) -> Any:
+    return recommend(MATRIX, world=world, bandwidth=BANDWIDTH, latency=LATENCY, compute_s=compute_s, **kwargs)
+
+
+def test_the_fastest_first() -> None:
+    found = recommended(0.01)
+    assert len(found) == len(CANDIDATES)
+    times = [r.cost.time_s for r in found]
+    assert all(a <= 1.02 * b for a, b in pairwise(times))
+    assert found[0].strategy == ltx.DiLoCoStrategy(period=30)
+    place = {r.strategy: i for i, r in enumerate(found)}
+    assert place[ltx.DDPStrategy(comm_hook="bf16")] < place[ltx.DDPStrategy()]
+    network = {"world": N, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": 0.01}
+    costs = {c.strategy: plan(c.strategy, MATRIX, optimizer=c.optimizer, **network) for c in CANDIDATES}
+    assert [r.cost for r in found] == [costs[r.strategy] for r in found]
+
+
+def test_of_equally_fast_ones_the_more_exact() -> None:
+    effects: list[Effect] = [r.effect for r in recommended(1000.0)]
+    assert effects == [c.effect for c in CANDIDATES]
+    assert recommended(1.0, world=1)[0].strategy == ltx.DDPStrategy()
+
+
+def test_what_doesnt_work_on_so_many_ranks_is_left_out() -> None:
+    candidates = (Candidate(Even(), "exact", "even"), Candidate(ltx.DDPStrategy(), "exact", "all"))
+    assert [len(recommended(1.0, world=n, candidates=candidates)) for n in (2, 3)] == [2, 1]
+
+
+def test_recommendations_as_a_table() -> None:
+    shown = [c for c in CANDIDATES if c.strategy in (ltx.DDPStrategy(), ltx.DDPStrategy(comm_hook="bf16"))]
+    lines = str(recommended(0.01, candidates=shown)).splitlines()
+    assert re.fullmatch(r"strategy +a step +sent +effect +what it does", lines[0])
+    assert re.fullmatch(r"DDPStrategy\(comm_hook=BF16\(\)\)  .* 120 kB  rounded  gradients in bfloat16.*", lines[2])
+    assert re.fullmatch(r"DDPStrategy\(\)  .* 240 kB  exact  .*, as one large batch", lines[3])
+    assert recommended(1.0)._repr_html_().startswith("<pre>strategy")
+
+
+def make(name: str) -> Callable[..., Any]:
+    return getattr(ltx.profile, name) if hasattr(ltx.profile, name) else getattr(ltx, name)
+
+
+def test_names() -> None:
+    assert (make("plan"), make("recommend"), make("Cost")) == (plan, recommend, Cost)

@@ -1,0 +1,146 @@
+"""Parcels: what goes in comes out, whatever its size, and is the receiver's own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ltx.runtime.packing import INLINE_BYTES, Message, Pickler, pack, receive
+
+Send = Callable[[Any], Any]
+SMALL, LARGE = 10, INLINE_BYTES
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.fixture
+def through(ends: tuple[Connection, Connection]) -> Send:
+    """Send a value through a parcel, and give what comes out."""
+
+    def send(value: Any) -> Any:
+        message = pack(value)
+        sender = threading.Thread(target=message.send, args=(ends[0],))
+        sender.start()
+        load = receive(ends[1])
+        sender.join()
+        message.close()
+        return load()
+
+    return send
+
+
+@pytest.mark.parametrize("n", [SMALL, LARGE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+def test_tensors(n: int, dtype: torch.dtype, through: Send, seed: int) -> None:
+    x = torch.randn(n).to(dtype) if dtype != torch.bool else torch.randn(n) > 0
+    back = through({"x": x, "empty": x[:0], "one": x[0], "strided": x[::2], "wide": x.reshape(2, -1).T})
+    assert torch.equal(back["x"], x)
+    assert back["x"].dtype == dtype
+    assert back["empty"].shape == (0,)
+    assert torch.equal(back["one"], x[0])
+    assert torch.equal(back["strided"], x[::2])
+    assert back["strided"].stride() == (2,)
+    assert torch.equal(back["wide"], x.reshape(2, -1).T)
+
+
+@pytest.mark.parametrize("n", [SMALL, LARGE])
+def test_what_shares_memory_shares_it_afterwards_and_with_nobody_else(n: int, through: Send) -> None:
+    x = torch.zeros(n)
+    a = np.zeros(n)
+    back = through((x, x[1:], a))
+    back[0][1] = 5.0
+    back[2][0] = 7.0
+    assert back[1][0].item() == 5.0
+    assert x.sum().item() == 0.0
+    assert a.sum() == 0.0
+
+
+@pytest.mark.parametrize("n", [SMALL, LARGE])
+def test_kinds_of_tensors(n: int, through: Send) -> None:
+    parameter = torch.nn.Parameter(torch.ones(n))
+    sparse = torch.eye(3).to_sparse()
+    conj = torch.full((n,), 1 + 2j).conj()
+    back = through([parameter, sparse, conj, torch.empty(0, 3), np.zeros((0, 2)), torch.ones(2, device="meta")])
+    assert isinstance(back[0], torch.nn.Parameter)
+    assert torch.equal(back[1].to_dense(), torch.eye(3))
+    assert torch.equal(back[2], conj)
+    assert back[3].shape == (0, 3)
+    assert back[4].shape == (0, 2)
+    assert back[5].device.type == "meta"
+
+
+def test_long_pickles(through: Send) -> None:
+    words = [f"word {i}" for i in range(50_000)]
+    assert through(words) == words
+
+
+def test_a_parcel_goes_to_several_receivers(seed: int) -> None:
+    x = torch.randn(LARGE)
+    message = pack(x)
+    pairs = [Pipe() for _ in range(3)]
+    for ours, _ in pairs:
+        message.send(ours)
+    message.close()
+    got = [receive(theirs)() for _, theirs in pairs]
+    got[0].zero_()
+    assert torch.equal(got[1], x)
+    assert torch.equal(got[2], x)
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
+
+
+def test_several_objects_in_one(ends: tuple[Connection, Connection]) -> None:
+    x = torch.ones(LARGE)
+    pickler = Pickler()
+    pickler.dump("first")
+    pickler.dump(x)
+    pickler.dump([x])
+    message = pickler.parcel()
+    message.send(ends[0])
+    message.close()
+    load = receive(ends[1])
+    assert load() == "first"
+    first, [second] = load(), load()
+    first.zero_()
+    assert second.sum().item() == 0.0, "one storage"
+
+
+def test_nothing_is_left_open(through: Send) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        through(torch.ones(LARGE))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_receiver_that_is_gone(ends: tuple[Connection, Connection]) -> None:
+    ends[1].close()
+    message = pack(torch.ones(LARGE))
+    with pytest.raises(BrokenPipeError):
+        message.send(ends[0])
+    message.close()
+    with pytest.raises((EOFError, OSError)):
+        receive(ends[0])
+
+
+def test_sending_does_not_wait_for_the_receiver(ends: tuple[Connection, Connection]) -> None:
+    message: Message = pack([torch.ones(10 * LARGE), "x" * 10_000_000])
+    message.send(ends[0])  # nobody reads
+    message.close()
+    x, text = receive(ends[1])()
+    assert x.numel() == 10 * LARGE
+    assert len(text) == 10_000_000

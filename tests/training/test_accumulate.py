@@ -1,0 +1,309 @@
+"""accumulate: the same numbers as the whole batch, one synchronisation, one micro-batch's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, hessian, jvp
+
+import ltx
+from ltx.errors import StepError, UnsupportedError
+from tests.twins.cases import CASES, FUNC_WAYS, WAYS, Params, assert_close, gradient, params_of, plain_step, seeded
+
+Ranks = Callable[[int], ltx.Pool]
+BUCKETS = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)
+NESTINGS: dict[str, Callable[[Any, int], Any]] = {
+    "outside": lambda f, k: ltx.accumulate(ltx.data_parallel(f, BUCKETS), k),
+    "inside": lambda f, k: ltx.data_parallel(ltx.accumulate(f, k), BUCKETS),
+}
+
+
+def on_a_rank(nesting: str, way: str, steps: int, seed: int) -> tuple[Params, list[list[Any]]]:
+    """(gradients, what was issued for them, what is issued without accumulation)"""
+    module, batches = CASES["mlp"].build(seed, 2)
+    issued = []
+    for step in (ltx.data_parallel(plain_step(module), BUCKETS), NESTINGS[nesting](plain_step(module), steps)):
+        with ltx.profile.record() as trace:
+            grads = WAYS[way](step, params_of(module), *batches[ltx.world().rank])
+        issued.append([(event.label, event.channel, event.nbytes) for event in trace.events])
+    return grads, issued
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_equal_to_the_whole_batch_with_one_synchronisation(
+    nesting: str, way: str, steps: int, ranks: Ranks, seed: int
+) -> None:
+    grads, issued = ranks(2).run(on_a_rank, nesting, way, steps, seed).replicated()
+    module, batches = CASES["mlp"].build(seed, 2)
+    assert_close(grads, gradient(module, CASES["mlp"].loss(module, batches)))
+    assert issued[0] == issued[1]
+    assert [label for label, *_ in issued[0]] == ["header", "bucket 0", "bucket 1", "bucket 2"]
+
+
+@pytest.mark.parametrize("way", FUNC_WAYS)
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_simulated(nesting: str, way: str, seed: int) -> None:
+    module, batches = CASES["mlp"].build(seed, 3)
+    step = NESTINGS[nesting](plain_step(module), 2)
+    params, stacked = params_of(module), [torch.stack(parts) for parts in zip(*batches, strict=True)]
+    grads = ltx.vmap(lambda *batch: FUNC_WAYS[way](step, params, *batch))(*stacked)
+    expected = gradient(module, CASES["mlp"].loss(module, batches))
+    for rank in range(3):
+        assert_close({name: g[rank] for name, g in grads.items()}, expected)
+
+
+# --- to any order, in any mode ---------------------------------------------------------------------------------------
+
+
+def direction(params: Params) -> Params:
+    return {name: torch.ones_like(p) for name, p in params.items()}
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "hessian": lambda f, p, *b: hessian(f)(p, *b),
+    "jvp": lambda f, p, *b: jvp(lambda p: f(p, *b), (p,), (direction(p),)),
+    "hvp": lambda f, p, *b: jvp(lambda p: grad(f)(p, *b), (p,), (direction(p),))[1],
+    "grad of grad": lambda f, p, *b: grad(lambda p: sum(g.square().sum() for g in grad(f)(p, *b).values()))(p),
+    "gradient of the batch": lambda f, p, *b: grad(f, argnums=1)(p, *b),
+    "gradients of both": lambda f, p, *b: grad(f, argnums=(0, 1))(p, *b),
+    "vmap of grad": lambda f, p, x, y: torch.vmap(grad(f), (None, 0, 0))(p, torch.stack([x, -x]), torch.stack([y, y])),
+}
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str, steps: int, seed: int) -> None:
+    module, (batch,) = CASES["mlp"].build(seed, 1)
+    batch = [x.double() for x in batch]
+    step, params = plain_step(module.double()), params_of(module)
+    expected = TRANSFORMS[name](step, params, *batch)
+    assert_close(TRANSFORMS[name](ltx.accumulate(step, steps), params, *batch), expected, 1e-12)
+    assert_close(TRANSFORMS[name](ltx.accumulate(ltx.data_parallel(step), steps), params, *batch), expected, 1e-12)
+
+
+def hvp_on_a_rank(nesting: str, seed: int) -> Params:
+    module, batches = CASES["mlp"].build(seed, 2)
+    step = NESTINGS[nesting](plain_step(module.double()), 2)
+    return TRANSFORMS["hvp"](step, params_of(module), *(x.double() for x in batches[ltx.world().rank]))
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_second_derivatives_on_real_ranks(nesting: str, ranks: Ranks, seed: int) -> None:
+    module, batches = CASES["mlp"].build(seed, 2)
+    step = plain_step(module.double())
+    alone = [TRANSFORMS["hvp"](step, params_of(module), *(x.double() for x in batch)) for batch in batches]
+    expected = ltx.tree.map(lambda a, b: (a + b) / 2, *alone)
+    assert_close(ranks(2).run(hvp_on_a_rank, nesting, seed).replicated(), expected, 1e-12)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Token:
+    """Lives as long as the graph that holds it."""
+
+
+class Probe(torch.autograd.Function):
+    """Identity whose node in the graph holds a token."""
+
+    alive: ClassVar[WeakSet[Token]] = WeakSet()
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.token = Token()
+        Probe.alive.add(ctx.token)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        assert ctx.token in Probe.alive
+        return cotangent
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_only_one_micro_batchs_graph_is_alive(nesting: str, way: str, seed: int) -> None:
+    alive: list[int] = []
+
+    def loss(params: Params, x: Tensor) -> Tensor:
+        alive.append(len(Probe.alive))  # graphs of earlier micro-batches
+        return Probe.apply(params["w"] * x).square().mean()
+
+    Probe.alive.clear()
+    params = {"w": torch.randn(3)}
+    WAYS[way](NESTINGS[nesting](loss, 5), params, torch.randn(10, 3))
+    assert alive == [0] * 5
+    assert len(Probe.alive) == 0
+
+
+def test_the_probe_sees_a_loop_that_holds_all_graphs(seed: int) -> None:
+    Probe.alive.clear()
+    w = torch.randn(3, requires_grad=True)
+    total = sum(Probe.apply(w * x).square().mean() for x in torch.randn(5, 3))
+    assert len(Probe.alive) == 5
+    del total
+    assert len(Probe.alive) == 0
+
+
+# --- what else goes in and out ---------------------------------------------------------------------------------------
+
+
+def test_outputs_besides_the_loss_are_stacked() -> None:
+    step = ltx.accumulate(lambda w, x, s: ((w * x).mean() * s, {"sum": x.sum(), "n": len(x)}), 2)
+    w, x = torch.tensor(2.0), torch.tensor([1.0, 2.0, 3.0, 6.0])
+    for loss, rest in (step(w, x, torch.tensor(3.0)), step(w.requires_grad_(), x, torch.tensor(3.0))):
+        assert (loss.item(), rest["sum"].tolist(), rest["n"]) == (18.0, [3.0, 9.0], [2, 2])
+
+
+def test_the_carry_goes_from_one_micro_batch_to_the_next(seed: int) -> None:
+    with seeded(seed):
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        x = torch.randn(8, 3)
+
+    def step(params: Params, buffers: Params, x: Tensor) -> Any:
+        buffers = {name: b.clone() for name, b in buffers.items()}
+        return functional_call(module, (params, buffers), (x,)).square().mean(), buffers, x.sum()
+
+    accumulated = ltx.accumulate(ltx.data_parallel(step), 4, carry=1)
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    loss, after, sums = accumulated(leaves, buffers, x)
+    loss.backward()
+    expected = torch.stack([module(part).square().mean() for part in x.split(2)]).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(after, dict(module.named_buffers()))
+    assert after["1.num_batches_tracked"] == 4
+    torch.testing.assert_close(sums, torch.stack([part.sum() for part in x.split(2)]))
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(leaves[name].grad, p.grad)
+    grads, (_, (carried, _)) = torch.func.grad_and_value(
+        lambda p: (lambda out: (out[0], out[1:]))(accumulated(p, buffers, x)), has_aux=True
+    )(params_of(module))
+    assert_close(grads, {name: p.grad for name, p in module.named_parameters()}, 1e-5)
+    torch.testing.assert_close(carried["1.running_var"], module[1].running_var)
+
+
+def test_weighted_chunks_may_be_unequal(seed: int) -> None:
+    x, w = torch.randn(7, 3), torch.randn(3)
+    step = ltx.data_parallel(lambda w, x: ltx.Weighted((w * x).square().sum(), len(x)))
+    for steps in (1, 2, 3, 7):
+        torch.testing.assert_close(grad(ltx.accumulate(step, steps))(w, x), grad(step)(w, x))
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def mean(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).mean()
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "steps=0": (
+        lambda: ltx.accumulate(mean, 0),
+        StepError,
+        "accumulate: steps must be a whole number of at least 1, got 0.",
+    ),
+    "steps=True": (
+        lambda: ltx.accumulate(mean, True),
+        StepError,
+        "accumulate: steps must be a whole number of at least 1, got True.",
+    ),
+    "indivisible": (
+        lambda: grad(ltx.accumulate(mean, 2))(torch.ones(()), torch.ones(5)),
+        StepError,
+        "accumulate: a batch of 5 samples can't be split into 2 equal micro-batches, and a mean of unequal means "
+        "isn't the mean. Return ltx.Weighted(total, weight) from the step, or choose a batch size that divides.",
+    ),
+    "indivisible, not differentiated": (
+        lambda: ltx.accumulate(mean, 3)(torch.ones(()), torch.ones(5)),
+        StepError,
+        "accumulate: a batch of 5 samples can't be split into 3 equal micro-batches, and a mean of unequal means "
+        "isn't the mean. Return ltx.Weighted(total, weight) from the step, or choose a batch size that divides.",
+    ),
+    "no scalar": (
+        lambda: grad(ltx.accumulate(lambda w, x: w * x, 2))(torch.ones(()), torch.ones(4)),
+        StepError,
+        "accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; got a tensor "
+        "of shape [2].",
+    ),
+    "no carry": (
+        lambda: ltx.accumulate(mean, 2, carry=1)(torch.ones(()), torch.ones(4)),
+        StepError,
+        "accumulate(carry=...): the step must return (loss, next carry, ...).",
+    ),
+    'returns="grads"': (
+        lambda: ltx.accumulate(ltx.data_parallel(mean, returns="grads"), 2),
+        StepError,
+        'accumulate: a step with returns="grads" has no loss to accumulate; wrap the loss instead.',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, error, text = ERRORS[name]
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == text
+
+
+def closing_over(s: Tensor, w: Tensor | None = None) -> Tensor:
+    w = torch.ones((), requires_grad=True) if w is None else w
+    return ltx.accumulate(lambda w, x: (w * w * s * x).mean(), 2)(w, torch.ones(4))
+
+
+CLOSURES: dict[str, Callable[[], Any]] = {
+    "grad": lambda: grad(closing_over)(torch.tensor(3.0)),
+    "grad of grad": lambda: grad(lambda s: grad(lambda w: closing_over(s, w))(torch.ones(())))(torch.tensor(3.0)) / 2,
+    "jvp": lambda: jvp(closing_over, (torch.tensor(3.0),), (torch.tensor(1.0),))[1],
+    "jvp of grad": lambda: (
+        jvp(lambda s: grad(lambda w: closing_over(s, w))(torch.ones(())), (torch.tensor(3.0),), (torch.ones(()),))[1]
+        / 2
+    ),
+    "vmap": lambda: torch.vmap(closing_over)(torch.ones(2)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_a_closure_over_a_traced_value_is_refused_or_right(name: str) -> None:
+    try:
+        result = CLOSURES[name]()
+    except UnsupportedError as error:
+        result = str(error)
+    assert result == 1.0 or result == (
+        "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its arguments, "
+        "which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every micro-batch)."
+    )
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_what_the_closure_should_be_an_argument_for(nesting: str) -> None:
+    step = NESTINGS[nesting](lambda w, x, s: (w * w * s * x).mean(), 2)
+    w, x, s = torch.tensor(2.0), torch.ones(4), torch.tensor(3.0)
+    assert grad(step, argnums=2)(w, x, s) == 4.0
+    assert grad(lambda s: grad(step)(w, x, s))(s) == 4.0
+    assert jvp(lambda s: step(w, x, s), (s,), (torch.tensor(1.0),))[1] == 4.0
+    assert torch.vmap(lambda s: grad(step)(w, x, s))(torch.tensor([1.0, 2.0])).tolist() == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_keyword_arguments_are_arguments(nesting: str) -> None:
+    step = NESTINGS[nesting](lambda w, x, s: (w * w * s * x).mean(), 2)
+    w, x, s = torch.tensor(2.0, requires_grad=True), torch.ones(4), torch.tensor(3.0, requires_grad=True)
+    step(w, x, s=s).backward()
+    assert (w.grad, s.grad) == (12.0, 4.0)
+    assert grad(lambda s: step(w.detach(), x, s=s))(s.detach()) == 4.0
+    assert grad(lambda s: grad(lambda w: step(w, x, s=s))(w.detach()))(s.detach()) == 4.0
+    assert torch.vmap(lambda s: grad(lambda w: step(w, x, s=s))(w.detach()))(torch.ones(2)).tolist() == [4.0, 4.0]

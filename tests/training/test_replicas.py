@@ -1,0 +1,211 @@
+"""check_replicas, and train_step(check_every=k): whoever has drifted off is named, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import DonatedStateError, ReplicaDivergedError, StrategyError
+from ltx.transforms.digests import digest, values
+
+Ranks = Callable[[int], ltx.Pool]
+ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
+
+
+def trainer(strategy: ltx.Strategy | None = None, **kwargs: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum() + p["b"] ** 2, strategy), ADAM, **kwargs)
+
+
+def start(train: Any) -> Any:
+    return train.init({"w": torch.linspace(-1, 1, 5000), "b": torch.ones(())})
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(
+    ("n", "odd", "said"),
+    [
+        (3, [2], "differs on rank 2 from what 2 of 3 ranks have."),
+        (3, [0], "differs on rank 0 from what 2 of 3 ranks have."),
+        (2, [1], "differs on rank 1 from rank 0 (no value has a majority)."),
+        (4, [1, 2, 3], "differs on rank 0 from what 3 of 4 ranks have."),
+    ],
+)
+def test_the_odd_ones_out_are_named_and_mended(n: int, odd: list[int], said: str, ranks: Ranks) -> None:
+    right = next(rank for rank in range(n) if (rank in odd) == (len(odd) > n / 2))
+
+    def on_a_rank() -> tuple[str, bool]:
+        train = trainer(donate=False)
+        state, _ = train(start(train), torch.ones(5000))
+        ltx.check_replicas(state)
+        good = ltx.tree.map(torch.clone, state.params)
+        if int(ltx.axis_index()) in odd:
+            state.params["w"].view(torch.int32)[4321] ^= 1  # the last bit of one number
+        with pytest.raises(ReplicaDivergedError) as error:
+            ltx.check_replicas(state)
+        mended = train.broadcast(state, src=right)
+        ltx.check_replicas(mended)
+        if len(odd) == n / 2:
+            with pytest.raises(ReplicaDivergedError, match="no value has a majority"):
+                ltx.sync_params(state)
+        synced = ltx.sync_params(state, right if len(odd) == n / 2 else None)
+        ltx.check_replicas(synced)
+        assert torch.equal(synced.params["w"], mended.params["w"])
+        assert ltx.sync_params(synced) is synced
+        return str(error.value), torch.equal(mended.params["w"], good["w"])
+
+    results = ranks(n).run(on_a_rank)
+    (text,) = {text for text, _ in results}
+    assert text.startswith("axis 'data': leaf 'params.w' (float32[5000]) should be the same on every rank, and ")
+    assert said in text
+    assert f"ltx.sync_params(state, src={right}), or train.broadcast(state, src={right}) for all" in text
+    assert all(same == (right not in odd) for _, same in results)
+
+
+def test_what_is_each_ranks_own_stays(ranks: Ranks) -> None:
+    """Local SGD's parameters differ between averages, buffers are the same on all ranks or each one's own."""
+
+    def on_a_rank() -> Any:
+        train = trainer(ltx.LocalSGDStrategy(9, warmup_steps=1))
+        state = start(train)
+        for _ in range(3):
+            state, _ = train(state, torch.full((5000,), 1.0 + int(ltx.axis_index())))
+        assert ltx.sync_params(state, src=1).params["w"].equal(state.params["w"])
+        return ltx.sync_params(dict(state.params), src=1)
+
+    results = ranks(2).run(on_a_rank)
+    assert all(torch.equal(results.rank(0)[name], results.rank(1)[name]) for name in "wb")
+
+
+def test_ranks_that_differ_in_different_leaves() -> None:
+    """Each leaf has a majority, and no rank has all of them."""
+    values = {
+        "a": torch.tensor([1.0, 0.0, 0.0]),
+        "b": torch.tensor([0.0, 1.0, 0.0]),
+        "c": torch.tensor([0.0, 0.0, 1.0]),
+    }
+    with pytest.raises(ReplicaDivergedError):
+        ltx.vmap(ltx.sync_params)(values)
+    synced = ltx.vmap(lambda x: ltx.sync_params(x, src=2))(values)
+    assert {name: x.tolist() for name, x in synced.items()} == {"a": [0.0] * 3, "b": [0.0] * 3, "c": [1.0] * 3}
+    alone = {"a": torch.ones(2), "empty": torch.ones(0)}
+    assert ltx.sync_params(alone) is alone
+
+
+def test_all_leaves_that_differ_are_listed(ranks: Ranks) -> None:
+    def on_a_rank() -> str:
+        tree = {str(i): torch.full((3,), float(i)) for i in range(12)}
+        for i in range(1, 11):
+            tree[str(i)] += int(ltx.axis_index())
+        with pytest.raises(ReplicaDivergedError) as error:
+            ltx.check_replicas(tree)
+        return str(error.value)
+
+    (said,) = set(ranks(2).run(on_a_rank))
+    assert "leaf '1' (float32[3])" in said
+    assert "So do 9 more: '10', '2', '3', '4', '5', '6', '7', ... Take" in said
+
+
+def test_what_is_each_ranks_own_may_differ(ranks: Ranks) -> None:
+    def on_a_rank() -> None:
+        for strategy in (ltx.ZeroStrategy(), ltx.LocalSGDStrategy(9, warmup_steps=1)):
+            train = trainer(strategy)
+            state = start(train)
+            for _ in range(3):
+                state, _ = train(state, torch.full((5000,), 1.0 + int(ltx.axis_index())))
+            ltx.check_replicas(state)
+
+    ranks(2).run(on_a_rank)
+
+
+def test_every_so_many_steps(ranks: Ranks) -> None:
+    def on_a_rank() -> tuple[list[int], bool, int]:
+        train, raised = trainer(check_every=3, donate=False), []
+        state = start(train)
+        for step in range(8):
+            if step == 4 and int(ltx.axis_index()) == 1:
+                state.params["b"] += 1
+            try:
+                state, _ = train(state, torch.ones(5000))
+            except ReplicaDivergedError:
+                raised.append(step)
+                before = state.step
+                state, _ = train(train.broadcast(state), torch.ones(5000))
+        with ltx.profile.record() as trace:
+            ltx.check_replicas(state)
+        return raised, before == 6, len(trace.events)
+
+    assert list(ranks(2).run(on_a_rank)) == [([6], True, 0)] * 2
+
+
+def test_simulated_ranks() -> None:
+    train = trainer(check_every=2, donate=False)
+    state, _ = ltx.vmap(train, in_dims=(None, 0))(start(train), torch.ones(3, 5000))
+    state.params["b"][1] += 1
+    state, _ = ltx.vmap(train)(state, torch.ones(3, 5000))
+    with pytest.raises(ReplicaDivergedError, match=r"leaf 'params.b' .* differs on rank 1 from what 2 of 3 ranks have"):
+        ltx.vmap(train)(state, torch.ones(3, 5000))
+
+
+def test_alone() -> None:
+    ltx.check_replicas(start(trainer()))
+    train = trainer(check_every=1)
+    old = start(train)
+    train(old, torch.ones(5000))
+    with pytest.raises(DonatedStateError):
+        ltx.check_replicas(old)
+
+
+@pytest.mark.parametrize("every", [0, True, 1.5])
+def test_wrong_arguments(every: Any) -> None:
+    with pytest.raises(StrategyError, match="check_every must be None or a positive number of steps, got"):
+        trainer(check_every=every)
+    with pytest.raises(StrategyError, match=r"LocalSGDStrategy\(.* are each rank's own. Leave it out"):
+        trainer(ltx.LocalSGDStrategy(2), check_every=1)
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "0-dim": lambda: torch.randn(()),
+    "small": lambda: torch.randn(7),
+    "large": lambda: torch.randn(100_003),
+    "bytes": lambda: torch.randint(0, 255, (65_537,), dtype=torch.uint8),
+    "half": lambda: torch.randn(50_001).bfloat16(),
+    "complex": lambda: torch.randn(30_000, dtype=torch.complex64),
+    "at an odd place": lambda: torch.randn(100_004)[1:],
+    "bool": lambda: torch.rand(70_000) > 0.5,
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_bit_counts(name: str, seed: int) -> None:
+    x = TENSORS[name]()
+    found, raw = digest(x), x.clone().view(-1).view(torch.uint8)
+    assert digest(x.clone()) == found
+    for place in torch.randint(len(raw), (50,)).tolist():
+        bit = 1 << int(torch.randint(8, ()))
+        raw[place] ^= bit
+        changed = raw.view(x.dtype) if name != "bool" else raw.view(torch.uint8)
+        assert digest(changed) != found
+        raw[place] ^= bit
+    assert digest(raw) == found
+
+
+def test_order_counts(seed: int) -> None:
+    x = torch.randn(200_000)
+    found = digest(x)
+    for _ in range(50):
+        i, j = torch.randint(len(x), (2,)).tolist()
+        y = x.clone()
+        y[i], y[j] = x[j], x[i]
+        assert (digest(y) == found) == (i == j)
+        y = x.clone()
+        y[i], y[j] = -x[i], -x[j]
+        assert digest(y) != found or i == j
+    assert digest(values(x.view(400, 500).T)) != found
+    assert digest(torch.zeros(0)) == digest(torch.zeros(0, 5)) == ""

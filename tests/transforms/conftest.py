@@ -1,8 +1,0 @@
-"""What tests share travels to the workers by value: test directories aren't installed there."""
-
-import cloudpickle
-
-from . import cases, feedback, training
-
-for module in (cases, feedback, training):
-    cloudpickle.register_pickle_by_value(module)

@@ -1,0 +1,95 @@
+"""Fifty steps of a small regression, by ltx and by its slow twins: torch's DDP, and one process with all the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+import ltx
+from tests.twins.cases import MLP, Params, params_of, plain_step, seeded
+
+STEPS = 50
+LR = 1e-2
+
+
+def problem(
+    seed: int, sizes: tuple[int, ...], steps: int = STEPS
+) -> tuple[nn.Module, list[list[tuple[Tensor, Tensor]]]]:
+    """(model, batches by step and rank); rank r has ``sizes[r]`` samples a step. The same in every process."""
+    with seeded(seed):
+        module, teacher = MLP(), nn.Linear(5, 3)
+        inputs = [[torch.randn(n, 5) for n in sizes] for _ in range(steps)]
+        return module, [[(x, teacher(x).detach().sin() + 1) for x in by_rank] for by_rank in inputs]
+
+
+def sgd(lr: Any = LR, **kwargs: Any) -> ltx.optim.Optimizer:
+    return ltx.optim.from_torch(torch.optim.SGD, lr=lr, **kwargs)
+
+
+def adamw(lr: Any = LR, **kwargs: Any) -> ltx.optim.Optimizer:
+    return ltx.optim.from_torch(torch.optim.AdamW, lr=lr, **kwargs)
+
+
+def run(train: ltx.transforms.TrainStep, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Params]:
+    """(losses, parameters) after one step on each batch."""
+    state, losses = train.init(params_of(module)), []
+    for batch in batches:
+        state, metrics = train(state, *batch)
+        losses.append(metrics.loss)
+    return torch.stack(losses), state.params
+
+
+def mean_step(module: nn.Module, strategy: ltx.Strategy | None = None, **kwargs: Any) -> ltx.DataParallel:
+    return ltx.data_parallel(plain_step(module), strategy, **kwargs)
+
+
+def weighted_step(module: nn.Module, strategy: ltx.Strategy | None = None) -> ltx.DataParallel:
+    """Sums over samples instead of means: a rank may have any number of them."""
+
+    def step(params: Params, x: Tensor, y: Tensor) -> ltx.Weighted:
+        errors = (functional_call(nn.Sequential(*module), params, (x,)) - y).square().mean(-1)
+        return ltx.Weighted(errors.sum(), len(x))
+
+    return ltx.data_parallel(step, strategy)
+
+
+def on_a_rank(build: Callable[[nn.Module], Any], seed: int, sizes: tuple[int, ...], steps: int = STEPS) -> Any:
+    """Train what `build` makes, with this rank's batches."""
+    module, batches = problem(seed, sizes, steps)
+    return run(build(module), module, [by_rank[ltx.world().rank] for by_rank in batches])
+
+
+def ddp(seed: int, sizes: tuple[int, ...], steps: int = STEPS, fp16: bool = False) -> tuple[Tensor, Params]:
+    """DistributedDataParallel with torch's AdamW."""
+    module, batches = problem(seed, sizes, steps)
+    replica = DistributedDataParallel(module)
+    if fp16:
+        replica.register_comm_hook(None, fp16_compress_hook)
+    losses, parameters = one_process(module, [by_rank[ltx.world().rank] for by_rank in batches], replica)
+    return ltx.pmean(losses), parameters
+
+
+def one_process(
+    module: nn.Module, batches: list[tuple[Tensor, Tensor]], call: nn.Module | None = None, **kwargs: Any
+) -> tuple[Tensor, Params]:
+    """The bare torch loop."""
+    optimizer = torch.optim.AdamW(module.parameters(), **{"lr": LR, **kwargs})
+    losses = []
+    for batch in batches:
+        loss = (call or module)(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), params_of(module)
+
+
+def whole(batches: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+    """All ranks' samples as one batch a step."""
+    return [tuple(torch.cat(parts) for parts in zip(*by_rank, strict=True)) for by_rank in batches]
