@@ -202,6 +202,21 @@ class Axis:
         backing = self.backing
         return self.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
 
+    @property
+    def comm(self) -> Any:
+        """The :class:`ltx.comm.AxisComm` of an axis whose ranks are processes; None for any other axis."""
+        return self.backing.comm if isinstance(self.backing, GroupBacking) else None
+
+    @property
+    def simulated(self) -> VmapBacking | None:
+        """The vmap level whose entries are the ranks; None for an axis that no :func:`ltx.vmap` simulates."""
+        return self.backing if isinstance(self.backing, VmapBacking) else None
+
+    @property
+    def meta(self) -> MetaBacking | None:
+        """What answers for the network where tensors have shapes and no values; None elsewhere."""
+        return self.backing if isinstance(self.backing, MetaBacking) else None
+
 
 def inner(axis: Axis, size: int) -> Axis:
     """The axis of the `size` ranks of this rank's node, of which `axis` has several, one after the other.

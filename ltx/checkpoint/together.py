@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx import comm, errors
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError, message_of
 
 # How long rank 0 waits for the others to have heard what it tells them.
@@ -73,13 +73,13 @@ class Together:
 
     def __init__(self, operation: str, axis: Any, folder: Path | None = None):
         found: Axis = comm.resolve(axis)
-        if found.size > 1 and not isinstance(found.backing, GroupBacking):
+        if found.size > 1 and found.comm is None:
             raise UnsupportedError(
                 f"{operation}: the ranks of axis {found.name!r} are simulated, and simulated ranks have no files of "
                 "their own. Call it outside of ltx.vmap, with the state of all of them."
             )
         self.operation = operation
-        self.comm: comm.AxisComm | None = found.backing.comm if isinstance(found.backing, GroupBacking) else None
+        self.comm: comm.AxisComm | None = found.comm
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
         self._folder = folder

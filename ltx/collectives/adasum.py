@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.axis import GroupBacking
 from ltx.collectives.gather import all_gather
 from ltx.collectives.index import axis_index
 from ltx.collectives.linear import Static, check_dense, check_sums, meet_as_tree
@@ -230,7 +229,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
         check_sums("adasum", leaves, value)
         found = comm.resolve(axis)
         meet_as_tree("adasum", value, leaves, spec, [() for _ in leaves], found)
-        rank = found.backing.rank if isinstance(found.backing, GroupBacking) else found.index()
+        rank = found.comm.rank if found.comm else found.index()
     results = list(leaves)
     for kind in dict.fromkeys((x.dtype, x.device) for x in leaves):
         places = [i for i, x in enumerate(leaves) if (x.dtype, x.device) == kind]

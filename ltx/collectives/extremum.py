@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis
 from ltx.collectives.linear import (
     Function,
     apply,
@@ -40,8 +40,8 @@ class Extremum(Function):
     def forward(which: str, axis: Axis, compiled: bool, index: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         if axis.backing is None or x.numel() == 0:
             return x.clone()
-        assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
-        axis_comm: comm.AxisComm = axis.backing.comm
+        assert axis.comm, "a simulated axis is peeled by the vmap rule"
+        axis_comm: comm.AxisComm = axis.comm
         return _compiled(axis_comm, which, x) if compiled else _eager(axis_comm, which, x)
 
     @staticmethod
@@ -78,21 +78,22 @@ class Extremum(Function):
         x: torch.Tensor,
     ) -> tuple[torch.Tensor, int | None]:
         dim = in_dims[4]
-        if isinstance(axis.backing, VmapBacking) and peeled_level() == axis.backing.level:
+        simulated = axis.simulated
+        if simulated and peeled_level() == simulated.level:
 
             def stacked(xs: torch.Tensor, n: int) -> tuple[torch.Tensor, bool]:
                 if xs.dtype == torch.bool:
                     return (xs.any(0) if which == "pmax" else xs.all(0)), False
                 return (xs.amax(0) if which == "pmax" else xs.amin(0)), False
 
-            below = axis.backing.below
+            below = simulated.below
             if below is not None:
                 stacks = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
                 rest = replace(axis, backing=below)
                 return Extremum.apply(which, rest, compiled, index_below(index, in_dims[3]), stacks), 0
-            y, per_rank = on_stack(axis.backing, axis.size, x, dim, stacked)
+            y, per_rank = on_stack(simulated, axis.size, x, dim, stacked)
             return y, 0 if per_rank else None
-        front = axis.backing.taken if isinstance(axis.backing, VmapBacking) else 0
+        front = simulated.taken if simulated else 0
         if dim is not None and front:
             x, dim = x.movedim(dim, front), front
         return Extremum.apply(which, axis, compiled, index, x), dim
@@ -138,7 +139,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     check_sums(which, leaves, value, "extrema")
     found = comm.resolve(axis)
     meet_as_tree(which, value, leaves, spec, [() for _ in leaves], found)
-    index = found.index() if isinstance(found.backing, VmapBacking) else None
+    index = found.index() if found.simulated else None
     return tree.unflatten(spec, [Extremum.apply(which, found, False, index, x) for x in leaves])
 
 
@@ -153,7 +154,7 @@ _prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tensor:
     """The node that a compiled graph holds for an extremum."""
     axis = traced_axis(axis_key)
-    index = axis.index() if isinstance(axis.backing, VmapBacking) else None
+    index = axis.index() if axis.simulated else None
     found: torch.Tensor = Extremum.apply(which, axis, True, index, x)
     return found
 

@@ -21,7 +21,7 @@ import torch
 from torch._C import _functorch
 
 from ltx import comm, tree
-from ltx.axis import Axis, GroupBacking, MetaBacking, VmapBacking
+from ltx.axis import Axis, MetaBacking, VmapBacking
 from ltx.comm import functional
 from ltx.comm.operations import MOVES, SUMMED, as_bytes, from_bytes
 from ltx.errors import UnsupportedError
@@ -101,10 +101,10 @@ class Linear(Function):
             return tuple(
                 _fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)]
             )
-        if isinstance(axis.backing, MetaBacking):
-            return tuple(_on_shapes(rule, static, axis, axis.backing, x) for x in xs)
-        assert isinstance(axis.backing, GroupBacking), "a simulated axis is peeled by the vmap rule"
-        axis_comm: comm.AxisComm = axis.backing.comm
+        if axis.meta:
+            return tuple(_on_shapes(rule, static, axis, axis.meta, x) for x in xs)
+        assert axis.comm, "a simulated axis is peeled by the vmap rule"
+        axis_comm: comm.AxisComm = axis.comm
         begin = _begin_compiled if compiled else _begin
         waits = [begin(axis_comm, rule, x, static) for x in xs]
         landed = [
@@ -122,7 +122,7 @@ class Linear(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         # One call for each distinct transpose keeps the order of issues that of the tensors.
-        front = ctx.axis.backing.taken if isinstance(ctx.axis.backing, VmapBacking) else 0
+        front = ctx.axis.simulated.taken if ctx.axis.simulated else 0
         transposes = [RULES[ctx.name].transpose(shape[front:], ctx.static) for shape in ctx.shapes]
         grads: list[torch.Tensor] = []
         for (name, static), cotangent in zip(transposes, cotangents, strict=True):
@@ -148,18 +148,19 @@ class Linear(Function):
         *xs: torch.Tensor,
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims = RULES[name], in_dims[5:]
-        if isinstance(axis.backing, VmapBacking) and peeled_level() == axis.backing.level:
-            below = axis.backing.below
+        simulated = axis.simulated
+        if simulated and peeled_level() == simulated.level:
+            below = simulated.below
             if below is not None:  # a level of several: the outermost one's rule does it
                 rest, stacks = replace(axis, backing=below), _in_front(info.batch_size, xs, dims)
                 all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
                 return all_ranks, (0,) * len(xs)
             results = [
-                on_stack(axis.backing, axis.size, x, dim, lambda stacked, n: rule.stacked(stacked, n, static))
+                on_stack(simulated, axis.size, x, dim, lambda stacked, n: rule.stacked(stacked, n, static))
                 for x, dim in zip(xs, dims, strict=True)
             ]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
-        front = axis.backing.taken if isinstance(axis.backing, VmapBacking) else 0
+        front = simulated.taken if simulated else 0
         outs: list[torch.Tensor] = []
         for x, dim in zip(xs, dims, strict=True):
             inner = static if dim is None else rule.batched(static)
@@ -274,7 +275,7 @@ def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compile
         return []
     if not compiled and not _differentiated(xs):
         return list(Linear.forward(name, static, axis, compiled, None, *xs))
-    index = axis.index() if isinstance(axis.backing, VmapBacking) else None
+    index = axis.index() if axis.simulated else None
     return list(Linear.apply(name, static, axis, compiled, index, *xs))
 
 
@@ -301,7 +302,7 @@ def prepare_trace(axis: Any) -> str:
     torch.compiler.allow_in_graph(in_graph_index)
     found = comm.resolve(axis)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
-    if isinstance(found.backing, VmapBacking):
+    if found.simulated:
         key = f"{found.name!r} of {found.size}, {found.backing!r}"
     _traced_axes[key] = found
     return key
@@ -327,7 +328,7 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
         if RULES[name].operation in ("psum", "psum_scatter"):
             check_sums(name, leaves, value)
         found = comm.resolve(axis)
-        if isinstance(found.backing, GroupBacking):
+        if found.comm is not None:
             tree.check_values(leaves, value, name)
         groups = [static(x, found.size) for x in leaves]
         moved = [movable(name, x) for x in leaves]
@@ -379,9 +380,9 @@ def meet_as_tree(
 
     The Functions compare tensor by tensor, as what their derivatives issue has no tree.
     """
-    if not isinstance(axis.backing, GroupBacking):
+    if axis.comm is None:
         return
-    axis_comm: comm.AxisComm = axis.backing.comm
+    axis_comm: comm.AxisComm = axis.comm
     call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
     agreed = axis_comm.negotiate(
@@ -405,8 +406,8 @@ traced_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def traced_rank(key: str) -> int | None:
     """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
-    backing = _traced_axes[key].backing
-    return None if isinstance(backing, VmapBacking) else 0 if backing is None else backing.rank
+    rank = _traced_axes[key].rank
+    return rank if isinstance(rank, int) else None
 
 
 traced_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import torch
 
 from ltx import comm
 from ltx.arguments import checked
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis
 from ltx.collectives.uneven import told
 from ltx.comm.pickling import dumps
 from ltx.errors import AxisError
@@ -146,18 +146,19 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
         >>> ltx.barrier("before evaluation")
     """
     found = comm.resolve(axis)
-    if not isinstance(found.backing, GroupBacking):
+    if found.comm is None:
         return
-    axis_comm: comm.AxisComm = found.backing.comm
+    axis_comm: comm.AxisComm = found.comm
     label = f"barrier {name!r}" if name else "barrier"
     axis_comm.negotiate_issue(axis_comm.user, label, lambda: comm.Signature(label, ()))
     axis_comm.user.issue("psum", torch.zeros(1, device=axis_comm.device), label).wait()
 
 
 def _axis_comm(what: str, axis: Axis) -> comm.AxisComm | None:
-    if isinstance(axis.backing, VmapBacking):
+    if axis.simulated:
         raise AxisError(
             f"{what} has no simulated form: the simulated ranks of axis {axis.name!r} are one process and share its "
             "objects. Use the object itself, or ltx.broadcast for tensors."
         )
-    return axis.backing.comm if isinstance(axis.backing, GroupBacking) else None
+    found: comm.AxisComm | None = axis.comm
+    return found

@@ -8,7 +8,6 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import checked
-from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.index import axis_index
 from ltx.collectives.linear import prepare_trace, traced_rank
 from ltx.collectives.psum import axis_size
@@ -36,12 +35,12 @@ def rank_seed(seed: int, axis: Any = None) -> int:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     found = comm.resolve(axis)
-    if isinstance(found.backing, VmapBacking):
+    rank = found.rank
+    if not isinstance(rank, int):
         raise AxisError(
             f"rank_seed: the simulated ranks of axis {found.name!r} share one generator. They draw different numbers "
             'under ltx.vmap(f, randomness="different"), the default.'
         )
-    rank = found.backing.rank if isinstance(found.backing, GroupBacking) else 0
     z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -81,7 +80,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     else:
         found = comm.resolve(axis)
         name = found.name
-        rank = None if isinstance(found.backing, VmapBacking) else 0 if found.backing is None else found.backing.rank
+        rank = found.rank if isinstance(found.rank, int) else None
 
     def part(path: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.ndim == 0:

@@ -10,7 +10,6 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import brief, checked
-from ltx.axis import GroupBacking, VmapBacking
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import all_gather
 from ltx.collectives.psum import axis_size, pmean, psum
@@ -126,13 +125,13 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     Source: Lightning's ``Strategy.reduce_boolean_decision``.
     """
     found = comm.resolve(axis)
-    if isinstance(found.backing, VmapBacking):
+    if found.simulated:
         raise AxisError(
             f"reduce_boolean_decision has no simulated form: the ranks of axis {found.name!r} can't take different "
             'branches in one process. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.'
         )
     if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
         raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
-    device = found.backing.comm.device if isinstance(found.backing, GroupBacking) else None
+    device = found.comm.device if found.comm is not None else None
     said = torch.tensor(bool(decision), device=device)
     return bool((pmin if all else pmax)(said, found))

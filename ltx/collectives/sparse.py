@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ltx import comm
-from ltx.axis import VmapBacking
 from ltx.collectives.uneven import gather_all_tensors, told
 from ltx.errors import RankMismatchError, UnsupportedError
 
@@ -24,7 +23,7 @@ def psum_sparse(x: torch.Tensor, axis: Any) -> torch.Tensor:
     the values.
     """
     found = comm.resolve(axis)
-    if isinstance(found.backing, VmapBacking) or torch._C._are_functorch_transforms_active():
+    if found.simulated or torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "psum of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."
         )

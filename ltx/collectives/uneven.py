@@ -13,7 +13,7 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import shown
-from ltx.axis import Axis, VmapBacking
+from ltx.axis import Axis
 from ltx.collectives.linear import apply, collective, movable
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
@@ -87,7 +87,7 @@ def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
     """Every rank's list of integers, all of one length."""
     if axis.backing is None:
         return [numbers]
-    axis_comm: comm.AxisComm = axis.backing.comm  # type: ignore[union-attr]
+    axis_comm: comm.AxisComm = axis.comm
     axis_comm.negotiate_issue(
         axis_comm.user, (what, "lengths", len(numbers)), lambda: comm.Signature(what, (), f"{len(numbers)} lengths")
     )
@@ -171,7 +171,7 @@ def _real(axis: Any, what: str, instead: str) -> Axis:
     if torch.compiler.is_compiling():
         _refuse_trace(what)
     found = comm.resolve(axis)
-    if isinstance(found.backing, VmapBacking):
+    if found.simulated:
         raise AxisError(f"{what} has no simulated form. {instead}")
     return found
 
@@ -233,7 +233,7 @@ def _agree(what: str, splits: tuple[int, ...], axis: Axis, misfit: AxisError | N
         AxisError: those of no rank fit, for the same reason.
     """
     if axis.backing is not None:
-        axis_comm: comm.AxisComm = axis.backing.comm  # type: ignore[union-attr]
+        axis_comm: comm.AxisComm = axis.comm
         signature = str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}"
         # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
         key = (what, "splits", splits, axis_comm.user.issued if misfit else None)

@@ -153,7 +153,7 @@ class AxisComm:
 
     @property
     def _part_lines(self) -> list[AxisComm]:
-        return [axis.backing.comm for axis in self._parts.values() if isinstance(axis.backing, GroupBacking)]
+        return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _renew(self) -> None:
         """New channels in place of the torn ones, whose groups stay until the next time: a schedule may know them."""

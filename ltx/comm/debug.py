@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ltx.arguments import checked
-from ltx.axis import GroupBacking, axes_in_scope
+from ltx.axis import axes_in_scope
 from ltx.comm.signature import Agreement, Post, Signature, list_calls, mismatch
 from ltx.errors import CollectiveTimeoutError, LtxError, RankMismatchError
 
@@ -132,8 +132,8 @@ class Checks:
     def enter(self) -> None:
         """Compare with the peers that they have come here too."""
         for axis in axes_in_scope():
-            if isinstance(axis.backing, GroupBacking):
-                self.exchange(axis.backing.comm, Signature("debug_checks", (), f"same_lines={self.same_lines}"))
+            if axis.comm is not None:
+                self.exchange(axis.comm, Signature("debug_checks", (), f"same_lines={self.same_lines}"))
 
     def leave(self) -> None:
         """Compare with the peers that they are through too."""

@@ -30,9 +30,8 @@ def begin_external(axis_comm: AxisComm, label: str) -> None:
     if axis_comm.recovery.external_error:
         raise DeadlockDetectedError(
             f"rank {axis_comm.rank}: {label} can't run on axis {axis_comm.name!r}: the collectives that such hooks "
-            "issue have "
-            f"been out of step since an earlier failure. Destroy their process group, ltx.shutdown(), and start again. "
-            f"The failure was: {axis_comm.recovery.external_error}"
+            "issue have been out of step since an earlier failure. Destroy their process group, ltx.shutdown(), and "
+            f"start again. The failure was: {axis_comm.recovery.external_error}"
         )
     axis_comm.recovery.external_runs += 1
 

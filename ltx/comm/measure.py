@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ltx.axis import GroupBacking
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.channel import Channel
 from ltx.comm.network import Network
@@ -62,11 +61,8 @@ def measure_network(axis: Any = None) -> Network | None:
         >>> print(ltx.profile.measure_network())  # a world of one
         None
     """
-    backing = resolve(axis).backing
-    if not isinstance(backing, GroupBacking):
-        return None
-    axis_comm: AxisComm = backing.comm
-    if axis_comm.size == 1:
+    axis_comm: AxisComm | None = resolve(axis).comm
+    if axis_comm is None or axis_comm.size == 1:
         return None
     axis_comm.negotiate(axis_comm.bucket_channel(0), "measure_network", lambda: Signature("measure_network", ()))
     return measured(axis_comm)

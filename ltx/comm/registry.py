@@ -66,22 +66,22 @@ def _outsider() -> str:
 
 def close_axis(axis: Axis) -> None:
     """Close what :func:`open_axis` opened."""
-    if isinstance(axis.backing, GroupBacking):
-        axis_comm: AxisComm = axis.backing.comm
+    if axis.comm is not None:
+        axis_comm: AxisComm = axis.comm
         _lines.pop(axis_comm.group, None)
         axis_comm.close()
 
 
 def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
-    lines = [axis.backing.comm for axis in _lines.values() if isinstance(axis.backing, GroupBacking)]
+    lines = [axis.comm for axis in _lines.values() if axis.comm is not None]
     return (*_lines.values(), *(part for axis_comm in lines for part in axis_comm.parts))
 
 
 def _refuse_forks() -> None:
     for axis in open_axes():
-        if isinstance(axis.backing, GroupBacking):
-            axis.backing.comm.refuse_fork()
+        if axis.comm is not None:
+            axis.comm.refuse_fork()
 
 
 os.register_at_fork(after_in_child=_refuse_forks)
@@ -97,7 +97,7 @@ def size_and_rank(axis: Any) -> tuple[int, int]:
     if isinstance(axis, dist.ProcessGroup):
         return axis.size(), axis.rank()
     found = resolve(axis)
-    return found.size, found.backing.rank if isinstance(found.backing, GroupBacking) else 0
+    return found.size, found.rank if isinstance(found.rank, int) else 0
 
 
 def resolve(axis: Any) -> Axis:

@@ -34,8 +34,7 @@ def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes
         known = f"This rank's {KEY} is {'set' if os.environ.get(KEY) else 'not set'}"
         raise AuthenticationError(
             f"rank {axis_comm.rank}: an object from rank {rank} on axis {axis_comm.name!r} isn't sealed with the key "
-            "of this "
-            f"job, so it isn't unpickled. {known}: give all ranks of a job the same one, or none."
+            f"of this job, so it isn't unpickled. {known}: give all ranks of a job the same one, or none."
         )
     return data
 

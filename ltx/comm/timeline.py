@@ -219,8 +219,7 @@ def timeline(traces: Iterable[Trace]) -> Timeline:
     if wrong or not found:
         raise InputError(
             f"ltx.profile.timeline takes the recordings of one or more ranks, got {wrong[0] if wrong else 'none'}. "
-            "Return the "
-            "trace of `with ltx.profile.record() as trace:` from each rank."
+            "Return the trace of `with ltx.profile.record() as trace:` from each rank."
         )
     return Timeline(found)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.errors import LtxError
 from ltx.estimate.codec_costs import codec
 from ltx.estimate.dry_run import Gradients
@@ -129,7 +129,7 @@ def choose_on_axis(strategy: Strategy, on: Any, params: Tree, dtype: torch.dtype
     """
     axis = comm.resolve(on)
     network = strategy.network
-    if network is None and isinstance(axis.backing, GroupBacking) and axis.size > 1:
+    if network is None and axis.comm is not None and axis.size > 1:
         network = _measured(strategy, axis, params)
     if not strategy.auto_hook:
         return ""
@@ -137,7 +137,7 @@ def choose_on_axis(strategy: Strategy, on: Any, params: Tree, dtype: torch.dtype
 
 
 def _measured(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network:
-    axis_comm: comm.AxisComm = axis.backing.comm  # type: ignore[union-attr]
+    axis_comm: comm.AxisComm = axis.comm
     leaves, spec = tree.flatten(params)
     shapes = tuple((x.shape, x.dtype) for x in leaves)
     axis_comm.negotiate(
@@ -152,8 +152,8 @@ def network_of(strategy: Strategy, axis: Any) -> comm.Network | None:
     """What automatic choices go by, if that is known: nothing is measured for it."""
     if strategy.network is not None:
         return strategy.network
-    backing = comm.resolve(axis).backing
-    return backing.comm.network if isinstance(backing, GroupBacking) else None
+    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
+    return None if axis_comm is None else axis_comm.network
 
 
 def on_network(strategy: Strategy, params: Tree, ranks: int, network: comm.Network) -> Strategy:

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from ltx import comm
-from ltx.axis import GroupBacking
 from ltx.errors import LtxError, StrategyError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.pending import PendingReductions, Reduced
@@ -55,9 +54,9 @@ class Exchange:
         self._states = list(states) or [{} for _ in tensors]
         if background and (phases := plan.hook.phases_on(plan.axis.size)) > 1:
             raise StrategyError(f"{plan.hook!r} has {phases} phases; in the background there is one channel, for one.")
-        if isinstance(plan.axis.backing, GroupBacking):
+        if plan.axis.comm is not None:
             try:
-                self._launch(plan.axis.backing.comm, tensors, background)
+                self._launch(plan.axis.comm, tensors, background)
             except LtxError as error:
                 if not background:
                     raise
@@ -139,6 +138,6 @@ class Exchange:
 
     @property
     def _comm(self) -> comm.AxisComm:
-        assert isinstance(self._plan.axis.backing, GroupBacking)
-        axis_comm: comm.AxisComm = self._plan.axis.backing.comm
+        assert self._plan.axis.comm
+        axis_comm: comm.AxisComm = self._plan.axis.comm
         return axis_comm

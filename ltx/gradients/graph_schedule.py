@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from ltx.axis import GroupBacking
 from ltx.comm import functional
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.pending import Reduced
@@ -41,8 +40,8 @@ class GraphSchedule(Schedule):
         buffer, size = request.buffer, axis.size
         if axis.backing is None:
             return lambda: collective_alone(request)
-        assert isinstance(axis.backing, GroupBacking)
-        group = axis.backing.comm.bucket_channel(0).group.group_name
+        assert axis.comm
+        group = axis.comm.bucket_channel(0).group.group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
         given = buffer.flatten(0, 1) if request.operation == "psum_scatter" and buffer.ndim > 1 else buffer

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch._C import _functorch
 
-from ltx.axis import Axis, VmapBacking
+from ltx.axis import Axis
 from ltx.gradients.reduction import pack_pure, reduce_at_once, unpack
 from ltx.gradients.schedule import Dims, Schedule
 
@@ -45,8 +45,8 @@ def _under_vmaps(
 ) -> tuple[torch.Tensor, ...]:
     """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own become its `levels`."""
     if not dims:
-        if isinstance(axis.backing, VmapBacking) and levels:
-            axis = replace(axis, backing=axis.backing.at(levels))
+        if axis.simulated and levels:
+            axis = replace(axis, backing=axis.simulated.at(levels))
         return body(axis, *tensors)
 
     def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:

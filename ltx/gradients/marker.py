@@ -59,7 +59,7 @@ def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
     """An input that makes functorch call a Function's vmap rule at the levels of a simulated axis, but for those that
     `dims` says are off."""
     left = _left(axis, dims)
-    return left.index() if left is not None and isinstance(left.backing, VmapBacking) else None
+    return left.index() if left is not None and left.simulated else None
 
 
 def _left(axis: Axis, dims: Dims) -> Axis | None:
@@ -295,7 +295,7 @@ def _peel(
 ) -> tuple[bool, list[torch.Tensor]]:
     """The tensors with the dimension of the vmap level that is being peeled in front, and whether that is the axis."""
     level = (_functorch.maybe_current_level() or 0) + 1
-    here = isinstance(axis.backing, VmapBacking) and level in axis.backing.levels
+    here = axis.simulated is not None and level in axis.simulated.levels
     stacked = [
         t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
         for t, dim in zip(tensors, dims, strict=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from ltx import comm
-from ltx.axis import GroupBacking
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import BucketInput, LeafState, Reducer, Reduction, collective_alone
 
@@ -92,10 +91,10 @@ class PendingReductions:
                 )
             axis_comm = self._comm
             if request.axis is not None:
-                if not isinstance(request.axis.backing, GroupBacking):
+                if request.axis.comm is None:
                     result = collective_alone(request)
                     continue
-                axis_comm = request.axis.backing.comm
+                axis_comm = request.axis.comm
             channel = self._channel_of(axis_comm, pending.phase)
             pending.phase += 1
             if request.buffer.numel():

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ltx import comm
-from ltx.axis import Axis, GroupBacking, MetaBacking
+from ltx.axis import Axis
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Leaf, plan_buckets
 from ltx.gradients.reduction import Reducer
@@ -80,9 +80,9 @@ def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.
     """What sizes are chosen by: all ranks have it, or come here together. None where they aren't chosen."""
     if not owner.auto_sizes or background or owner.network is not None:
         return owner.network if owner.auto_sizes and not background else None
-    if not isinstance(axis.backing, GroupBacking) or axis.size == 1:
+    if axis.comm is None or axis.size == 1:
         return None
-    axis_comm: comm.AxisComm = axis.backing.comm
+    axis_comm: comm.AxisComm = axis.comm
     if axis_comm.network is None and not compare:
         raise UnsupportedError(
             'bucket_bytes="auto" measures the network, which a compiled graph can\'t do. Call '
@@ -122,8 +122,8 @@ def make_plan(
     shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
     leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
     agreement = None
-    if compare and isinstance(axis.backing, GroupBacking):
-        axis_comm: comm.AxisComm = axis.backing.comm
+    if compare and axis.comm is not None:
+        axis_comm: comm.AxisComm = axis.comm
         agreement = axis_comm.negotiate(
             axis_comm.background if background else axis_comm.bucket_channel(0),
             (operation, owner, hook, leaves, names, structure),  # not the order: it may differ
@@ -133,7 +133,7 @@ def make_plan(
             offer=lambda: list(arrival()),
         )
         order = tuple(agreement.offer)
-        parts = [part.backing.comm for part in hook.axes(axis) if isinstance(part.backing, GroupBacking)]
+        parts = [part.comm for part in hook.axes(axis) if part.comm is not None]
         for opened in () if background else (axis_comm, *parts):
             opened.open_phases(hook.phases_on(axis.size))
     else:
@@ -141,7 +141,7 @@ def make_plan(
     network = _network(owner, axis, compare, background)
     groups = owner.grouping(paths, order)
     # An axis of shapes is made for one look, and needn't be kept.
-    make = _plan.__wrapped__ if isinstance(axis.backing, MetaBacking) else _plan
+    make = _plan.__wrapped__ if axis.meta else _plan
     plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan
 

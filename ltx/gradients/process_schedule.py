@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from ltx import comm
-from ltx.axis import GroupBacking
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.immediate_schedule import ImmediateSchedule
@@ -35,9 +34,9 @@ class ProcessSchedule(Schedule):
 
     def __init__(self, plan: Plan, deferred: bool = False, ahead: bool = False):
         super().__init__(plan)
-        assert isinstance(plan.axis.backing, GroupBacking)
+        assert plan.axis.comm
         self.fenced = not deferred
-        self.comm: comm.AxisComm = plan.axis.backing.comm
+        self.comm: comm.AxisComm = plan.axis.comm
         ahead = ahead and self.progresses_alone
         self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
         self.summary: comm.PendingSummary | None = None
@@ -51,7 +50,7 @@ class ProcessSchedule(Schedule):
         self.update: Callable[[Bucket, Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
         self._passage: comm.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
-        self._part = None if part is None or not isinstance(part.backing, GroupBacking) else part.backing.comm
+        self._part = None if part is None or part.comm is None else part.comm
         self._pending = PendingReductions(self.comm)
         self._batches: list[torch.Size] = []
         self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
@@ -238,5 +237,5 @@ def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:
 
 def schedule_for(plan: Plan, deferred: bool = False, ahead: bool = False) -> Schedule:
     """The eager schedule of `plan`; `deferred` and `ahead` are those of :class:`ProcessSchedule`."""
-    on_processes = isinstance(plan.axis.backing, GroupBacking)
+    on_processes = plan.axis.comm is not None
     return ProcessSchedule(plan, deferred, ahead) if on_processes else ImmediateSchedule(plan)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ltx.axis import Axis, MetaBacking
+from ltx.axis import Axis
 from ltx.collectives.linear import Static, apply
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
@@ -195,8 +195,8 @@ class ExactSum:
 
 def _collective(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
     axis = request.axis or axis
-    if isinstance(axis.backing, MetaBacking):
-        return axis.backing.answer(request.operation, request.buffer, request.arguments, axis.size)
+    if axis.meta:
+        return axis.meta.answer(request.operation, request.buffer, request.arguments, axis.size)
     static = request.arguments if request.operation == "ppermute" else _STATIC[request.operation]
     return apply(request.operation, static, axis, [request.buffer])[0]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ltx import comm
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.comm.external_collectives import begin_external, wait_for_external
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
 from ltx.gradients.reduction import BucketInput, Reduction, parts_of
@@ -124,13 +124,13 @@ class FromTorch(CommHook):
                 f"{self!r} can't be part of a compiled graph. Compile the step inside: "
                 "ltx.data_parallel(torch.compile(f), strategy)."
             )
-        if inputs.axis is None or not isinstance(inputs.axis.backing, GroupBacking):
+        if inputs.axis is None or inputs.axis.comm is None:
             where = "in a world of one without a process group" if inputs.axis_size == 1 else "on simulated ranks"
             raise UnsupportedError(
                 f"{self!r} talks over a process group of torch.distributed, so it can't run {where}. Use a hook of "
                 "ltx.hooks there, or start the program with a launcher (ltx run, torchrun)."
             )
-        axis_comm: comm.AxisComm = inputs.axis.backing.comm
+        axis_comm: comm.AxisComm = inputs.axis.comm
         self._check_ranks(inputs.axis, axis_comm)
         return axis_comm
 
@@ -150,8 +150,7 @@ class FromTorch(CommHook):
             got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise StrategyError(
                 f"rank {axis_comm.rank}: {label}: expected its future to hold a tensor of {inputs.flat.numel()} "
-                "elements, "
-                f"got {got}. The future of a collective holds a list: add .then(lambda f: f.value()[0])."
+                f"elements, got {got}. The future of a collective holds a list: add .then(lambda f: f.value()[0])."
             )
         # What isn't our buffer is the hook's, which may write into it at the next step.
         is_ours = result.untyped_storage().data_ptr() == inputs.flat.untyped_storage().data_ptr()

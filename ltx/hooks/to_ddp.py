@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ltx import comm
 from ltx.arguments import shown
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
 from ltx.gradients.buckets import Bucket, leaves_of
 from ltx.gradients.pending import PendingReductions
@@ -104,8 +104,8 @@ class ToTorch:
 
     def _begin(self, state: Any) -> _Pass:
         axis = comm.resolve(self._group_of(state))
-        assert isinstance(axis.backing, GroupBacking)
-        axis_comm: comm.AxisComm = axis.backing.comm
+        assert axis.comm
+        axis_comm: comm.AxisComm = axis.comm
         passage, pending = axis_comm.recovery.enter(), PendingReductions(axis_comm)
         axis_comm.recovery.recover()
         passage.flush = pending.flush

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ltx import collectives, comm
-from ltx.axis import GroupBacking
 from ltx.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -407,8 +406,8 @@ def _lost_on(axis: Any) -> Callable[[], list[int]]:
     """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
     if not init.settings():
         return list
-    backing = comm.resolve(axis).backing
-    return backing.comm.gone if isinstance(backing, GroupBacking) else list
+    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
+    return list if axis_comm is None else axis_comm.gone
 
 
 def _heartbeat_s(way: _Way) -> float:

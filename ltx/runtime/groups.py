@@ -25,7 +25,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx import comm
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.comm import close_axis, open_axis
 from ltx.comm.operations import connect_limit
 from ltx.errors import WorldError
@@ -308,7 +308,7 @@ def close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
 
 def with_groups(axes: tuple[Axis, ...]) -> list[Any]:
     """The lines of `axes` and their channels, each with a process group of its own."""
-    lines = [axis.backing.comm for axis in axes if isinstance(axis.backing, GroupBacking)]
+    lines = [axis.comm for axis in axes if axis.comm is not None]
     return [one for axis_comm in lines for one in (axis_comm, *axis_comm.channels)]
 
 

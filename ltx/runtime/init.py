@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ltx import comm
 from ltx import tree as trees
 from ltx.arguments import brief, checked
-from ltx.axis import DEFAULT_NAME, Axis, GroupBacking, set_world_axes
+from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import PeerLostError, TreeError, WorldError, message_of
 from ltx.runtime.failure_file import note_failure, note_uncaught
 from ltx.runtime.groups import (
@@ -171,9 +171,9 @@ def shutdown() -> None:
 def abandon(error: BaseException) -> None:
     """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
     for axis in comm.open_axes():
-        if isinstance(axis.backing, GroupBacking):
+        if axis.comm is not None:
             why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
-            axis.backing.comm.recovery.abandon(why, lost)
+            axis.comm.recovery.abandon(why, lost)
 
 
 def forget() -> None:

@@ -21,7 +21,7 @@ import torch
 
 from ltx import hooks, tree
 from ltx.arguments import brief
-from ltx.axis import Axis, GroupBacking, MetaBacking, VmapBacking
+from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.exchange import Exchange
 from ltx.hooks.base import check_whole
@@ -163,7 +163,7 @@ class AsyncAveraging(NodeStrategy):
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)
-        if self.schedule is None and axis.size > 1 and isinstance(axis.backing, VmapBacking):
+        if self.schedule is None and axis.size > 1 and axis.simulated:
             raise UnsupportedError(
                 "AsyncAveraging: simulated ranks have no clock, as all of them step together. Give the rounds a "
                 "schedule: AsyncAveraging(schedule=(period, delay))."
@@ -229,7 +229,7 @@ class AsyncAveraging(NodeStrategy):
         """Begin a round; where that does it all, what it comes to waits in the states."""
         leaves = tree.flatten(params)[0]
         mean = self._exchange(params, info, settling=0)
-        if isinstance(info.axis.backing, GroupBacking | MetaBacking):
+        if info.axis.comm or info.axis.meta:
             return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
         reduced = self._landed(mean, params, info)
         paths = tree.leaf_paths(params)

@@ -12,7 +12,7 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import brief, check_fields
-from ltx.axis import Axis, MetaBacking
+from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.exchange import Exchange
 from ltx.gradients.planning import make_plan
@@ -277,10 +277,10 @@ class Strategy:
             like: the tree that has the tensors for leaves, where buckets are to be those of its gradients.
         """
         plan = self._plan(hook, tensors, paths, info, states, background, like)
-        backing = info.axis.backing
-        if isinstance(backing, MetaBacking) and backing.exchange is not None:
-            watched: Exchange = backing.exchange(plan, tensors, states, background, paths)
-            return watched
+        meta = info.axis.meta
+        if meta and meta.exchange is not None:
+            recorded: Exchange = meta.exchange(plan, tensors, states, background, paths)
+            return recorded
         return Exchange(plan, tensors, states, background, midway)
 
     def negotiate(

@@ -20,7 +20,7 @@ import torch
 
 from ltx import tree
 from ltx.arguments import brief
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.gradients.exchange import Exchange
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
@@ -100,8 +100,8 @@ class Decentralized(GossipStrategy):
         if self.node_size is not None:
             reduced, _ = self.exchange(FromParts(self.node_size), reduced, paths, info).wait()
         *reduced, tag = reduced
-        if isinstance(info.axis.backing, GroupBacking):
-            self._check(tag, info, info.axis.backing.rank)
+        if info.axis.comm is not None:
+            self._check(tag, info, info.axis.comm.rank)
         # In memory of their own, rather than a bucket's.
         y = tree.unflatten(spec, [mean.clone() for mean in reduced])
         return super().update(replace(update, params=y), states, info, None)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.axis import GroupBacking, VmapBacking
 from ltx.errors import NotFiniteError
 from ltx.strategies.update import StepInfo
 from ltx.training.backward_update import any_not_finite
@@ -99,29 +98,28 @@ def not_finite_error(
     paths = tree.leaf_paths(state.trained)
     with random_numbers_from(states):
         own = _own_gradients(train, state, batch, info, factor)
-    match info.axis.backing:
-        case GroupBacking(comm=axis_comm):
-            place, signature = axis_comm.notes.begin(), comm.Signature("whose gradients aren't finite", ())
-            told = axis_comm.exchange_values(place, signature, [_described(paths, own), _described(paths, reduced)])
-            by_rank = [texts for texts, _ in told]
-            together = sorted({text for _, texts in told for text in texts})
-        case VmapBacking() as backing:
-            split = [with_ranks(g, backing) for g in own]
-            by_rank = [
-                _described(paths, [g if dim is None else g.select(dim, rank) for g, dim in split])
-                for rank in range(info.axis.size)
-            ]
-            together = _described(paths, reduced)
-        case _:
-            by_rank, together = [_described(paths, own)], []
+    axis_comm, simulated = info.axis.comm, info.axis.simulated
+    if axis_comm:
+        place, signature = axis_comm.notes.begin(), comm.Signature("whose gradients aren't finite", ())
+        told = axis_comm.exchange_values(place, signature, [_described(paths, own), _described(paths, reduced)])
+        by_rank = [texts for texts, _ in told]
+        together = sorted({text for _, texts in told for text in texts})
+    elif simulated:
+        split = [with_ranks(g, simulated) for g in own]
+        by_rank = [
+            _described(paths, [g if dim is None else g.select(dim, rank) for g, dim in split])
+            for rank in range(info.axis.size)
+        ]
+        together = _described(paths, reduced)
+    else:
+        by_rank, together = [_described(paths, own)], []
     found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
     if not found:
         found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
     return NotFiniteError(
         f"train_step: gradients of step {info.step} aren't finite. {'; '.join(found)}. The state is as it was before "
-        "the "
-        'step, and may be used again. guard="skip" leaves such steps out; torch.autograd.detect_anomaly() finds the '
-        "operation."
+        'the step, and may be used again. guard="skip" leaves such steps out; torch.autograd.detect_anomaly() finds '
+        "the operation."
     )
 
 

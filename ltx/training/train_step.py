@@ -11,7 +11,7 @@ import torch
 
 from ltx import collectives, comm, tree
 from ltx.arguments import checked
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.gradients.leaves import differentiable
 from ltx.gradients.process_schedule import ProcessSchedule
@@ -116,8 +116,8 @@ class TrainStep(TrainSettings):
                 return self._step(state, start, batch, moment, pending, late)
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
-            if (late or begun or must_sync_finite(self, moment)) and isinstance(axis.backing, GroupBacking):
-                axis.backing.comm.recovery.abort(error)
+            if (late or begun or must_sync_finite(self, moment)) and axis.comm is not None:
+                axis.comm.recovery.abort(error)
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
             raise
@@ -127,7 +127,7 @@ class TrainStep(TrainSettings):
 
         Ranks that come from a checkpoint or from an interrupt may not have come from the same step.
         """
-        axis_comm = axis.backing.comm if isinstance(axis.backing, GroupBacking) else None
+        axis_comm = axis.comm
         first = (
             axis_comm is not None
             and not axis_comm.has_compared(TrainStep, None)
@@ -147,9 +147,7 @@ class TrainStep(TrainSettings):
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
             sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(spec, start.leaves)))
         drawn = random_states() if self.guard == "raise" else []
-        post_update_hook = (
-            self.post_update_hook(info.step) if late and isinstance(info.axis.backing, GroupBacking) else None
-        )
+        post_update_hook = self.post_update_hook(info.step) if late and info.axis.comm is not None else None
         in_place = self.donate and (post_update_hook is not None or not late)
         leaves, trained = start.leaves, differentiable(start.leaves)
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
@@ -318,7 +316,7 @@ class TrainStep(TrainSettings):
         empty = tree.unflatten(spec, metas)
         told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.layout)
         empty, shapes, step, sync_step, choice, layout = collectives.broadcast_object(told, src, axis)
-        if not (isinstance(axis.backing, GroupBacking) and axis.backing.rank == src):
+        if not (axis.comm and axis.comm.rank == src):
             made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
             parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
         params, frozen, buffers, opt_state, entries, loss_scale = tree.map(

@@ -15,7 +15,7 @@ import torch
 
 from ltx import collectives, comm, tree
 from ltx.arguments import brief
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis
 from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
 from ltx.typing import Tree
 
@@ -89,7 +89,7 @@ def uneven(
     if divisor not in ("data", "all"):
         raise InputError(f'uneven: divisor must be "data" or "all", got {brief(divisor)}.')
     found = comm.resolve(axis)
-    if isinstance(found.backing, VmapBacking):
+    if found.simulated:
         raise AxisError(
             f"uneven has no simulated form: the simulated ranks of axis {found.name!r} are one process and share its "
             "iterables. Pad the ranks' batches to one number outside, stack them, and pass the ranks' weights, 0 for "
@@ -112,8 +112,8 @@ def _weight(value: float) -> torch.Tensor:
 
 
 def _turns(iterable: Iterable[Any], axis: Axis, divisor: str) -> Iterator[tuple[Any, torch.Tensor]]:
-    assert isinstance(axis.backing, GroupBacking)
-    axis_comm: comm.AxisComm = axis.backing.comm
+    assert axis.comm
+    axis_comm: comm.AxisComm = axis.comm
     source = _Source(iterable)
     first = True
     while True:

@@ -11,7 +11,7 @@ import torch
 from torch._C import _functorch
 
 from ltx import comm, tree
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis, VmapBacking
 from ltx.errors import ReplicaDivergedError
 from ltx.transforms.digests import digest, values
 from ltx.typing import Tree
@@ -30,8 +30,8 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
     is elsewhere is told that this rank is at `signature`. Simulated ranks that share one value have nothing to compare;
     others are compared at every call.
     """
-    axis_comm = axis.backing.comm if isinstance(axis.backing, GroupBacking) else None
-    if axis.size == 1 or not isinstance(axis.backing, GroupBacking | VmapBacking):
+    axis_comm = axis.comm
+    if axis.size == 1 or not (axis_comm or axis.simulated):
         return
     if axis_comm is not None and axis_comm.has_compared(fn, key):
         return
@@ -57,13 +57,11 @@ def digests_by_rank(
     axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], signature: comm.Signature | None = None
 ) -> list[list[str]]:
     """Each rank's digests of `leaves`; where all are the same perhaps only this rank's."""
-    match axis.backing:
-        case GroupBacking(comm=axis_comm):
-            return _on_processes(axis_comm, leaves, signature)
-        case VmapBacking() as backing:
-            return _on_simulated_ranks(backing, axis.size, leaves)
-        case _:
-            return [["" for _ in leaves]]
+    if axis.comm:
+        return _on_processes(axis.comm, leaves, signature)
+    if axis.simulated:
+        return _on_simulated_ranks(axis.simulated, axis.size, leaves)
+    return [["" for _ in leaves]]
 
 
 def _on_processes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ltx import comm, tree
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis, VmapBacking
 from ltx.comm.debug import under_way
 from ltx.errors import ReplicaDivergedError
 from ltx.transforms.compare import with_ranks
@@ -30,11 +30,10 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     leaves = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor)}
     # The wire's own work: nothing of it is to be seen by the transforms around.
     with torch._C._DisableFuncTorch(), torch.no_grad():
-        match axis.backing:
-            case GroupBacking(comm=axis_comm):
-                _check_processes(axis_comm, {path: values(leaf) for path, leaf in leaves.items()})
-            case VmapBacking() as backing:
-                _check_simulated(axis, backing, leaves)
+        if axis.comm:
+            _check_processes(axis.comm, {path: values(leaf) for path, leaf in leaves.items()})
+        elif axis.simulated:
+            _check_simulated(axis, axis.simulated, leaves)
 
 
 def _check_processes(axis_comm: comm.AxisComm, leaves: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ltx.arguments import brief
-from ltx.axis import VmapBacking, axes_in_scope, unwrapped
+from ltx.axis import axes_in_scope, unwrapped
 from ltx.errors import InputError, StepError, TreeError
 from ltx.transforms.recompute import tensors_in_place
 from ltx.transforms.swap import Buffer, Members, Swap, version_of
@@ -140,7 +140,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.clone()
     if torch._C._are_functorch_transforms_active():
         for axis in axes_in_scope():
-            if isinstance(axis.backing, VmapBacking):
+            if axis.simulated:
                 copied = torch.where(axis.index() >= 0, copied, copied)
     return copied
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ltx import comm, hooks
-from ltx.axis import Axis, GroupBacking, unwrapped
+from ltx.axis import Axis, unwrapped
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.gradients import marker
 from ltx.gradients.graph_schedule import GraphSchedule
@@ -57,8 +57,8 @@ def prepare_trace(
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
         )
     key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
-    if isinstance(found.backing, GroupBacking):
-        key += f" of line {id(found.backing.comm)}"
+    if found.comm is not None:
+        key += f" of line {id(found.comm)}"
     _traced[key] = (strategy, hook, found)
     return key
 
@@ -88,7 +88,7 @@ def _schedule_in_graph(
 
 
 def _in_graph(plan: Plan) -> Schedule:
-    return GraphSchedule(plan) if isinstance(plan.axis.backing, GroupBacking) else ImmediateSchedule(plan)
+    return GraphSchedule(plan) if plan.axis.comm is not None else ImmediateSchedule(plan)
 
 
 def mark_in_graph(

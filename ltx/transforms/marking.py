@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.axis import Axis, GroupBacking, VmapBacking
+from ltx.axis import Axis
 from ltx.errors import UnsupportedError
 from ltx.gradients import marker
 from ltx.gradients.immediate_schedule import ImmediateSchedule
@@ -35,7 +35,7 @@ from ltx.typing import Tree
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
     """Whether an eager call will have a schedule on the wire; the arguments as in :meth:`StepSettings.hook`."""
     axis, hook = comm.resolve(step_fn.axis), step_fn.hook(step, training)
-    return isinstance(axis.backing, GroupBacking) and hook is not None and not _marks_nothing(step_fn, hook, axis)
+    return axis.comm is not None and hook is not None and not _marks_nothing(step_fn, hook, axis)
 
 
 def _marks_nothing(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
@@ -56,15 +56,13 @@ def mark(
     axis, hook = comm.resolve(step_fn.axis), options.hook or hook
     if hook is None or _marks_nothing(step_fn, hook, axis):
         return _mark_nothing(step_fn, leaves, sync_state, axis)
-    if isinstance(axis.backing, VmapBacking) and axis.backing.part is not None:
+    if axis.simulated and axis.simulated.part is not None:
         raise UnsupportedError(
             f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
             "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
         )
     # Whoever defers takes the gradients from the schedule, so nothing has to lead to the parameters themselves.
-    source = (
-        torch.zeros((), requires_grad=True) if options.deferred and isinstance(axis.backing, GroupBacking) else None
-    )
+    source = torch.zeros((), requires_grad=True) if options.deferred and axis.comm is not None else None
     wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
         return Marked(leaves)

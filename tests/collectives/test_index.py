@@ -101,7 +101,7 @@ def test_every_form_of_an_axis(ranks: Ranks) -> None:
         group = dist.new_group([0, 1])
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
         mine = ltx.axis_from_group(dist.new_group([0, 1]), "mine")
-        forms = [None, "data", comm.resolve("data"), group, mesh, mine, mine.backing.comm.group]
+        forms = [None, "data", comm.resolve("data"), group, mesh, mine, mine.comm.group]
         x = torch.tensor(1.0 + dist.get_rank())
         try:
             return [(ltx.psum(x, axis=a).item(), ltx.axis_index(a).item(), ltx.axis_size(a)) for a in forms]

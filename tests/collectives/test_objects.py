@@ -160,7 +160,7 @@ class Evil:
 
 def test_a_seal_is_for_one_rank_issue_and_world(ranks: Ranks) -> None:
     def run() -> list[bool]:
-        axis_comm: Any = comm.resolve(None).backing.comm  # type: ignore[union-attr]
+        axis_comm: Any = comm.resolve(None).comm  # type: ignore[union-attr]
         data = sealed(axis_comm, b"data", 7)
         told = []
         for received, rank, issue in [

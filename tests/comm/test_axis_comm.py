@@ -126,7 +126,7 @@ def test_the_same_new_call_after_other_comparisons(torn: OnFreshAxis) -> None:
     """As when one rank was interrupted while it compared something: the two calls don't meet, and both say so."""
 
     def run() -> str:
-        axes_in_scope()[-1].backing.comm.user.compared += int(ltx.axis_index())
+        axes_in_scope()[-1].comm.user.compared += int(ltx.axis_index())
         with pytest.raises(RankMismatchError) as caught:
             ltx.psum(torch.ones(3))
         return str(caught.value)
@@ -165,7 +165,7 @@ def test_what_has_not_landed_never_counts_as_landed(torn: OnFreshAxis) -> None:
     """A second wait for a collective that failed fails too: its buffer holds this rank's share alone."""
 
     def run() -> list[str]:
-        axis_comm = comm.resolve(None).backing.comm
+        axis_comm = comm.resolve(None).comm
         if axis_comm.rank == 1:
             return []
         work, said = axis_comm.background.issue("psum", torch.ones(2), "a sum of one"), []

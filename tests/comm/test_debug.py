@@ -174,7 +174,7 @@ def test_a_peer_that_comes_to_nothing(torn: OnFreshAxis) -> None:
     """Rank 1 calls one psum fewer and then nothing for as long as rank 0 waits."""
 
     def run() -> tuple[str, str]:
-        axis_comm = axes_in_scope()[-1].backing.comm
+        axis_comm = axes_in_scope()[-1].comm
 
         @ltx.debug_checks()
         def calls() -> None:
@@ -332,7 +332,7 @@ def test_calls_that_agree_are_let_through(torn: OnFreshAxis, seed: int) -> None:
 
     def run() -> list[tuple[list[torch.Tensor], int]]:
         mine = x[int(ltx.axis_index())]
-        axis_comm = axes_in_scope()[-1].backing.comm
+        axis_comm = axes_in_scope()[-1].comm
         first = everything(mine), axis_comm.user.digest
         with ltx.debug_checks():
             checked = everything(mine), axis_comm.user.digest
@@ -361,7 +361,7 @@ def test_new_under_the_checks_is_known_after_them(torn: OnFreshAxis) -> None:
             got.append(ltx.sync_gradients(grads, strategy)[0])
             got.append(ltx.sync_gradients(grads, strategy)[0])
         got.append(ltx.sync_gradients(grads, strategy)[0])
-        axis_comm = axes_in_scope()[-1].backing.comm
+        axis_comm = axes_in_scope()[-1].comm
         return axis_comm.bucket_channel(0).compared, [g[n][0].item() for g in got for n in "xyz"]
 
     assert torn(run).replicated() == (0, [0.0, 1.5, 3.0] * 3)
@@ -389,7 +389,7 @@ def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
 
 def test_one_comparison_a_call_and_a_store_that_stays_small(torn: OnFreshAxis) -> None:
     def run() -> list[bool]:
-        axis_comm = axes_in_scope()[-1].backing.comm
+        axis_comm = axes_in_scope()[-1].comm
         with ltx.debug_checks():
             for _ in range(5):
                 ltx.psum([torch.ones(2), torch.ones(3), torch.ones(2)])
@@ -406,6 +406,6 @@ def test_compiled_calls_are_not_compared(torn: OnFreshAxis) -> None:
         compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
         with ltx.debug_checks():
             got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
-            return got.tolist(), axes_in_scope()[-1].backing.comm.negotiation.next_check
+            return got.tolist(), axes_in_scope()[-1].comm.negotiation.next_check
 
     assert torn(run).replicated() == ([3.0, 3.0], (1, 1))

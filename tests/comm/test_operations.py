@@ -35,7 +35,7 @@ def _buffer(dtype: torch.dtype, length: int, seed: int) -> Tensor:
 
 def _results(dtype: torch.dtype, length: int, seed: int) -> Found:
     """What each operation gives, by its digest: megabytes would take seconds on their way to the driver."""
-    axis_comm: comm.AxisComm = comm.resolve("data").backing.comm
+    axis_comm: comm.AxisComm = comm.resolve("data").comm
     x = _buffer(dtype, length, seed + axis_comm.rank)
     found: Found = {}
     for operation in OPERATIONS:
@@ -76,7 +76,7 @@ def test_nan_survives_extrema(torn: OnFreshAxis, sockets: bool, whose: int, dtyp
 
 def _in_turn() -> tuple[bool, list[int], list[float]]:
     """Threads of the buckets' and of the user's group, whether the former is known for gloo's, and sums on it."""
-    axis_comm: comm.AxisComm = comm.resolve("data").backing.comm
+    axis_comm: comm.AxisComm = comm.resolve("data").comm
     bucket, user = axis_comm.bucket_channel(0).group, axis_comm.user.group
     threads = [group._get_backend(torch.device("cpu")).options._threads for group in (bucket, user)]
     xs = [torch.ones(3) * k for k in range(5)]

@@ -19,7 +19,7 @@ Ranks = Callable[[int], Pool]
 
 
 def _axis_comm() -> comm.AxisComm:
-    axis_comm: comm.AxisComm = comm.resolve("data").backing.comm
+    axis_comm: comm.AxisComm = comm.resolve("data").comm
     return axis_comm
 
 

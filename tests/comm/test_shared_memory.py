@@ -20,12 +20,12 @@ from ltx.comm.transports.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemor
 
 
 def lane_of() -> Any:
-    return ltx.axis.find(None).backing.comm.bucket_channel(0).transport
+    return ltx.axis.find(None).comm.bucket_channel(0).transport
 
 
 def sums(seed: int, sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     """Several buffers under way at once, from small to larger than the whole arena."""
-    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).comm.bucket_channel(0)
     assert channel.transport is not None
     draw = torch.Generator().manual_seed(seed + rank)
     buffers = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
@@ -51,7 +51,7 @@ def test_sums_are_those_of_the_buffers_in_rank_order(
 
 
 def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]) -> list[tuple[Any, torch.Tensor]]:
-    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).comm.bucket_channel(0)
     draw = torch.Generator().manual_seed(seed + rank)
     buffers = [torch.randn(size, generator=draw, dtype=dtype) for size in sizes]
     works = [channel.issue("psum", buffer, "test", summed=asks[rank]) for buffer in buffers]
@@ -75,7 +75,7 @@ def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], 
 
 
 def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
-    channel = ltx.axis.find(None).backing.comm.bucket_channel(0)
+    channel = ltx.axis.find(None).comm.bucket_channel(0)
     work = channel.issue(operation, torch.full((2, 3), float("nan")), "test", arguments, summed=True)
     work.wait()
     return work.total
@@ -90,7 +90,7 @@ def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], opera
 
 
 def die_or_wait(rank_that_dies: int) -> str:
-    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).backing.comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).comm.bucket_channel(0)
     if rank == rank_that_dies:
         os.kill(os.getpid(), 9)
     began = time.monotonic()
@@ -138,7 +138,7 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], h
 def exchanged_beside(seed: int) -> int:
     """How many sums were wrong while another thread waited for something else: it strides in every lane."""
     rank, size = int(ltx.axis_index()), ltx.axis_size()
-    channel = ltx.axis.find(None).backing.comm.user
+    channel = ltx.axis.find(None).comm.user
     assert channel.transport is not None
     draws = [torch.Generator().manual_seed(seed + other) for other in range(size)]
     ended = threading.Event()

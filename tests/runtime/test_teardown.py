@@ -62,7 +62,7 @@ SCRIPTS = {
         "init(timeout=timeout)\n"
         "total()\n"
         "if world().rank == 0:\n"
-        "    work = resolve(None).backing.comm.background.issue('psum', torch.ones(3), 'pending')\n"
+        "    work = resolve(None).comm.background.issue('psum', torch.ones(3), 'pending')\n"
         "    raise KeyError('mine')\n"
         "try:\n"
         "    total()\n"
