@@ -28,7 +28,7 @@ from ltx.collectives.linear import (
     prepare_trace,
     traced_axis,
 )
-from ltx.comm import functional
+from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 
@@ -120,10 +120,10 @@ def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tenso
 def _compiled(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:
     # What is done may not depend on values here, so the places of NaN always travel too.
     n, group = axis_comm.size, axis_comm.user.group.group_name
-    value = functional.wait(functional.start(which, x.clone(memory_format=torch.contiguous_format), n, group))
+    value = OPERATIONS[which].begin_in_graph(x.clone(memory_format=torch.contiguous_format), n, group)()
     if not x.is_floating_point():
         return value
-    nans = functional.wait(functional.start("pmax", x.isnan().to(torch.uint8), n, group))
+    nans = OPERATIONS["pmax"].begin_in_graph(x.isnan().to(torch.uint8), n, group)()
     return torch.where(nans.bool(), torch.nan, value)
 
 

@@ -22,8 +22,8 @@ from torch._C import _functorch
 
 from ltx import comm, tree
 from ltx.axis import Axis, MetaBacking, VmapBacking
-from ltx.comm import functional
-from ltx.comm.operations import MOVES, SUMMED, as_bytes, from_bytes
+from ltx.comm.operations import OPERATIONS, SUMMED
+from ltx.comm.process_groups import as_bytes, from_bytes
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 
@@ -230,21 +230,15 @@ def _begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static
         lambda: comm.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else ""),
     )
     buffer = rule.before(x, axis_comm.size, static)
-    if buffer.numel() == 0:
-        return lambda: _empty_result(rule, buffer, axis_comm.size)
+    if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so nobody waits
+        empty = OPERATIONS[rule.operation].new_result(buffer, axis_comm.size)
+        return lambda: empty
     return axis_comm.user.issue(rule.operation, buffer, rule.name, rule.arguments(static)).wait
 
 
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
     """What tells the signature of a single tensor's collective apart from others."""
     return (name, x.shape, x.dtype, static)
-
-
-def _empty_result(rule: Rule, buffer: torch.Tensor, n: int) -> torch.Tensor:
-    # Backends refuse empty buffers; every rank has the same shape, so nobody waits.
-    shapes = {"all_gather": (n, *buffer.shape), "psum_scatter": buffer.shape[1:]}
-    shape = shapes.get(rule.operation or "", buffer.shape)
-    return buffer.new_empty(shape)
 
 
 def _begin_compiled(
@@ -254,19 +248,10 @@ def _begin_compiled(
     buffer = rule.before(x, n, static)
     if rule.operation is None:
         return lambda: buffer
-    if buffer.numel() == 0:
-        return lambda: _empty_result(rule, buffer, n)
-    # Functional gathers work on dim 0; the wire's on a new one.
-    flat = buffer if rule.operation != "psum_scatter" else buffer.flatten(0, 1) if buffer.ndim > 1 else buffer
-    started = functional.start(rule.operation, flat, n, name, rule.arguments(static))
-
-    def finish() -> torch.Tensor:
-        landed = functional.wait(started)
-        if rule.operation == "all_gather":
-            return landed.reshape(n, *buffer.shape)
-        return landed.reshape(buffer.shape[1:]) if rule.operation == "psum_scatter" else landed
-
-    return finish
+    operation = OPERATIONS[rule.operation]
+    if buffer.numel() == 0:  # see _begin
+        return lambda: operation.new_result(buffer, n)
+    return operation.begin_in_graph(buffer, n, name, rule.arguments(static))
 
 
 def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compiled: bool = False) -> list[torch.Tensor]:
@@ -348,7 +333,8 @@ def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:
     """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
-    if x.dtype in SUMMED or x.requires_grad or RULES[name].operation not in MOVES:
+    operation = RULES[name].operation
+    if x.dtype in SUMMED or x.requires_grad or operation is None or not OPERATIONS[operation].moves:
         return x
     return as_bytes(x)
 

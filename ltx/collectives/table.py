@@ -77,7 +77,7 @@ def sent(row: Row) -> str:
     if operation is None:
         return ""
     n, size = 4, 400
-    times = OPERATIONS[operation].wire_bytes(size, n) / size
+    times = OPERATIONS[operation].bytes_sent(size, n) / size
     return f"{times:g}"
 
 

@@ -31,8 +31,8 @@ from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.network import Network
 from ltx.comm.notes import Notes
-from ltx.comm.operations import open_group, unregister
 from ltx.comm.posts import StorePosts
+from ltx.comm.process_groups import open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
 from ltx.comm.transports.shared_memory import open_transport

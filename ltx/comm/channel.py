@@ -23,7 +23,8 @@ import torch.distributed as dist
 from ltx.comm import ledger
 from ltx.comm.deadlock import PATIENCE_S
 from ltx.comm.events import Event
-from ltx.comm.operations import MOVES, OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
+from ltx.comm.operations import OPERATIONS, SUMMED, bytes_sent
+from ltx.comm.process_groups import Arguments, as_bytes, as_it_is, from_bytes
 from ltx.comm.signature import Agreement
 from ltx.comm.transports.shared_memory import (
     SharedMemoryTransport,
@@ -291,8 +292,7 @@ class Channel:
                 f"earlier failure; ltx.shutdown() and start again. The failure was: {self.failed}"
             )
         entry, dtype = OPERATIONS[operation], buffer.dtype
-        moves = operation in MOVES
-        if not moves and dtype not in SUMMED:
+        if not entry.moves and dtype not in SUMMED:
             raise UnsupportedError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r}: {dtype} has no {operation} among ranks. "
                 "Cast it."
@@ -303,7 +303,7 @@ class Channel:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
             self.device = buffer.device
         restored = as_it_is
-        if moves and dtype is not torch.uint8:
+        if entry.moves and dtype is not torch.uint8:
             buffer, restored = as_bytes(buffer), partial(from_bytes, dtype=dtype)
         event = ledger.note(self.name, operation, label, bytes_sent(operation, buffer, self.size))
         if self.transport is not None and self.uses_transport(buffer):

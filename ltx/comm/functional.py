@@ -1,7 +1,6 @@
 """The wire inside a compiled graph: functional collectives that Inductor sees and may reorder.
 
-Python doesn't run in a compiled step, so these issues are neither compared nor counted; they were when the step was
-traced. Same operations and arguments as :mod:`ltx.comm.operations`.
+:mod:`ltx.comm.operations` lists them.
 """
 
 from __future__ import annotations
@@ -12,23 +11,26 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from ltx.comm.operations import Arguments, permuted_splits
+from ltx.comm.process_groups import Arguments, permuted_splits
 
 _resolve: Callable[[str], Any] = c10d._resolve_process_group  # type: ignore[attr-defined,assignment]
-_Start = Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
+#: ``(buffer, n, group name, arguments)`` -> what :func:`wait` makes the result of.
+Start = Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
 
 
 def _ops() -> torch._ops._OpNamespace:
     return torch.ops._c10d_functional
 
 
-def _exchange(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tensor:
+    """Part i of dimension 0 goes to rank i, and part i comes from there."""
     parts = [x.shape[0] // n] * n
     out: torch.Tensor = _ops().all_to_all_single(x, parts, parts, group)
     return out
 
 
-def _permute(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+def ppermute(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    """Rank to rank as `arguments` say (source, destination, ...); zeros where no rank sends."""
     # A filler for each rank that gets or gives nothing: Inductor takes empty buffers out of the graph, and with them
     # the exchange that peers wait for.
     rank, numel = _resolve(group).rank(), x.numel()
@@ -42,21 +44,27 @@ def _permute(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch
     return arrived[source : source + numel].reshape(x.shape)
 
 
-_STARTS: dict[str, _Start] = {
-    "psum": lambda x, n, group, _: _ops().all_reduce(x, "sum", group),
-    "pmax": lambda x, n, group, _: _ops().all_reduce(x, "max", group),
-    "pmin": lambda x, n, group, _: _ops().all_reduce(x, "min", group),
-    "all_gather": lambda x, n, group, _: _ops().all_gather_into_tensor(x, n, group),
-    "psum_scatter": lambda x, n, group, _: _ops().reduce_scatter_tensor(x, "sum", n, group),
-    "broadcast": lambda x, n, group, arguments: _ops().broadcast(x, arguments[0], group),
-    "all_to_all": _exchange,
-    "ppermute": _permute,
-}
+def all_reduce(op: str) -> Start:
+    """An all-reduce by "sum", "max" or "min"."""
+    return lambda x, n, group, _: _ops().all_reduce(x, op, group)
 
 
-def start(operation: str, buffer: torch.Tensor, size: int, group_name: str, arguments: Arguments = ()) -> torch.Tensor:
-    """Begin `operation`; the result may be used only through :func:`wait`."""
-    return _STARTS[operation](buffer.contiguous(), size, group_name, arguments)
+def all_gather(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tensor:
+    """Every rank's `x`, one after the other along dimension 0."""
+    out: torch.Tensor = _ops().all_gather_into_tensor(x, n, group)
+    return out
+
+
+def psum_scatter(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tensor:
+    """This rank's part, along dimension 0, of the sum."""
+    out: torch.Tensor = _ops().reduce_scatter_tensor(x, "sum", n, group)
+    return out
+
+
+def broadcast(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    """The `x` of the rank in `arguments`."""
+    out: torch.Tensor = _ops().broadcast(x, arguments[0], group)
+    return out
 
 
 def wait(value: torch.Tensor) -> torch.Tensor:

@@ -1,247 +1,155 @@
-"""What can be issued: each operation's call into torch.distributed and its share of the wire.
+"""The table of operations: one row for each collective that a channel can issue.
 
-This table is the only place in ltx that calls a collective of torch.distributed. Every call is asynchronous and works
-on contiguous buffers that the caller has made for it. The process groups that they run on are opened here too.
+A row says how the collective starts on a process group, how it starts in a compiled graph, how a shared-memory
+transport cuts it into chunks, the shape of its result, and what a rank sends for it. The names are those of
+:mod:`ltx.collectives`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
-# torch 2.13 has the pair *_single and warns about *_tensor; 2.11 has only *_tensor.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from ltx.comm import chunks, functional, process_groups
+from ltx.comm.chunks import Cut
+from ltx.comm.process_groups import Arguments, Started
 
-
-#: Static arguments of an operation.
-Arguments = tuple[int, ...]
-#: What is under way, what will have landed, and how that becomes the value.
-Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
-
-
-#: What there are sums, products and extrema of: torch, every backend and shared memory can do these. What only moves is
-#: of any dtype, since it travels as bytes.
+#: The dtypes that have sums, products and extrema on every backend. Operations that only move data take any dtype,
+#: since the data travels as bytes.
 SUMMED = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     }
 )
-#: Operations that only move what they are given.
-MOVES = frozenset({"all_gather", "broadcast", "all_to_all", "ppermute"})
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, in one more dimension at the end; a view."""
-    return x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
-
-
-def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of :func:`as_bytes`."""
-    return x.view(dtype).squeeze(-1)
-
-
-def as_it_is(completed: torch.Tensor) -> torch.Tensor:
-    """What has landed is the value."""
-    return completed
 
 
 @dataclass(frozen=True)
 class Operation:
-    """How one kind of collective is started, and how many bytes a rank sends for it."""
+    """One kind of collective among n ranks, on a contiguous buffer.
 
+    Attributes:
+        name: as in :mod:`ltx.collectives`.
+        start: starts it on a process group: ``(group, buffer, arguments)``.
+        start_in_graph: starts it inside a compiled graph: ``(buffer, n, group name, arguments)``.
+        chunks: how a shared-memory transport cuts it: ``(buffer, result, arguments, rank, n)``.
+        bytes_sent: bytes that one rank sends, by the ring's count: ``(bytes of the buffer, n)``.
+        messages: messages that follow one another: ``n``.
+        result_shape: ``(shape of the buffer, n)``; None where the result has the buffer's shape.
+        in_place: the result overwrites the buffer.
+        moves: it only moves data, so it takes every dtype.
+    """
+
+    name: str
     start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
-    wire_bytes: Callable[[int, int], int]  # (bytes of the buffer, ranks) -> bytes sent by one rank
+    start_in_graph: functional.Start
+    chunks: Cut
+    bytes_sent: Callable[[int, int], int]
+    messages: Callable[[int], int]
+    result_shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
+    in_place: bool = False
+    moves: bool = False
+
+    def new_result(self, buffer: torch.Tensor, n: int) -> torch.Tensor:
+        """Memory for the result: the buffer itself where the operation works in place, else uninitialised."""
+        if self.in_place:
+            return buffer
+        return buffer.new_empty(buffer.shape if self.result_shape is None else self.result_shape(buffer.shape, n))
+
+    def begin_in_graph(
+        self, buffer: torch.Tensor, n: int, group_name: str, arguments: Arguments = ()
+    ) -> Callable[[], torch.Tensor]:
+        """Start inside a compiled graph; the function that comes back waits for the result.
+
+        Nothing compares or counts these collectives, because Python doesn't run in a compiled step. The ranks compared
+        them when the step was traced.
+        """
+        if self.result_shape is None:
+            started = self.start_in_graph(buffer.contiguous(), n, group_name, arguments)
+            return partial(functional.wait, started)
+        # Functional collectives gather and scatter along dimension 0; a channel's have a dimension for the ranks.
+        flat = buffer if self.name == "all_gather" or buffer.ndim == 1 else buffer.flatten(0, 1)
+        started, shape = (
+            self.start_in_graph(flat.contiguous(), n, group_name, arguments),
+            self.result_shape(buffer.shape, n),
+        )
+        return lambda: functional.wait(started).reshape(shape)
 
 
-def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
-    def start(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-        if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
-            wide = buffer.int()
-            return dist.all_reduce(wide, op, group=group, async_op=True), wide, torch.Tensor.short
-        return dist.all_reduce(buffer, op, group=group, async_op=True), buffer, as_it_is
-
-    return start
-
-
-def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-    shape, length = (group.size(), *buffer.shape), _piece(group, buffer.numel(), buffer.itemsize)
-    if length == buffer.numel():
-        out = buffer.new_empty(shape)
-        return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
-    given = buffer.flatten().split(length)
-    taken = [part.new_empty((group.size(), part.numel())) for part in given]
-    both = zip(taken, given, strict=True)
-    works = [_all_gather(out.flatten(), part, group=group, async_op=True) for out, part in both]
-    return Works(works), buffer, lambda _: torch.cat(taken, 1).view(shape)
+def _all_reduce(
+    name: str, op: dist.ReduceOp.RedOpType, in_graph: str, combine: Callable[..., torch.Tensor]
+) -> Operation:
+    return Operation(
+        name,
+        process_groups.all_reduce(op),
+        functional.all_reduce(in_graph),
+        chunks.all_reduce(combine),
+        bytes_sent=lambda nbytes, n: 2 * nbytes * (n - 1) // n,
+        messages=lambda n: 2 * (n - 1),
+        in_place=True,
+    )
 
 
-def _scatter_sum(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    if _is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
-        work, rows, finish = _exchange(group, as_bytes(buffer), arguments)
-        return work, rows, lambda rows: from_bytes(finish(rows), buffer.dtype).sum(0, dtype=buffer.dtype)
-    if buffer.dtype is torch.int16:
-        work, wide, _ = _scatter_sum(group, buffer.int(), arguments)
-        return work, wide, torch.Tensor.short
-    out = buffer.new_empty(buffer.shape[1:])
-    return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+_ROWS = (
+    _all_reduce("psum", dist.ReduceOp.SUM, "sum", torch.add),
+    _all_reduce("pmax", dist.ReduceOp.MAX, "max", torch.maximum),
+    _all_reduce("pmin", dist.ReduceOp.MIN, "min", torch.minimum),
+    Operation(
+        "all_gather",
+        process_groups.all_gather,
+        functional.all_gather,
+        chunks.all_gather,
+        bytes_sent=lambda nbytes, n: nbytes * (n - 1),
+        messages=lambda n: n - 1,
+        result_shape=lambda shape, n: (n, *shape),
+        moves=True,
+    ),
+    Operation(
+        "psum_scatter",
+        process_groups.psum_scatter,
+        functional.psum_scatter,
+        chunks.psum_scatter,
+        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
+        messages=lambda n: n - 1,
+        result_shape=lambda shape, n: tuple(shape[1:]),
+    ),
+    Operation(
+        "broadcast",
+        process_groups.broadcast,
+        functional.broadcast,
+        chunks.broadcast,
+        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
+        messages=lambda n: n - 1,
+        in_place=True,
+        moves=True,
+    ),
+    Operation(
+        "all_to_all",
+        process_groups.all_to_all,
+        functional.all_to_all,
+        chunks.all_to_all,
+        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
+        messages=lambda n: n - 1,
+        moves=True,
+    ),
+    Operation(
+        "ppermute",
+        process_groups.ppermute,
+        functional.ppermute,
+        chunks.ppermute,
+        bytes_sent=lambda nbytes, n: nbytes,
+        messages=lambda n: 1,
+        moves=True,
+    ),
+)
 
-
-def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer, as_it_is
-
-
-# gloo sends a message whole, and may receive one meanwhile or not: on a link of 100 Mbit/s an exchange of 20 MB each
-# way took 1.8 times as long as an all-reduce that sends as much, 1.1 times in pieces of 4 MB, 0.98 in ones of 512 kB.
-_PIECE_BYTES = 1 << 19
-
-
-class Works:
-    """Several works of torch that are waited for as one."""
-
-    def __init__(self, works: list[Any]):
-        self._works = works
-
-    def is_completed(self) -> bool:
-        """Whether all are."""
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self, *timeout: timedelta) -> None:
-        """Until all have completed; each within the timeout."""
-        for work in self._works:
-            work.wait(*timeout)
-
-    def get_future(self) -> Any:
-        """The last one's: they complete in order."""
-        return self._works[-1].get_future()
-
-
-def _piece(group: dist.ProcessGroup, length: int, itemsize: int) -> int:
-    """How many of `length` elements for a peer go out at once: pieces are as good as equal."""
-    count = -(-length * itemsize // _PIECE_BYTES) if _is_gloo(group) else 1
-    return -(-length // max(1, count))
-
-
-def _exchange(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-    rows = buffer.reshape(group.size(), -1)
-    length = _piece(group, rows.shape[1], buffer.itemsize)
-    if length == rows.shape[1]:
-        out = torch.empty_like(buffer)
-        return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
-    given = [part.contiguous() for part in rows.split(length, 1)]
-    taken = [torch.empty_like(part) for part in given]
-    works = [
-        dist.all_to_all_single(out, part, group=group, async_op=True) for out, part in zip(taken, given, strict=True)
-    ]
-    return Works(works), buffer, lambda buffer: torch.cat(taken, 1).view(buffer.shape)
-
-
-def _permute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    out = torch.empty_like(buffer) if group.rank() in arguments[1::2] else torch.zeros_like(buffer)
-    works = []
-    length = _piece(group, buffer.numel(), buffer.itemsize)
-    for taken, given in zip(out.flatten().split(length), buffer.flatten().split(length), strict=True):
-        sent, received = permuted_splits(arguments, group.rank(), group.size(), given.numel())
-        flat = (taken[: sum(received)], given[: sum(sent)])
-        works.append(dist.all_to_all_single(*flat, received, sent, group=group, async_op=True))
-    return Works(works), out, as_it_is
-
-
-def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
-    """How many elements `rank` sends to and receives from each rank; `permutation`: source, destination, source, ..."""
-    pairs = list(zip(permutation[::2], permutation[1::2], strict=True))
-    sent = [numel if (rank, other) in pairs else 0 for other in range(size)]
-    return sent, [numel if (other, rank) in pairs else 0 for other in range(size)]
-
-
-OPERATIONS: dict[str, Operation] = {
-    "psum": Operation(_all_reduce(dist.ReduceOp.SUM), lambda nbytes, n: 2 * nbytes * (n - 1) // n),
-    "pmax": Operation(_all_reduce(dist.ReduceOp.MAX), lambda nbytes, n: 2 * nbytes * (n - 1) // n),
-    "pmin": Operation(_all_reduce(dist.ReduceOp.MIN), lambda nbytes, n: 2 * nbytes * (n - 1) // n),
-    "all_gather": Operation(_gather, lambda nbytes, n: nbytes * (n - 1)),
-    "psum_scatter": Operation(_scatter_sum, lambda nbytes, n: nbytes * (n - 1) // n),
-    "broadcast": Operation(_broadcast, lambda nbytes, n: nbytes * (n - 1) // n),
-    "all_to_all": Operation(_exchange, lambda nbytes, n: nbytes * (n - 1) // n),
-    "ppermute": Operation(_permute, lambda nbytes, n: nbytes),
-}
+OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
 
 
 def bytes_sent(operation: str, buffer: torch.Tensor, size: int) -> int:
     """Bytes that one of `size` ranks sends for `operation` on `buffer`, by the ring's count; reads its shape alone."""
-    return OPERATIONS[operation].wire_bytes(buffer.numel() * buffer.element_size(), size)
-
-
-def open_group(
-    ranks: list[int], name: str, backend: str, timeout: timedelta, description: str, in_turn: bool = False
-) -> dist.ProcessGroup:
-    """A process group over the global `ranks` that they alone open, called `name` on all of them.
-
-    `in_turn`: what is issued on it moves one after the other. Gloo otherwise has two operations of a group share the
-    link, and the first takes as long as both.
-
-    ``dist.new_group(..., use_local_synchronization=True)`` makes names up from the number of groups that a process has
-    at the moment. So ranks that differ in their other groups wait for each other for ever, and a name is used again
-    after its group was destroyed, whose addresses are still in the store.
-    """
-    make: Any = c10d._new_process_group_helper
-    store: Any = c10d._get_default_store()
-    limit = connect_limit(store, backend, timeout)
-    if in_turn and backend == "gloo":
-        _register_in_turn()
-        backend = _IN_TURN
-    group: dist.ProcessGroup = make(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        c10d.Backend(backend),
-        store,
-        name,
-        timeout=limit,
-        group_desc=description,
-    )[0]
-    if limit < timeout:
-        c10d._set_pg_timeout(timeout, group)
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
-
-
-_IN_TURN = "ltx_gloo_in_turn"
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return group.name() == "gloo" or dist.get_backend(group) == _IN_TURN
-
-
-@cache
-def _register_in_turn() -> None:
-    """Let a group's backend be gloo with one thread, which torch gives to nobody who makes a group by a name."""
-
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
-        options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
-        options._timeout, options._threads = timeout, 1
-        return gloo(store, rank, size, options)
-
-    dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
-
-
-def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
-    """How long ranks that make a group in `store` may take to connect, given its `timeout`: the store may set less."""
-    return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout
-
-
-def unregister(group: dist.ProcessGroup) -> None:
-    """Compiled graphs, which find a group by its name, raise from now on."""
-    forget: Any = c10d._unregister_process_group  # type: ignore[attr-defined]
-    forget(group.group_name)
+    return OPERATIONS[operation].bytes_sent(buffer.numel() * buffer.element_size(), size)

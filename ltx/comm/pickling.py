@@ -8,7 +8,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ltx.comm.operations import SUMMED, as_bytes, from_bytes
+from ltx.comm.operations import SUMMED
+from ltx.comm.process_groups import as_bytes, from_bytes
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -16,6 +16,7 @@ import torch
 
 from ltx import comm, hooks, tree
 from ltx.axis import DEFAULT_NAME, Axis, MetaBacking
+from ltx.comm.operations import OPERATIONS
 from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, Lands, Starts
 from ltx.gradients.buckets import Bucket
@@ -64,6 +65,9 @@ class Still(Optimizer):
         return state
 
 
+_IN_REDUCTIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+
+
 @dataclass
 class _Asked:
     """What one reduction has asked for so far."""
@@ -82,20 +86,13 @@ class _Asked:
                 f"{self.hook!r} asks for more than {len(self.found)} collectives in {self.what}. Say how many it may "
                 "ask for: phases: ClassVar[int] = ..."
             )
-        match operation:
-            case "psum" | "all_to_all" | "ppermute":
-                answered = buffer
-            case "all_gather":
-                answered = buffer.new_empty((ranks, *buffer.shape))
-            case "psum_scatter":
-                answered = buffer.new_empty(buffer.shape[1:])
-            case other:
-                raise StrategyError(
-                    f"{self.hook!r} asks for {other!r} in {self.what}. A reduction may ask for sum, all_gather, "
-                    "psum_scatter, all_to_all and ppermute."
-                )
+        if operation not in _IN_REDUCTIONS:
+            raise StrategyError(
+                f"{self.hook!r} asks for {operation!r} in {self.what}. A reduction may ask for "
+                f"{', '.join(_IN_REDUCTIONS[:-1])} and {_IN_REDUCTIONS[-1]}."
+            )
         self.found.append(collective(operation, buffer, ranks))
-        return answered
+        return OPERATIONS[operation].new_result(buffer, ranks)
 
 
 class Watched(Exchange):

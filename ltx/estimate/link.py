@@ -9,20 +9,11 @@ operations in MPICH", 2005, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from ltx.comm.operations import OPERATIONS
 from ltx.estimate.codec_costs import sending_share
 from ltx.estimate.requests import Collective
-
-#: Messages that follow one another in a collective of n ranks, by operation.
-MESSAGES: dict[str, Callable[[int], int]] = {
-    "psum": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "psum_scatter": lambda n: n - 1,
-    "all_to_all": lambda n: n - 1,
-    "ppermute": lambda n: 1,
-}
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Link:
 
     def seconds(self, collective: Collective) -> float:
         """How long a collective takes, alone on the link, which is no faster than the core that feeds it."""
-        messages = MESSAGES[collective.operation](collective.ranks)
+        messages = OPERATIONS[collective.operation].messages(collective.ranks)
         return messages * self.latency + max(collective.nbytes * 8 / self.bandwidth, self.core_s(collective))
 
     def core_s(self, collective: Collective) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ltx.comm import functional
+from ltx.comm.operations import OPERATIONS
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.pending import Reduced
 from ltx.gradients.reduction import CollectiveRequest, Reduction, collective_alone, pack_pure, unpack
@@ -44,10 +44,7 @@ class GraphSchedule(Schedule):
         group = axis.comm.bucket_channel(0).group.group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
-        given = buffer.flatten(0, 1) if request.operation == "psum_scatter" and buffer.ndim > 1 else buffer
-        shape = (size, *buffer.shape) if request.operation == "all_gather" else None
-        pending = functional.start(request.operation, given, size, group, request.arguments)
-        return lambda: functional.wait(pending) if shape is None else functional.wait(pending).reshape(shape)
+        return OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         bucket, hook = self.plan.buckets[index], self.hook

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx import comm
 from ltx.axis import Axis
 from ltx.comm import close_axis, open_axis
-from ltx.comm.operations import connect_limit
+from ltx.comm.process_groups import connect_limit
 from ltx.errors import WorldError
 from ltx.runtime.launchers import UNSURE
 from ltx.runtime.placement import Placement, is_loopback, loopback_listener

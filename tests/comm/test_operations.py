@@ -12,7 +12,8 @@ from torch import Tensor
 
 import ltx
 from ltx import comm
-from ltx.comm.operations import OPERATIONS, _is_gloo
+from ltx.comm.operations import OPERATIONS
+from ltx.comm.process_groups import _is_gloo
 
 from .conftest import OnFreshAxis
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm.transports.chunks import CHUNK_BYTES
+from ltx.comm.chunks import CHUNK_BYTES
 from ltx.comm.transports.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
 
 

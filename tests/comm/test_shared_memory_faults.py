@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm.transports import chunks, shared_memory
-from ltx.comm.transports.chunks import CHUNK_BYTES, Chunk
+from ltx.comm import operations
+from ltx.comm.chunks import CHUNK_BYTES, Chunk
+from ltx.comm.operations import Operation
+from ltx.comm.transports import shared_memory
 from ltx.comm.transports.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, SharedMemoryWork
 
 OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}
@@ -149,26 +151,26 @@ def test_an_interrupt_between_any_two_instructions_of_a_sum_leaves_ranks_in_step
         interrupted({"psum": ()}, KeyboardInterrupt, "opcode", at, (0,))
 
 
-def broken(cut: Any, phase: str) -> Any:
+def broken(whole: Operation, phase: str) -> Operation:
     """A sum of which one stride always raises."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("no such sum")
 
     def cut_broken(*args: Any) -> Iterator[Chunk]:
-        for chunk in cut(*args):
+        for chunk in whole.chunks(*args):
             yield replace(chunk, **{phase: fail})
 
-    return cut_broken
+    return replace(whole, chunks=cut_broken)
 
 
 @pytest.mark.parametrize("phase", ["give", "reduce", "take"])
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
 def test_progress_that_always_raises_fails_the_transport_and_tells(phase: str, on: Sequence[int]) -> None:
-    whole = chunks.CHUNKS_OF["psum"]
+    whole = operations.OPERATIONS["psum"]
     with two_lanes() as transports, pytest.MonkeyPatch.context() as patch:
         for transport in transports:
-            patch.setitem(chunks.CHUNKS_OF, "psum", broken(whole, phase) if transport.rank in on else whole)
+            patch.setitem(operations.OPERATIONS, "psum", broken(whole, phase) if transport.rank in on else whole)
             transport.begin("psum", torch.ones(3), (), 0)
         for _ in range(20):
             for transport in transports:
@@ -184,7 +186,7 @@ def fail_in(phase: str, on: Sequence[int]) -> list[str]:
     rank, said = int(ltx.axis_index()), []
     with pytest.MonkeyPatch.context() as patch:
         if rank in on:
-            patch.setitem(chunks.CHUNKS_OF, "psum", broken(chunks.CHUNKS_OF["psum"], phase))
+            patch.setitem(operations.OPERATIONS, "psum", broken(operations.OPERATIONS["psum"], phase))
         for _ in range(3):
             try:
                 said.append(str(ltx.psum(torch.ones(3)).tolist()))
@@ -245,7 +247,7 @@ def no_memory(on: Sequence[int]) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank in on:
-            patch.setattr(shared_memory, "memory_for", none)
+            patch.setattr(Operation, "new_result", none)
         for call in (ltx.all_gather, ltx.psum):
             try:
                 said.append(str(call(torch.ones(3)).tolist()))
@@ -273,7 +275,7 @@ def left_out(rank_interrupted: int) -> list[str]:
     for place in range(3):
         with pytest.MonkeyPatch.context() as patch:
             if rank == rank_interrupted and place == 0:
-                patch.setattr(shared_memory, "memory_for", interrupt)
+                patch.setattr(Operation, "new_result", interrupt)
             try:
                 said.append(str(ltx.psum(torch.ones(3)).tolist()))
             except (KeyboardInterrupt, ltx.errors.RankMismatchError) as error:

@@ -44,7 +44,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ltx.comm.transports.chunks import CHUNK_BYTES, CHUNKS_OF, NO_CHUNK, Chunk, memory_for, part
+from ltx.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part
+from ltx.comm.operations import OPERATIONS
 from ltx.errors import message_of
 
 if TYPE_CHECKING:
@@ -139,8 +140,9 @@ class SharedMemoryTransport:
         work = SharedMemoryWork(self)
         try:
             with torch._C._DisableFuncTorch(), torch.no_grad():
-                out = memory_for(operation, buffer, arguments, self.rank, self.size)
-                chunks = list(CHUNKS_OF[operation](buffer, out, arguments, self.rank, self.size))
+                row = OPERATIONS[operation]
+                out = row.new_result(buffer, self.size)
+                chunks = list(row.chunks(buffer, out, arguments, self.rank, self.size))
         except Exception as error:  # no memory, say: the peers would wait for this rank
             self._fail(error)
             raise

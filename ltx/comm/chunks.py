@@ -57,7 +57,7 @@ def _nothing(_: object) -> None:
 NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
 
 
-def _reduced(reduce: Callable[..., torch.Tensor]) -> Cut:
+def all_reduce(reduce: Callable[..., torch.Tensor]) -> Cut:
     def chunks(
         buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
     ) -> Iterator[Chunk]:
@@ -74,7 +74,7 @@ def _reduced(reduce: Callable[..., torch.Tensor]) -> Cut:
     return chunks
 
 
-def _gathered(
+def all_gather(
     buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
 ) -> Iterator[Chunk]:
     flat, rows = buffer.view(-1), out.view(size, -1)
@@ -98,16 +98,18 @@ def _sent(buffer: torch.Tensor, out: torch.Tensor, gives: bool, source: int | No
         yield Chunk(chunk.numel(), chunk.dtype, give, take)
 
 
-def _broadcast(
+def broadcast(
     buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
 ) -> Iterator[Chunk]:
     return _sent(buffer, out, rank == arguments[0], None if rank == arguments[0] else arguments[0])
 
 
-def _permuted(
+def ppermute(
     buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
 ) -> Iterator[Chunk]:
     source_of = dict(zip(arguments[1::2], arguments[::2], strict=True))
+    if rank not in source_of:
+        out.zero_()
     return _sent(buffer, out, rank in source_of.values(), source_of.get(rank))
 
 
@@ -125,7 +127,7 @@ def _rows(
         yield Chunk(chunk.numel(), chunk.dtype, _giving(chunk), take_mine)
 
 
-def _exchanged(
+def all_to_all(
     buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
 ) -> Iterator[Chunk]:
     result = out.view(size, -1)
@@ -137,7 +139,7 @@ def _exchanged(
     return _rows(buffer, size, take, rank)
 
 
-def _scattered(
+def psum_scatter(
     buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
 ) -> Iterator[Chunk]:
     result = out.view(-1)
@@ -148,31 +150,3 @@ def _scattered(
             total += row
 
     return _rows(buffer, size, take, rank)
-
-
-#: The operations of :mod:`ltx.comm.operations`: ``(buffer, out, arguments, rank, size)`` -> pieces.
-CHUNKS_OF: dict[str, Cut] = {
-    "psum": _reduced(torch.add),
-    "pmax": _reduced(torch.maximum),
-    "pmin": _reduced(torch.minimum),
-    "all_gather": _gathered,
-    "psum_scatter": _scattered,
-    "broadcast": _broadcast,
-    "all_to_all": _exchanged,
-    "ppermute": _permuted,
-}
-
-
-def memory_for(operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
-    """Memory for the value: the buffer itself where the operation works in place."""
-    match operation:
-        case "all_gather":
-            return buffer.new_empty((size, *buffer.shape))
-        case "psum_scatter":
-            return buffer.new_empty(buffer.shape[1:])
-        case "all_to_all":
-            return torch.empty_like(buffer)
-        case "ppermute":
-            return torch.empty_like(buffer) if rank in arguments[1::2] else torch.zeros_like(buffer)
-        case _:
-            return buffer

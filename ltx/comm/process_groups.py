@@ -1,0 +1,209 @@
+"""Collectives on process groups, and the groups themselves.
+
+Only this file calls a collective of torch.distributed. Every call is asynchronous and works on contiguous buffers that
+the caller has made for it. :mod:`ltx.comm.operations` lists them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+# torch 2.13 has the pair *_single and warns about *_tensor; 2.11 has only *_tensor.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+#: Static arguments of an operation.
+Arguments = tuple[int, ...]
+#: What is under way, what will have landed, and how that becomes the value.
+Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, in one more dimension at the end; a view."""
+    return x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
+
+
+def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of :func:`as_bytes`."""
+    return x.view(dtype).squeeze(-1)
+
+
+def as_it_is(completed: torch.Tensor) -> torch.Tensor:
+    """What has landed is the value."""
+    return completed
+
+
+def all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
+    def start(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+        if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
+            wide = buffer.int()
+            return dist.all_reduce(wide, op, group=group, async_op=True), wide, torch.Tensor.short
+        return dist.all_reduce(buffer, op, group=group, async_op=True), buffer, as_it_is
+
+    return start
+
+
+def all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+    shape, length = (group.size(), *buffer.shape), _message_length(group, buffer.numel(), buffer.itemsize)
+    if length == buffer.numel():
+        out = buffer.new_empty(shape)
+        return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+    given = buffer.flatten().split(length)
+    taken = [part.new_empty((group.size(), part.numel())) for part in given]
+    both = zip(taken, given, strict=True)
+    works = [_all_gather(out.flatten(), part, group=group, async_op=True) for out, part in both]
+    return Works(works), buffer, lambda _: torch.cat(taken, 1).view(shape)
+
+
+def psum_scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    if _is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
+        work, rows, finish = all_to_all(group, as_bytes(buffer), arguments)
+        return work, rows, lambda rows: from_bytes(finish(rows), buffer.dtype).sum(0, dtype=buffer.dtype)
+    if buffer.dtype is torch.int16:
+        work, wide, _ = psum_scatter(group, buffer.int(), arguments)
+        return work, wide, torch.Tensor.short
+    out = buffer.new_empty(buffer.shape[1:])
+    return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+
+
+def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer, as_it_is
+
+
+# gloo sends a message whole, and may receive one meanwhile or not: on a link of 100 Mbit/s an exchange of 20 MB each
+# way took 1.8 times as long as an all-reduce that sends as much, 1.1 times in pieces of 4 MB, 0.98 in ones of 512 kB.
+_MESSAGE_BYTES = 1 << 19
+
+
+class Works:
+    """Several works of torch that are waited for as one."""
+
+    def __init__(self, works: list[Any]):
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Until all have completed; each within the timeout."""
+        for work in self._works:
+            work.wait(*timeout)
+
+    def get_future(self) -> Any:
+        """The last one's: they complete in order."""
+        return self._works[-1].get_future()
+
+
+def _message_length(group: dist.ProcessGroup, length: int, itemsize: int) -> int:
+    """How many of `length` elements for a peer go out at once: pieces are as good as equal."""
+    count = -(-length * itemsize // _MESSAGE_BYTES) if _is_gloo(group) else 1
+    return -(-length // max(1, count))
+
+
+def all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+    rows = buffer.reshape(group.size(), -1)
+    length = _message_length(group, rows.shape[1], buffer.itemsize)
+    if length == rows.shape[1]:
+        out = torch.empty_like(buffer)
+        return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+    given = [part.contiguous() for part in rows.split(length, 1)]
+    taken = [torch.empty_like(part) for part in given]
+    works = [
+        dist.all_to_all_single(out, part, group=group, async_op=True) for out, part in zip(taken, given, strict=True)
+    ]
+    return Works(works), buffer, lambda buffer: torch.cat(taken, 1).view(buffer.shape)
+
+
+def ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    out = torch.empty_like(buffer) if group.rank() in arguments[1::2] else torch.zeros_like(buffer)
+    works = []
+    length = _message_length(group, buffer.numel(), buffer.itemsize)
+    for taken, given in zip(out.flatten().split(length), buffer.flatten().split(length), strict=True):
+        sent, received = permuted_splits(arguments, group.rank(), group.size(), given.numel())
+        flat = (taken[: sum(received)], given[: sum(sent)])
+        works.append(dist.all_to_all_single(*flat, received, sent, group=group, async_op=True))
+    return Works(works), out, as_it_is
+
+
+def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
+    """How many elements `rank` sends to and receives from each rank; `permutation`: source, destination, source, ..."""
+    pairs = list(zip(permutation[::2], permutation[1::2], strict=True))
+    sent = [numel if (rank, other) in pairs else 0 for other in range(size)]
+    return sent, [numel if (other, rank) in pairs else 0 for other in range(size)]
+
+
+def open_group(
+    ranks: list[int], name: str, backend: str, timeout: timedelta, description: str, in_turn: bool = False
+) -> dist.ProcessGroup:
+    """A process group over the global `ranks` that they alone open, called `name` on all of them.
+
+    `in_turn`: what is issued on it moves one after the other. Gloo otherwise has two operations of a group share the
+    link, and the first takes as long as both.
+
+    ``dist.new_group(..., use_local_synchronization=True)`` makes names up from the number of groups that a process has
+    at the moment. So ranks that differ in their other groups wait for each other for ever, and a name is used again
+    after its group was destroyed, whose addresses are still in the store.
+    """
+    make: Any = c10d._new_process_group_helper
+    store: Any = c10d._get_default_store()
+    limit = connect_limit(store, backend, timeout)
+    if in_turn and backend == "gloo":
+        _register_in_turn()
+        backend = _IN_TURN
+    group: dist.ProcessGroup = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        c10d.Backend(backend),
+        store,
+        name,
+        timeout=limit,
+        group_desc=description,
+    )[0]
+    if limit < timeout:
+        c10d._set_pg_timeout(timeout, group)
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+_IN_TURN = "ltx_gloo_in_turn"
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return group.name() == "gloo" or dist.get_backend(group) == _IN_TURN
+
+
+@cache
+def _register_in_turn() -> None:
+    """Let a group's backend be gloo with one thread, which torch gives to nobody who makes a group by a name."""
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
+        options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
+        options._timeout, options._threads = timeout, 1
+        return gloo(store, rank, size, options)
+
+    dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
+
+
+def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
+    """How long ranks that make a group in `store` may take to connect, given its `timeout`: the store may set less."""
+    return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout
+
+
+def unregister(group: dist.ProcessGroup) -> None:
+    """Compiled graphs, which find a group by its name, raise from now on."""
+    forget: Any = c10d._unregister_process_group  # type: ignore[attr-defined]
+    forget(group.group_name)
