@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,26 @@ from ltx.gradients.reduction import LeafState, pack, unpack
 from ltx.gradients.schedule import Dims, Plan, Schedule
 
 #: What is packed into a bucket: a tensor for each leaf, and the hook's state of each.
-Instead = tuple[Sequence[torch.Tensor], Sequence[LeafState]]
+Packed = tuple[Sequence[torch.Tensor], Sequence[LeafState]]
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What a training step asks of one backward pass.
+
+    Attributes:
+        name: what errors call the pass.
+        sums: whether the sum of each bucket's elements is wanted (:meth:`ProcessSchedule.total`).
+        states: the hook's state of each leaf, where the states weren't known yet when the marker was made.
+        replace: ``(bucket, gradients)`` -> what is packed in place of the gradients.
+        update: ``(bucket, reduced gradients)`` -> a bucket's :attr:`BucketInput.update`.
+    """
+
+    name: str = "a backward pass"
+    sums: bool = False
+    states: Sequence[LeafState] | None = None
+    replace: Callable[[Bucket, Sequence[torch.Tensor]], Packed] | None = None
+    update: Callable[[Bucket, Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
 
 
 class ProcessSchedule(Schedule):
@@ -40,20 +59,17 @@ class ProcessSchedule(Schedule):
         ahead = ahead and self.progresses_alone
         self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
         self.summary: comm.PendingSummary | None = None
-        #: By leaf: the hook's states at this pass, where they weren't there yet when the marker was made.
-        self.states: Sequence[LeafState] | None = None
-        self.part_of = "a backward pass"  # in the words of an error
-        self.summed = False  # whether the sums of buckets are asked for
-        #: Gives what travels in the place of a bucket's gradients, and the states it is reduced with.
-        self.instead: Callable[[Bucket, Sequence[torch.Tensor]], Instead] | None = None
-        #: A bucket's :attr:`BucketInput.update`.
-        self.update: Callable[[Bucket, Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+        self.options = PassOptions()
         self._passage: comm.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
         self._pending = PendingReductions(self.comm)
         self._batches: list[torch.Size] = []
         self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
+
+    def configure(self, options: PassOptions) -> None:
+        """From now on buckets are launched with these options."""
+        self.options = options
 
     @property
     def among(self) -> comm.AxisComm:
@@ -65,7 +81,7 @@ class ProcessSchedule(Schedule):
         self.comm.wait_for_earlier()
         self.among.recovery.recover()
         channel = self.among.bucket_channel(0)
-        self.comm.under_way = self.among.under_way = self.part_of
+        self.comm.under_way = self.among.under_way = self.options.name
         if self.plan.agreement is not None:
             channel.advance(self.plan.agreement)
         digest = self.comm.user.digest ^ (channel.digest << 1)
@@ -88,7 +104,7 @@ class ProcessSchedule(Schedule):
             self.among.recovery.abort(reason)
 
     def _reset(self) -> None:
-        self._pending, self._batches, self._packed = PendingReductions(self.comm, summed=self.summed), [], {}
+        self._pending, self._batches, self._packed = PendingReductions(self.comm, summed=self.options.sums), [], {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
@@ -114,10 +130,10 @@ class ProcessSchedule(Schedule):
         grads = tensors[:count]
         self._check_batchable(dims, tensors[count:])
         states = self.plan.states_of(bucket, tensors[count:])
-        if self.states is not None:
-            states = [self.states[member] for member in bucket.members]
-        if self.instead is not None:
-            grads, its_states = self.instead(bucket, grads)
+        if self.options.states is not None:
+            states = [self.options.states[member] for member in bucket.members]
+        if self.options.replace is not None:
+            grads, its_states = self.options.replace(bucket, grads)
             states = list(its_states)
         room = partial(self.comm.buffer_pool.take, self.plan.buckets, index)
         flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)], room)
@@ -130,8 +146,8 @@ class ProcessSchedule(Schedule):
             ready, its_states = self._packed.pop(place)
             self._batches.append(ready.shape[:-1])
             inputs = self.plan.bucket_input(self.plan.buckets[place], ready.view(-1), its_states)
-            if self.update is not None:
-                inputs = replace(inputs, update=partial(self.update, inputs.bucket))
+            if self.options.update is not None:
+                inputs = replace(inputs, update=partial(self.options.update, inputs.bucket))
             self._pending.launch(hook, inputs)
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:

@@ -14,7 +14,7 @@ from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.gradients.leaves import differentiable
-from ltx.gradients.process_schedule import ProcessSchedule
+from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
 from ltx.optim import Optimizer
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import StepInfo, Updated
@@ -175,9 +175,8 @@ class TrainStep(TrainSettings):
         if start.pending_step is not None:
             start.pending_step.wait_all()
         if schedule is not None:
-            schedule.summed, schedule.part_of = checks_finite(self), f"step {state.step}"
-            if start.pending_step is not None:
-                schedule.states = start.pending_step.states_for(schedule.plan, trained)
+            states = None if start.pending_step is None else start.pending_step.states_for(schedule.plan, trained)
+            schedule.configure(PassOptions(f"step {state.step}", checks_finite(self), states))
             schedule.send_summary(total.detach(), torch.ones_like(total) if weight is None else weight)
         loss_scale = loss_scale_of(self, state)
         factor = 1.0 if loss_scale is None else float(loss_scale)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ltx import comm, tree
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.process_schedule import Instead, ProcessSchedule
+from ltx.gradients.process_schedule import Packed, PassOptions, ProcessSchedule
 from ltx.gradients.reduction import LeafState, refuse_sparse
 from ltx.strategies.post_update import Old, PostUpdateHook, collect_updates, with_overwriting
 from ltx.training.backward_update import BackwardResult, BackwardUpdate, mean_at_once, scaled
@@ -56,26 +57,26 @@ class UpdateThenSend:
         if hook.shares_gradients:
             self._mean: torch.Tensor | None = None
             self._scale = work.scale(schedule, weighted=weight is not None)
-            schedule.update = self._update_parts
+            schedule.configure(replace(schedule.options, update=self._update_parts))
         else:
             self._mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
-            schedule.instead = self._update
+            schedule.configure(replace(schedule.options, replace=self._update))
 
     def run(self, total: torch.Tensor) -> tuple[BackwardResult, torch.Tensor]:
         """The backward pass of `total`, and what comes of it; and the mean loss, all ranks' if they share gradients."""
         try:
             self._work.backward(total)
             with torch.no_grad():
-                done, summary = self._land()
+                done, summary = self._collect()
                 return done, summary.mean.to(total.dtype) if self._mean is None else self._mean
         except BaseException as error:
             self._schedule.abandon(error)
             self._work.invalidated_by(error, self._updated, self._plan)
             raise
         finally:
-            self._schedule.update = self._schedule.instead = None
+            self._schedule.configure(PassOptions())  # the options hold this object
 
-    def _update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> Instead:
+    def _update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> Packed:
         """The new parameters of a bucket, in memory of their own, and what they are packed with."""
         refuse_sparse(grads)
         with comm.span("update"):
@@ -97,7 +98,7 @@ class UpdateThenSend:
         self._work.optimizer.apply_leaves(grads, opt_states, given, self._work.state.step)
         return given
 
-    def _land(self) -> tuple[BackwardResult, comm.StepSummary]:
+    def _collect(self) -> tuple[BackwardResult, comm.StepSummary]:
         reduced = self._schedule.wait_buckets()
         params, states = collect_updates(self._hook, reduced, self._old, lambda finish: finish())
         summary = self._schedule.finish()
