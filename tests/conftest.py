@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ltx import comm
-from ltx.axis import Axis, GroupBacking, axes_in_scope, set_world_axes
+from ltx.axis import Axis, axes_in_scope, set_world_axes
+from ltx.backings import GroupBacking
 from ltx.errors import CallFailedError, WorkerError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool

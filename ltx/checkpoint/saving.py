@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ class _Contents:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """A save that all ranks have agreed on, ready to be written."""
 
     together: Together
@@ -155,7 +153,9 @@ def _pieces(name: str, encoded: extras.Encoded) -> list[Piece]:
     return [Piece.whole(f"{name}.{part}" if part else name, tensor) for part, tensor in encoded.items()]
 
 
-def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any) -> _Job:
+def begin_saving(
+    operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any
+) -> Job:
     """What the ranks agree on before anything is written."""
     base, temporary = Path(os.path.abspath(path)), None
     together = Together(operation, axis, base)
@@ -206,7 +206,7 @@ def _begin(operation: str, path: Any, state: TrainState, data: Any, rng: bool, k
         own += _pieces(name_on(together.rank, "data"), contents.data)
     writers = shared_out([(p.name, p.tensor.numel() * p.tensor.itemsize) for p in common], together.size)
     own += [piece for piece, writer in zip(common, writers, strict=True) if writer == together.rank]
-    return _Job(
+    return Job(
         together,
         base / by_rank[0]["temporary"],
         directory.step_path(base, manifest["step"]),
@@ -275,81 +275,4 @@ def save(
         >>> saved.name, restored.data, restored.state.step, restored.state.params.equal(state.params)
         ('step_00000001', {'epoch': 0, 'batch': 1}, 1, True)
     """
-    return _begin("checkpoint.save", path, state, data, rng, keep, axis).run()
-
-
-class Saving:
-    """A checkpoint that is being saved in the background; see :func:`save_async`."""
-
-    def __init__(self, job: _Job):
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(job,), name="ltx-checkpoint")
-        if job.together.comm is not None:
-            job.together.comm.notes.hold(self._thread)
-        self._thread.start()
-
-    def _run(self, job: _Job) -> None:
-        try:
-            self._path = job.run()
-        except BaseException as error:
-            self._error = error
-            warnings.warn(f"save_async: {error}", RuntimeWarning, stacklevel=1)
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`result` would return or raise at once."""
-        return not self._thread.is_alive()
-
-    def result(self, timeout_s: float | None = None) -> Path:
-        """The directory of the checkpoint, once it is there on all ranks; what went wrong is raised, as by save.
-
-        Raises:
-            TimeoutError: it isn't there within `timeout_s`.
-        """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the checkpoint isn't saved within {timeout_s:g} s.")
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
-
-
-@checked("path", "rng")
-def save_async(
-    path: str | os.PathLike[str],
-    state: TrainState,
-    *,
-    data: Any = None,
-    rng: bool = True,
-    keep: int | None = None,
-    axis: Any = None,
-) -> Saving:
-    """:func:`save` in the background of the steps that follow. Every rank calls it.
-
-    It copies what this rank writes, and returns: `state` may go into the next step and be donated to it, while a
-    thread writes the copy. Ranks talk about it through the store alone, so nothing mixes with their collectives.
-
-    Args:
-        path, state, data, rng, keep, axis: as in :func:`save`.
-
-    Each one under way holds its copy: wait for the last one before the next, should the disk be slower than that.
-
-    Returns:
-        A handle: ``.done``, and ``.result()``, which waits and raises what went wrong, on all ranks alike. A failure is
-        a RuntimeWarning besides, lest nobody asks. ``ltx.shutdown()`` and the end of the process wait for it.
-    """
-    job = _begin("checkpoint.save_async", path, state, data, rng, keep, axis)
-    try:
-        pieces = [replace(piece, tensor=_copied(piece.tensor)) for piece in job.pieces]
-    except Exception as error:  # which :meth:`Saving.result` raises, on all ranks alike
-        return Saving(replace(job, failure=error))
-    except BaseException as error:
-        job.give_up(error)
-        raise
-    return Saving(replace(job, pieces=pieces))
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return begin_saving("checkpoint.save", path, state, data, rng, keep, axis).run()

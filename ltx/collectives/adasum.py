@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
+from ltx.collectives.calls import check_dense, check_sums, meet_as_tree
 from ltx.collectives.gather import all_gather
 from ltx.collectives.index import axis_index
-from ltx.collectives.linear import Static, check_dense, check_sums, meet_as_tree
+from ltx.collectives.linear import Static
 from ltx.collectives.permute import ppermute
 from ltx.collectives.psum import axis_size, psum
 from ltx.errors import AxisError, TreeError

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ltx.arguments import checked
-from ltx.collectives.linear import Rule, Static, add_rule, collective
+from ltx.collectives.calls import collective
+from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.scale import GradScale, scale_gradient
 from ltx.errors import AxisError
 from ltx.typing import Tree

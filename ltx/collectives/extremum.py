@@ -15,19 +15,8 @@ import torch
 
 from ltx import comm, tree
 from ltx.axis import Axis
-from ltx.collectives.linear import (
-    Function,
-    apply,
-    check_dense,
-    check_sums,
-    index_below,
-    key_of,
-    meet_as_tree,
-    on_stack,
-    peeled_level,
-    prepare_trace,
-    traced_axis,
-)
+from ltx.collectives.calls import check_dense, check_sums, meet_as_tree, prepare_trace, traced_axis
+from ltx.collectives.linear import Function, apply, index_below, key_of, on_stack, peeled_level
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree

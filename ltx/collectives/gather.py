@@ -15,7 +15,8 @@ import torch
 
 from ltx import tree
 from ltx.arguments import checked
-from ltx.collectives.linear import Rule, Static, add_rule, collective
+from ltx.collectives.calls import collective
+from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
 from ltx.collectives.scale import GradScale, scale_gradient
 from ltx.collectives.uneven import all_gather_uneven, psum_scatter_uneven

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ltx import comm
-from ltx.collectives.linear import in_graph_index, prepare_trace
+from ltx.collectives.calls import in_graph_index, prepare_trace
 
 
 def axis_index(axis: Any = None) -> torch.Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ltx.arguments import brief, checked, shown
-from ltx.collectives.linear import Rule, Static, add_rule, collective
+from ltx.collectives.calls import collective
+from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.uneven import all_to_all_uneven
 from ltx.errors import AxisError
 from ltx.typing import Tree

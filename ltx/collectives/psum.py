@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.collectives.linear import Rule, add_rule, collective, prepare_trace, traced_size
+from ltx.collectives.calls import collective, prepare_trace, traced_size
+from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.sparse import is_sparse, psum_sparse
 from ltx.typing import Tree
 

@@ -8,8 +8,8 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import checked
+from ltx.collectives.calls import prepare_trace, traced_rank
 from ltx.collectives.index import axis_index
-from ltx.collectives.linear import prepare_trace, traced_rank
 from ltx.collectives.psum import axis_size
 from ltx.errors import AxisError
 from ltx.typing import Tree

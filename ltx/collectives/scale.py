@@ -14,7 +14,8 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import brief
-from ltx.collectives.linear import Function, prepare_trace, traced_size
+from ltx.collectives.calls import prepare_trace, traced_size
+from ltx.collectives.linear import Function
 from ltx.errors import CollectiveError
 from ltx.typing import Tree
 

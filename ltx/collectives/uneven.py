@@ -14,7 +14,8 @@ import torch
 from ltx import comm, tree
 from ltx.arguments import shown
 from ltx.axis import Axis
-from ltx.collectives.linear import apply, collective, movable
+from ltx.collectives.calls import collective, movable
+from ltx.collectives.linear import apply
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
 

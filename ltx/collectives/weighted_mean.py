@@ -12,9 +12,9 @@ import torch
 
 from ltx import tree
 from ltx.arguments import checked
-from ltx.axis import unwrapped
+from ltx.backings import unwrapped
+from ltx.collectives.calls import check_dense, check_sums
 from ltx.collectives.index import axis_index
-from ltx.collectives.linear import check_dense, check_sums
 from ltx.collectives.psum import axis_size, psum
 from ltx.errors import WeightError
 from ltx.typing import Tree

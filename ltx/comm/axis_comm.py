@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
-from ltx.axis import Axis, GroupBacking, MeshPart, Part
+from ltx.axis import Axis
+from ltx.backings import GroupBacking, MeshPart, Part
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.debug import under_way
@@ -35,7 +36,7 @@ from ltx.comm.posts import StorePosts
 from ltx.comm.process_groups import open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
-from ltx.comm.transports.shared_memory import open_transport
+from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)

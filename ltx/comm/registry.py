@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
 from ltx.arguments import brief
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
+from ltx.backings import GroupBacking
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.errors import AxisError

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from ltx import comm, hooks, tree
-from ltx.axis import DEFAULT_NAME, Axis, MetaBacking
+from ltx.axis import DEFAULT_NAME, Axis
+from ltx.backings import MetaBacking
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, Lands, Starts
+from ltx.estimate.still import Still
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.exchange import Exchange
 from ltx.gradients.leaves import arrival_order, differentiable
@@ -32,38 +34,6 @@ from ltx.strategies.fields import in_dtype
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import States, StepInfo, Update
 from ltx.typing import Tree
-
-
-@dataclass(frozen=True)
-class Still(Optimizer):
-    """An optimizer that leaves everything as it is: on shapes, what any other does."""
-
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    @property
-    def leafwise(self) -> bool:
-        return True
-
-    def init(self, params: Tree) -> Tree:
-        return {}
-
-    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        return tree.map(torch.zeros_like, params), state
-
-    def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        return params, state
-
-    def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, torch.Tensor]]:
-        return [{} for _ in tree.flatten(params)[0]]
-
-    def apply_leaves(self, grads: Any, states: Any, params: Any, count: int) -> None:
-        pass
-
-    def advance(self, state: Tree) -> Tree:
-        return state
-
 
 _IN_REDUCTIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 
@@ -339,15 +309,6 @@ def _kind(plan: Plan, bucket: Bucket, states: Sequence[LeafState]) -> Any:
     """What a reduction on shapes can tell of a bucket: of those that are alike one is driven for all."""
     shapes = tuple((name, x.shape, x.dtype) for state in states for name, x in state.items())
     return bucket.leaves, shapes, bucket.index == len(plan.buckets) - 1
-
-
-def stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
-    """:class:`Still` for `optimizer`, unless the strategy insists on one that it knows."""
-    try:
-        strategy.check_optimizer(Still())
-    except LtxError:
-        return optimizer
-    return Still()
 
 
 def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:

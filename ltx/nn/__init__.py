@@ -1,6 +1,7 @@
 """Layers whose forward pass communicates."""
 
-from ltx.nn.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
+from ltx.nn.convert import convert_sync_batch_norm
+from ltx.nn.sync_batch_norm import SyncBatchNorm, sync_batch_norm
 
 __all__ = [
     "SyncBatchNorm",

@@ -16,12 +16,13 @@ from ltx import comm, hooks, tree
 from ltx.arguments import brief
 from ltx.errors import InputError, StepError
 from ltx.estimate.autotune import choice_for, network_of
-from ltx.estimate.dry_run import Gradients, Steps, collective, meta, stand_in
+from ltx.estimate.dry_run import Gradients, Steps, collective, meta
 from ltx.estimate.formats import aligned, format_bytes, format_seconds
 from ltx.estimate.requests import BucketExplanation as BucketExplanation
 from ltx.estimate.requests import Collective as Collective
 from ltx.estimate.requests import ExchangeExplanation as ExchangeExplanation
 from ltx.estimate.requests import Issues
+from ltx.estimate.still import stand_in
 from ltx.gradients.planning import chosen_sizes
 from ltx.gradients.sizes import MIB
 from ltx.strategies import Strategy

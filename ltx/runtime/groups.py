@@ -5,14 +5,11 @@ Each function that makes something pushes what undoes it on a stack, so that a f
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import socket
 import sys
-import threading
 import time
-import weakref
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -24,20 +21,17 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ltx import comm
 from ltx.axis import Axis
-from ltx.comm import close_axis, open_axis
+from ltx.comm import open_axis
 from ltx.comm.process_groups import connect_limit
 from ltx.errors import WorldError
 from ltx.runtime.launchers import UNSURE
 from ltx.runtime.placement import Placement, is_loopback, loopback_listener
+from ltx.runtime.release_groups import _close, _destroy, _destroy_subgroup
 from ltx.runtime.world import World, world_of
 
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
-
-# How long letting go of process groups may hold a rank up (see `let_go`).
-_LET_GO_S = 2.0
 
 
 @dataclass
@@ -232,11 +226,6 @@ def _misfit(places: list[tuple[int, ...]]) -> str:
     return ""
 
 
-def _destroy(group: Any) -> None:
-    if dist.is_initialized() and dist.group.WORLD is group:  # else the user has destroyed it
-        dist.destroy_process_group()
-
-
 def check_mesh(mesh: Mesh, world: World) -> None:
     for name, size in mesh:
         if not isinstance(name, str) or not name or not isinstance(size, int) or size < 1:
@@ -279,77 +268,3 @@ def open_axes(
         whole = open_axis(name, dist.group.WORLD, timeout, heartbeat.total_seconds())
         undo.callback(_close, whole, dist.group.WORLD)
     return tuple(axes), whole if len(axes) > 1 else None
-
-
-def _close(axis: Axis, world_group: Any) -> None:
-    try:
-        close_axis(axis)
-    except ValueError:  # its process groups are gone: right if the user has destroyed them all
-        if dist.is_initialized() and dist.group.WORLD is world_group:
-            raise
-
-
-def _destroy_subgroup(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
-
-
-def close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
-    """Note what of every open axis has a process group in `held`, and close those axes that aren't among `axes`.
-
-    Collectives that are given a process group or a DeviceMesh open an axis for it.
-    """
-    everything = comm.open_axes()
-    held.extend(with_groups(everything))
-    for axis in everything:
-        if all(axis is not other for other in axes):
-            _close(axis, dist.group.WORLD if dist.is_initialized() else None)
-
-
-def with_groups(axes: tuple[Axis, ...]) -> list[Any]:
-    """The lines of `axes` and their channels, each with a process group of its own."""
-    lines = [axis.comm for axis in axes if axis.comm is not None]
-    return [one for axis_comm in lines for one in (axis_comm, *axis_comm.channels)]
-
-
-def let_go(held: list[Any]) -> None:
-    """Drop the process groups of lines and channels that have been closed, and wait until the groups' threads end.
-
-    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
-    that are left when Python ends abort the process now and then. So who is `held` loses its group here, whatever still
-    holds it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception that ended
-    the world.
-
-    A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
-    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not
-    hang in that. So a thread waits, and is left behind after a few seconds; the end of this process then breaks the
-    connections, which the peers see at once.
-    """
-    groups = []
-    while held:
-        one = held.pop()
-        groups.append(one.group)
-        one.group = None
-    one = None
-    if not groups:
-        return
-
-    def drop() -> None:
-        known = [weakref.ref(group) for group in groups]
-        groups.clear()
-        if any(group() is not None for group in known):
-            gc.collect()  # not without need: it keeps all threads waiting, those too that show signs of life
-
-    waiter = threading.Thread(target=drop, name="ltx-teardown", daemon=True)
-    try:
-        waiter.start()
-    except RuntimeError:  # some versions of Python start no threads while they end
-        drop()
-        return
-    waiter.join(_LET_GO_S)
-    if waiter.is_alive():
-        print(
-            "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in it "
-            "get an error when this process ends.",
-            file=sys.stderr,
-        )

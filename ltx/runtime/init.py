@@ -21,20 +21,12 @@ import torch.distributed as dist
 
 from ltx import comm
 from ltx import tree as trees
-from ltx.arguments import brief, checked
+from ltx.arguments import checked
 from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import PeerLostError, TreeError, WorldError, message_of
 from ltx.runtime.failure_file import note_failure, note_uncaught
-from ltx.runtime.groups import (
-    adopted_world,
-    check_mesh,
-    close_others,
-    let_go,
-    make_group,
-    meet_as,
-    open_axes,
-    settle,
-)
+from ltx.runtime.groups import adopted_world, check_mesh, make_group, meet_as, open_axes, settle
+from ltx.runtime.init_arguments import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, asked_settings, check_same
 from ltx.runtime.launchers import (
     JOIN_VARIABLE,
     placement_beside_group,
@@ -42,11 +34,9 @@ from ltx.runtime.launchers import (
     placement_from_env,
 )
 from ltx.runtime.placement import Placement
+from ltx.runtime.release_groups import close_others, let_go
 from ltx.runtime.world import World, world_of
 from ltx.typing import Tree
-
-_DEFAULT_TIMEOUT = timedelta(seconds=1800)
-_DEFAULT_HEARTBEAT = timedelta(seconds=comm.DEFAULT_HEARTBEAT_S)
 
 
 @dataclass
@@ -77,9 +67,9 @@ def init(
     strategy: Any = None,
     *,
     backend: str | None = None,
-    timeout: timedelta = _DEFAULT_TIMEOUT,
+    timeout: timedelta = DEFAULT_TIMEOUT,
     mesh: Mapping[str, int] | None = None,
-    heartbeat_timeout: timedelta = _DEFAULT_HEARTBEAT,
+    heartbeat_timeout: timedelta = DEFAULT_HEARTBEAT,
     rank: int | None = None,
     size: int | None = None,
     master: str | None = None,
@@ -129,7 +119,7 @@ def init(
         ...     world.size, ltx.psum(torch.tensor(3.0))
         (1, tensor(3.))
     """
-    asked = _asked(strategy, backend, timeout, mesh, heartbeat_timeout)
+    asked = asked_settings(strategy, backend, timeout, mesh, heartbeat_timeout)
     told = placement_from_arguments(rank, size, master, local_rank, local_size)
     if told is not None and told.master is not None and JOIN_VARIABLE in os.environ:
         told = None  # a newcomer runs the program of the ranks that are there, and has no rank yet
@@ -152,7 +142,7 @@ def init(
         atexit.unregister(shutdown)  # once, and before anything registered earlier
         atexit.register(shutdown)
     else:
-        _check_same(asked, session)
+        check_same(asked, session.settings, session.world.rank)
         session.holds += 1
     return session.world
 
@@ -283,53 +273,10 @@ def release(left: World, error: BaseException | None = None) -> None:
             shutdown()
 
 
-def _asked(
-    strategy: Any,
-    backend: str | None,
-    timeout: timedelta,
-    mesh: Mapping[str, int] | None,
-    heartbeat: timedelta,
-) -> dict[str, Any]:
-    """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
-    if timeout is _DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
-        timeout = getattr(strategy, "timeout", None) or _DEFAULT_TIMEOUT
-    for name, duration in {"timeout": timeout, "heartbeat_timeout": heartbeat}.items():
-        if not isinstance(duration, timedelta) or duration <= timedelta(0):
-            raise WorldError(
-                f"{name}={brief(duration)}: expected a positive datetime.timedelta, such as timedelta(minutes=5)."
-            )
-    if mesh is not None and not isinstance(mesh, Mapping):
-        raise WorldError(
-            f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
-        )
-    asked: dict[str, Any] = {"backend": backend or getattr(strategy, "process_group_backend", None)}
-    asked["timeout"] = None if timeout is _DEFAULT_TIMEOUT else timeout
-    asked["heartbeat_timeout"] = None if heartbeat is _DEFAULT_HEARTBEAT else heartbeat
-    asked["mesh"] = None if mesh is None else tuple(mesh.items())
-    return {name: value for name, value in asked.items() if value is not None}
-
-
-def _check_same(asked: Mapping[str, Any], session: _Session) -> None:
-    for name, new in asked.items():
-        old = session.settings[name]
-        if name == "placement":
-            name, old, new = "(rank, size, master)", _place(old), _place(new)
-        if new != old:
-            old, new = (dict(value) if name == "mesh" else value for value in (old, new))
-            raise WorldError(
-                f"rank {session.world.rank}: ltx.init was called before with {name}={old!r} and now with "
-                f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
-            )
-
-
-def _place(placement: Placement) -> tuple[Any, ...]:
-    return placement.rank, placement.size, placement.master and f"{placement.master[0]}:{placement.master[1]}"
-
-
 def _start(asked: Mapping[str, Any]) -> _Session:
     with ExitStack() as undo:
-        timeout = asked.get("timeout", _DEFAULT_TIMEOUT)
-        heartbeat = asked.get("heartbeat_timeout", _DEFAULT_HEARTBEAT)
+        timeout = asked.get("timeout", DEFAULT_TIMEOUT)
+        heartbeat = asked.get("heartbeat_timeout", DEFAULT_HEARTBEAT)
         placement = asked.get("placement") or (
             placement_beside_group(os.environ, dist.get_rank(), dist.get_world_size())
             if dist.is_initialized()

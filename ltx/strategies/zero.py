@@ -15,188 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.pending import Reduced
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
 from ltx.optim.base import Optimizer
 from ltx.optim.chain import Chain
 from ltx.optim.clip import ClipByGlobalNorm, ClipState, global_norm
 from ltx.strategies.base import Strategy
-from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult
 from ltx.strategies.shards import Shards
 from ltx.strategies.state_layout import StateLayout
 from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.zero_hooks import AllParts, MeanPart, PartUpdated, _whole, as_shards, own_parts, own_state
 from ltx.typing import Tree
-
-
-def width(numel: int, ranks: int) -> int:
-    """Elements of each part of a parameter."""
-    return -(-numel // ranks)
-
-
-def part(x: Tensor, rank: int | Tensor, ranks: int) -> Tensor:
-    """x[rank], a vector: a view where all of it is there. `rank` is a tensor on simulated ranks."""
-    m, flat = width(x.numel(), ranks), x.reshape(-1)
-    if isinstance(rank, int):
-        mine = flat[rank * m : (rank + 1) * m]
-        return mine if mine.numel() == m else pad(mine, (0, m - mine.numel()))
-    return _rows(flat, ranks).index_select(0, rank.reshape(1)).squeeze(0)
-
-
-def _rows(flat: Tensor, ranks: int) -> Tensor:
-    """All parts: (ranks, width); a view where nothing is to be padded."""
-    missing = width(flat.numel(), ranks) * ranks - flat.numel()
-    return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1) if flat.numel() else flat.view(ranks, 0)
-
-
-@dataclass(frozen=True)
-class MeanPart(CommHook):
-    """Reduce-scatter: rank r gets the r-th part of every gradient's mean, in its place, and zeros around it.
-
-    Args:
-        short: the half precision that gradients travel in; None for their own.
-    """
-
-    elementwise: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
-
-    short: torch.dtype | None = None
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.short is None
-
-    def cast(self, dtype: torch.dtype) -> Self:
-        return replace(self, short=dtype)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        if not inputs.flat.numel():
-            return inputs.flat, inputs.states
-        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
-        placed = _placed_eagerly if isinstance(inputs.rank, int) else _placed
-        return placed(mine, inputs), inputs.states
-
-
-def _side_by_side(inputs: BucketInput) -> Tensor:
-    """The parts of all parameters of a bucket, a row for each rank: one pass, and none over one large parameter."""
-    blocks = [_rows(flat, inputs.axis_size) for flat in inputs.flat.split(inputs.bucket.sizes)]
-    return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
-
-
-def _placed_eagerly(mine: Tensor, inputs: BucketInput) -> Tensor:
-    """The parts `mine` of this rank in a flat bucket of zeros."""
-    n, sizes, flat, rank = inputs.axis_size, inputs.bucket.sizes, mine.new_zeros(inputs.bucket.numel), int(inputs.rank)
-    widths = [width(size, n) for size in sizes]
-    for whole, own, m in zip(flat.split(sizes), mine.split(widths), widths, strict=True):
-        there = whole[rank * m : (rank + 1) * m]
-        there.copy_(own[: there.numel()])
-    return flat
-
-
-def _placed(mine: Tensor, inputs: BucketInput) -> Tensor:
-    """:func:`_placed_eagerly` for simulated ranks, where nothing is written into."""
-    n, sizes = inputs.axis_size, inputs.bucket.sizes
-    here = (torch.arange(n, device=mine.device) == inputs.rank)[:, None]
-    rows = torch.where(here, mine, torch.zeros_like(mine))
-    blocks = rows.split([width(size, n) for size in sizes], 1)
-    return torch.cat([block.reshape(-1)[:size] for block, size in zip(blocks, sizes, strict=True)])
-
-
-@dataclass(frozen=True)
-class AllParts(CommHook):
-    """All-gather: of vectors of m elements, those of all ranks, as (ranks, m)."""
-
-    elementwise: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
-        return replace(
-            bucket, leaves=tuple(replace(leaf, shape=torch.Size((axis_size, *leaf.shape))) for leaf in bucket.leaves)
-        )
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        if not inputs.flat.numel():
-            return inputs.flat, inputs.states
-        rows = yield CollectiveRequest("all_gather", inputs.flat)
-        sizes = inputs.bucket.sizes
-        if len(sizes) == 1:
-            return rows.reshape(-1), inputs.states
-        if not isinstance(inputs.rank, int):
-            return torch.cat([block.reshape(-1) for block in rows.split(sizes, 1)]), inputs.states
-        flat = rows.new_empty(rows.numel())  # the same in one pass
-        for whole, block in zip(flat.split([len(rows) * m for m in sizes]), rows.split(sizes, 1), strict=True):
-            whole.view(block.shape).copy_(block)
-        return flat, inputs.states
-
-
-@dataclass(frozen=True)
-class PartUpdated(MeanPart, PostUpdateHook):
-    """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters."""
-
-    phases: ClassVar[int] = 2
-    shares_gradients: ClassVar[bool] = True
-
-    def part(self, param: Tensor, axis: Axis) -> Tensor:
-        return part(param, axis.rank, axis.size)
-
-    def own(self, opt_state: Shards, axis: Axis) -> Tree:
-        # Its own, also where it is a part of a whole one.
-        return _own(opt_state, axis) if opt_state.ranks == axis.size else tree.map(torch.clone, _own(opt_state, axis))
-
-    def held(self, opt_state: Tree, axis: Axis) -> Shards:
-        return _shards(opt_state, axis)
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        n, sizes, update = inputs.axis_size, inputs.bucket.sizes, inputs.update
-        assert update is not None
-        widths = [width(size, n) for size in sizes]
-        if not inputs.flat.numel():
-            update([inputs.flat.to(inputs.bucket.dtype)] * len(sizes))
-            return inputs.flat, ()
-        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
-        given = update(mine.to(inputs.bucket.dtype).split(widths))
-        rows = yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])
-        return rows, ()
-
-    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
-        if not bucket.numel:
-            return PostUpdateResult(old.params, old.states)
-        blocks = reduced[0].split([width(size, old.axis_size) for size in bucket.sizes], 1)
-        if old.may_overwrite:
-            return PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))
-        return PostUpdateResult([_whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
-
-
-def _whole(parts: Tensor, like: Tensor) -> Tensor:
-    """A parameter of the shape of `like` from the parts of all ranks; a view."""
-    return parts.reshape(-1)[: like.numel()].view(like.shape)
-
-
-def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """The parts of all ranks, each a row, into the parameters that they are of."""
-    for block, param in zip(blocks, params, strict=True):
-        flat, m = param.view(-1), block.shape[1]
-        whole = flat.numel() // m if m else 0  # rows that have nothing filled up
-        flat[: whole * m].view(whole, m).copy_(block[:whole])
-        if whole < len(block):
-            flat[whole * m :].copy_(block[whole:].reshape(-1)[: flat.numel() - whole * m])
 
 
 @dataclass(frozen=True, repr=False)
@@ -278,23 +113,23 @@ class ZeroStrategy(Strategy):
                 )
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:
-        state = optimizer.init(_parts(params, axis))
+        state = optimizer.init(own_parts(params, axis))
         for path, leaf in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
             if leaf.ndim > 1:
                 raise StrategyError(
                     f"ZeroStrategy: the state {path!r} of {optimizer!r} is {tree.describe(leaf)}. State of parameters "
                     "given as vectors must be vectors like them, and counters 0-dim tensors."
                 )
-        return _shards(state, axis)
+        return as_shards(state, axis)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
         axis, paths, (leaves, spec) = info.axis, tree.leaf_paths(update.params), tree.flatten(update.params)
         mine = replace(
             update,
             optimizer=self._together(update.optimizer, info),
-            params=_parts(update.params, axis),
-            grads=_parts(update.grads, axis),
-            opt_state=_own(update.opt_state, axis),
+            params=own_parts(update.params, axis),
+            grads=own_parts(update.grads, axis),
+            opt_state=own_state(update.opt_state, axis),
         )
         params, opt_state = mine.apply()
         del update, mine  # the gradients' memory is the new parameters'
@@ -302,13 +137,13 @@ class ZeroStrategy(Strategy):
         if axis.size > 1:
             parts, _ = self.exchange(AllParts(), parts, paths, info).wait()
         whole = [_whole(new, old) for new, old in zip(parts, leaves, strict=True)]
-        return Updated(tree.unflatten(spec, whole), _shards(opt_state, axis), states, pending)
+        return Updated(tree.unflatten(spec, whole), as_shards(opt_state, axis), states, pending)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, info: StepInfo) -> Shards:
         if opt_state.ranks == 1:
             return opt_state
-        like = tree.flatten(optimizer.init(_parts(params, Axis("whole", 1))))[0]
-        leaves, spec = tree.flatten(_own(opt_state, info.axis))
+        like = tree.flatten(optimizer.init(own_parts(params, Axis("whole", 1))))[0]
+        leaves, spec = tree.flatten(own_state(opt_state, info.axis))
         split = [i for i, leaf in enumerate(leaves) if leaf.ndim == 1]
         paths = tree.leaf_paths(opt_state.state)
         given = [leaves[i] for i in split]
@@ -335,27 +170,3 @@ class ZeroStrategy(Strategy):
 
 def _members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.members if isinstance(optimizer, Chain) else (optimizer,)
-
-
-def _parts(tensors: Tree, axis: Axis) -> Tree:
-    """This rank's part of every leaf."""
-    rank = axis.rank
-    return tree.map(lambda x: part(x, rank, axis.size), tensors)
-
-
-def _shards(state: Tree, axis: Axis) -> Shards:
-    rank = axis.rank
-    return Shards(state, axis.size, rank if isinstance(rank, int) else None)
-
-
-def _own(shards: Shards, axis: Axis) -> Tree:
-    """This rank's part of an optimizer state: what it holds, or its part of a whole one."""
-    if (shards.ranks, shards.rank) == (axis.size, _shards((), axis).rank):
-        return shards.state
-    if shards.ranks > 1:
-        raise StrategyError(
-            f"ZeroStrategy: this optimizer state is {shards.name}, and here is rank {axis.rank} of {axis.size}. For "
-            "another number of ranks gather it first, where it was made: state = train.gather(state)."
-        )
-    rank = axis.rank
-    return tree.map(lambda x: part(x, rank, axis.size) if x.ndim == 1 else x, shards.state)

@@ -23,7 +23,7 @@ from ltx.training.settings import TrainSettings
 from ltx.training.train_state import TrainState
 from ltx.transforms.compare import with_ranks
 from ltx.transforms.run import CallOptions
-from ltx.transforms.sync_state import unwrapped
+from ltx.transforms.sync_state import plain_values
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
 
@@ -149,7 +149,7 @@ def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]
     """Each leaf that isn't finite, and how."""
     found = []
     for path, grad in zip(paths, grads, strict=True):
-        values = unwrapped(grad)
+        values = plain_values(grad)
         bad = int(values.isfinite().logical_not().sum())
         if bad:
             what = "NaN" if bool(values.isnan().any()) else "infinite"

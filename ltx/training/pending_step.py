@@ -16,13 +16,11 @@ of, such as a C++ extension that takes tensors as they come, finds NaN in a para
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,6 +32,7 @@ from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.training.backward_update import BackwardUpdate
+from ltx.training.compiled_calls import calls_compiled, on_compilation
 from ltx.training.progress_thread import look_after
 from ltx.training.train_state import TrainState
 from ltx.transforms.sync_state import SyncState, states_after
@@ -192,7 +191,7 @@ class PendingStep:
         for place, index in self._bucket_of.items():
             if index in self._left:
                 self._hide(leaves[place], place)
-        with _told_of_compilation(self, fn):
+        with on_compilation(fn, self.wait_all):
             yield
 
     def _hide(self, leaf: torch.Tensor, place: int) -> None:
@@ -349,34 +348,3 @@ def _undisturbed(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 # --- compiled functions ----------------------------------------------------------------------------------------------
-
-# Steps in which something compiled was called.
-_compiled: WeakSet[Any] = WeakSet()
-
-
-def calls_compiled(fn: Any) -> bool:
-    """Whether `fn` is known to call a compiled function, whose guards want plain tensors."""
-    try:
-        return fn in _compiled
-    except TypeError:
-        return False
-
-
-@contextmanager
-def _told_of_compilation(pending_step: PendingStep, fn: Any) -> Iterator[None]:
-    """Land all as soon as Dynamo begins to compile something, and remember that `fn` calls it."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        yield
-        return
-
-    def begun(_: Any) -> None:
-        with suppress(TypeError):
-            _compiled.add(fn)
-        pending_step.wait_all()
-
-    dynamo.callback_handler.register_start_callback(begun)
-    try:
-        yield
-    finally:
-        dynamo.callback_handler.remove_start_callback(begun)

@@ -19,7 +19,7 @@ from ltx.training.step_parts import all_finite, checks_finite, kept_if_skipped, 
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.validation import refuse_in_graph
 from ltx.transforms.run import CallOptions
-from ltx.transforms.sync_state import Synced, SyncState, unwrapped
+from ltx.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.transforms.weighted import Weighted
 
 
@@ -76,7 +76,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         inverse = 1 / loss_scale
         grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
     finite = all_finite(train, tree.flatten(grads)[0], info)
-    if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(unwrapped(finite).all()):
+    if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(plain_values(finite).all()):
         raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
     states, buffers = kept_if_skipped(train, finite, state, states, buffers)
     update = Update(train.optimizer, state.trained, grads, state.opt_state, finite=finite)

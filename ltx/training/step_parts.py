@@ -16,7 +16,7 @@ from ltx.training.backward_update import any_not_finite
 from ltx.training.guard import not_finite
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
-from ltx.transforms.sync_state import SyncState, unwrapped
+from ltx.transforms.sync_state import SyncState, plain_values
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ def all_finite(
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
     """Whether gradients that aren't finite raise: with dynamic loss scaling, once the scale isn't to blame."""
-    return train.guard == "raise" and (scaling(train) is None or bool((unwrapped(state.loss_scale.scale) <= 1).all()))
+    return train.guard == "raise" and (
+        scaling(train) is None or bool((plain_values(state.loss_scale.scale) <= 1).all())
+    )
 
 
 def kept_if_skipped(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import collectives, comm, tree
+from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
@@ -27,7 +27,7 @@ from ltx.training.outputs import Batch, Outputs, arguments_of, outputs_of, unsha
 from ltx.training.pending_step import PendingStep, StepStart, step_start
 from ltx.training.pure_step import step_purely
 from ltx.training.replicas import check_replicas
-from ltx.training.settings import TrainSettings
+from ltx.training.state_operations import StateOperations
 from ltx.training.step_parts import (
     all_finite,
     checks_finite,
@@ -35,64 +35,21 @@ from ltx.training.step_parts import (
     loss_scale_of,
     must_sync_finite,
     next_state,
-    scaling,
     should_raise,
 )
 from ltx.training.train_state import Metrics, TrainState
-from ltx.training.trainable import Trainable, split, taken_from
+from ltx.training.trainable import Trainable
 from ltx.training.update_then_send import UpdateThenSend
-from ltx.training.validation import check_kept
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.run import CallOptions
 from ltx.transforms.sync_state import Synced, SyncState
 from ltx.transforms.weighted import Weighted
-from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
-class TrainStep(TrainSettings):
+class TrainStep(StateOperations):
     """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``."""
-
-    def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
-        """The state before the first step, with rank 0's values on every rank.
-
-        Args:
-            params: tree of floating or complex tensors, which are copied. Parameters of a module whose requires_grad is
-                False are frozen: neither differentiated nor sent, without optimizer state, and still given to the step;
-                so are those that the train step's `trainable` leaves out. Or a module, whose parameters the state takes
-                over, so that there is no second copy: they raise DonatedStateError from then on, and
-                ``ltx.to_module(module, state)`` gives the module the state's values.
-            buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
-                buffers)``, or ``(loss, buffers, aux)`` with `has_aux`; :func:`ltx.functional_call` with
-                ``return_buffers=True`` gives the next ones.
-
-        Raises:
-            TreeError: a leaf can't be trained; or two leaves are one tensor (tied weights).
-            StepError: nothing is left to be trained.
-        """
-        if buffers is not None:
-            check_kept(buffers, self.step.precision)
-        strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
-        strategy.check_axis(axis)
-        if isinstance(params, torch.nn.Module):
-            params, frozen = taken_from(params, axis, self.trainable)
-        else:
-            tree.check_dense(tree.flatten(params)[0], params, "params")
-            trained, frozen = split(params, self.trainable)
-            params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
-            if frozen is not None:
-                params, frozen = tree.masked(params, trained), tree.masked(params, frozen)
-        buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
-        sync_state = self.step.init(params)
-        if not torch._C._are_functorch_transforms_active():
-            sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
-        opt_state = strategy.init_optimizer(self.optimizer, params, axis)
-        dynamic = scaling(self)
-        loss_scale = () if dynamic is None else dynamic.start()
-        layout = replace(strategy.layout, strategy=repr(self.step.hook_as_chosen(sync_state).strategy))
-        state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
-        return state.unseen()
 
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
         batch = Batch(args, named)
@@ -295,60 +252,6 @@ class TrainStep(TrainSettings):
         others = {"step": state.step + 1, "layout": layout, "loss_scale": kept.loss_scale, "frozen": state.frozen}
         following = TrainState.later(pending_step, buffers=buffers, pending=state.pending, **others)
         return following, Metrics.later(summary, total.dtype, aux)
-
-    def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
-        """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
-
-        Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
-        ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.kinds``)
-        are the same on all of them afterwards: `src`'s. Every rank calls it. A collective of processes.
-
-        Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.
-        """
-        state.check_owned()
-        axis = comm.resolve(self.step.axis)
-        sync: SyncState = state.sync_state
-        parts = (state.trained, state.frozen, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
-        leaves, spec = tree.flatten(parts)
-        metas = [torch.empty_like(x, device="meta") for x in leaves]  # dense strides stay as they are
-        shapes = [(x.shape, x.stride(), x.dtype, leaf.device.type) for x, leaf in zip(metas, leaves, strict=True)]
-        empty = tree.unflatten(spec, metas)
-        told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.layout)
-        empty, shapes, step, sync_step, choice, layout = collectives.broadcast_object(told, src, axis)
-        if not (axis.comm and axis.comm.rank == src):
-            made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
-            parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
-        params, frozen, buffers, opt_state, entries, loss_scale = tree.map(
-            torch.Tensor.detach, collectives.broadcast(parts, src, axis)
-        )
-        sync = replace(SyncState.new(entries, choice), step=sync_step)
-        return TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
-
-    def finish(self, state: TrainState) -> TrainState:
-        """`state` with all landed that its strategy has under way between two steps, as an asynchronous one has.
-
-        Every rank calls it, after its last step or before it looks at the parameters; other strategies give the state
-        back as it is. Training may go on afterwards.
-        """
-        state.check_owned()
-        info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
-        if not self.step.strategy.communicates_besides:
-            return state
-        params, states = self.step.strategy.finish(state.trained, state.sync_state.leaves, info, state.pending)
-        return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
-
-    def gather(self, state: TrainState) -> TrainState:
-        """`state` with the whole optimizer state on every rank, where its strategy shards it; every rank calls this.
-
-        So it can be saved and used on another number of ranks: load into ``train.gather(train.init(params))`` there. A
-        step takes such a state and goes on with this rank's part. Other strategies give the state back as it is.
-        """
-        state.check_owned()
-        if state.layout.opt_state != "sharded":
-            return state
-        info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
-        opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.trained, state.opt_state, info)
-        return replace(state, opt_state=opt_state, layout=replace(state.layout, opt_state="replicated"))
 
 
 @checked("donate", "has_aux")

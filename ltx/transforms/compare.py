@@ -11,7 +11,8 @@ import torch
 from torch._C import _functorch
 
 from ltx import comm, tree
-from ltx.axis import Axis, VmapBacking
+from ltx.axis import Axis
+from ltx.backings import VmapBacking
 from ltx.errors import ReplicaDivergedError
 from ltx.transforms.digests import digest, values
 from ltx.typing import Tree

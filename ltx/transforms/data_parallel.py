@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ltx import comm, tree
-from ltx.axis import GroupBacking
+from ltx.backings import GroupBacking
 from ltx.errors import StepError, SyncStateError
 from ltx.estimate.autotune import choose_on_axis
 from ltx.strategies import DEFAULT, Strategy

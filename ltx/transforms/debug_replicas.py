@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from ltx import comm, tree
-from ltx.axis import Axis, VmapBacking
+from ltx.axis import Axis
+from ltx.backings import VmapBacking
 from ltx.comm.debug import under_way
 from ltx.errors import ReplicaDivergedError
 from ltx.transforms.compare import with_ranks

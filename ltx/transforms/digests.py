@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from ltx.transforms.sync_state import unwrapped
+from ltx.transforms.sync_state import plain_values
 
 _COLUMNS = 512
 #: Below so many words of 8 bytes a cryptographic digest of everything costs as little.
@@ -16,7 +16,7 @@ _SMALL = 8 * _COLUMNS
 
 def values(x: torch.Tensor) -> torch.Tensor:
     """`x` below all wrappers, its elements one after another in memory."""
-    return unwrapped(x).resolve_conj().resolve_neg().contiguous()
+    return plain_values(x).resolve_conj().resolve_neg().contiguous()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ltx.arguments import brief
-from ltx.axis import axes_in_scope, unwrapped
+from ltx.axis import axes_in_scope
+from ltx.backings import unwrapped
 from ltx.errors import InputError, StepError, TreeError
 from ltx.transforms.recompute import tensors_in_place
 from ltx.transforms.swap import Buffer, Members, Swap, version_of

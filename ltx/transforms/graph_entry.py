@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ltx import comm, hooks
-from ltx.axis import Axis, unwrapped
+from ltx.axis import Axis
+from ltx.backings import unwrapped
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.gradients import marker
+from ltx.gradients.at_hand import reduce_gradients
 from ltx.gradients.graph_schedule import GraphSchedule
 from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.planning import Names, make_plan
@@ -115,7 +117,7 @@ def reduce_in_graph(
     """(reduced gradients, next states) of ``*gradients, *states``."""
     count = len(arrival)
     schedule = _schedule_in_graph(key, "sync_gradients", tensors[:count], arrival, names, step, None)
-    grads, states = marker.reduce_gradients(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
+    grads, states = reduce_gradients(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
     return (*grads, *(t for leaf in states for t in leaf))
 
 

@@ -14,7 +14,7 @@ from ltx.axis import Axis
 from ltx.errors import StepError, WeightError
 from ltx.gradients.schedule import Schedule
 from ltx.hooks import CommHook
-from ltx.transforms.sync_state import unwrapped
+from ltx.transforms.sync_state import plain_values
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
 
@@ -132,7 +132,7 @@ class Run:
         alone = self.blocked or self.local
         if not alone:
             total, weight = collectives.psum((total, weight), self.within or self.axis)
-        if not torch.compiler.is_compiling() and bool((unwrapped(weight) == 0).any()):
+        if not torch.compiler.is_compiling() and bool((plain_values(weight) == 0).any()):
             of = "" if self.within is None else f" of {self.within.name!r}"
             whose = "this rank's weight is 0" if alone else f"the weights of all ranks{of} add up to 0"
             raise WeightError(

@@ -12,10 +12,10 @@ import torch
 from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.collectives import psum
-from ltx.collectives.linear import check_dense, check_sums
+from ltx.collectives.calls import check_dense, check_sums
 from ltx.collectives.sparse import is_sparse
 from ltx.errors import SyncStateError, UnsupportedError
-from ltx.gradients import marker
+from ltx.gradients.at_hand import reduce_gradients
 from ltx.gradients.leaves import arrival_order, differentiable
 from ltx.gradients.planning import make_plan
 from ltx.gradients.process_schedule import schedule_for
@@ -139,7 +139,7 @@ def _reduce(
         tuple(paths),
     )
     schedule = schedule_for(plan)
-    reduced, advanced = marker.reduce_gradients(schedule, grads, [list(s.values()) for s in states])
+    reduced, advanced = reduce_gradients(schedule, grads, [list(s.values()) for s in states])
     if state is None:
         return reduced, None
     leaves = {path: dict(e) for path, e in state.leaves.items()}

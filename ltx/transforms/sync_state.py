@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ltx import axis, tree
+from ltx import tree
 from ltx.arguments import shown
+from ltx.backings import unwrapped
 from ltx.errors import SyncStateError
 from ltx.gradients.leaves import tracked
 from ltx.gradients.reduction import LeafState
@@ -74,13 +75,13 @@ def check_state(state: Any) -> None:
         )
 
 
-def unwrapped(x: torch.Tensor) -> torch.Tensor:
+def plain_values(x: torch.Tensor) -> torch.Tensor:
     """`x` without the wrappers of torch.func's levels: what the values are."""
-    return axis.unwrapped(x).detach()
+    return unwrapped(x).detach()
 
 
 def _numbers(x: torch.Tensor) -> list[float]:
-    values = unwrapped(x)
+    values = plain_values(x)
     return [values.item()] if values.ndim == 0 else values.flatten().tolist()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import ltx
-from ltx.axis import VmapBacking
+from ltx.backings import VmapBacking
 
 
 class RefusedError(Exception):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx import comm
-from ltx.axis import MeshPart
+from ltx.backings import MeshPart
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import ltx
 from ltx import comm
-from ltx.axis import Axis, GroupBacking
+from ltx.axis import Axis
+from ltx.backings import GroupBacking
 from ltx.comm import measure
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
 from ltx.estimate.dry_run import collective, meta

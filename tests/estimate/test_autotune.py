@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ltx
 from ltx import comm, hooks
-from ltx.axis import GroupBacking
+from ltx.backings import GroupBacking
 from ltx.comm import measure
 from ltx.errors import InputError, RankMismatchError, SyncStateError, UnsupportedError
 from ltx.estimate.autotune import Option, choice_for, choose

@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: the position in the data is lost",
-        file="runtime/elastic.py",
+        file="runtime/elastic_run.py",
         old="            way.at = _At(self.train.broadcast(way.at.state, src), told[src][3])",
         new="            way.at = _At(self.train.broadcast(way.at.state, src), way.at.position)",
         breaks="a newcomer begins the data anew",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: a snapshot's position is ignored",
-        file="runtime/elastic.py",
+        file="runtime/elastic_run.py",
         old="way.at, way.saved = _At(restored.state, saved), restored.step",
         new="way.at, way.saved = _At(restored.state, way.at.position), restored.step",
         breaks="samples come twice after a restart",
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: fewer than min_ranks go on",
-        file="runtime/elastic.py",
+        file="runtime/elastic_run.py",
         old="        if place.size < self.min_ranks:",
         new="        if place.size < 1:",
         breaks="training goes on with fewer ranks than asked",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: save_async writes the state itself",
-        file="checkpoint/saving.py",
+        file="checkpoint/async_saving.py",
         old='return tensor.detach().to("cpu", copy=True)',
         new='return tensor.detach().to("cpu")',
         breaks="what is saved is of several steps",

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO's last part is cut off",
-        file="strategies/zero.py",
+        file="strategies/zero_hooks.py",
         old="return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1)",
         new="return flat[: flat.numel() // ranks * ranks].view(ranks, -1)",
         breaks="parameters whose sizes the ranks don't divide lose their tails",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO's gradients in another rank's place",
-        file="strategies/zero.py",
+        file="strategies/zero_hooks.py",
         old="there = whole[rank * m : (rank + 1) * m]",
         new="there = whole[(n - 1 - rank) * m : (n - rank) * m]",
         breaks="each rank updates its part with gradients of 0, between processes",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ltx
 from ltx.errors import PeerLostError
-from ltx.runtime.elastic import _Run as Run
+from ltx.runtime.elastic_run import ElasticRun as Run
 from ltx.runtime.membership import Membership, _asked, _asks
 from ltx.runtime.regroup import Regroup
 from tests.forks import Body, Ranks, noticed

@@ -31,38 +31,22 @@ sockets.
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import mmap
 import os
-import platform
-import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ltx.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part
 from ltx.comm.operations import OPERATIONS
+from ltx.comm.transports.layout import COUNTERS_BYTES, EMPTIED, FAILED, FILLED, REASON, REDUCED, SLOTS, SUMS, TAGS
 from ltx.errors import message_of
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-SLOTS = 8
-COUNTERS_BYTES = 4096
-_WORD = 8
-_LINE_WORDS = 64 // _WORD  # one cache line a counter
-_FILLED, _REDUCED, _EMPTIED = (i * _LINE_WORDS for i in range(3))
-_TAGS = 3 * _LINE_WORDS  # one a slot
-_SUMS = _TAGS + SLOTS  # one a slot
-_FAILED = _SUMS + SLOTS  # how long the text is that says why; 0 as long as all is well
-_REASON = COUNTERS_BYTES // 2  # where that is
 _TAG_MASK = (1 << 62) - 1
 _TAG_PRIME = 1_000_003
-_SETTING = "LTX_SHARED_MEMORY"
 
 
 @dataclass(eq=False)
@@ -124,7 +108,7 @@ class SharedMemoryTransport:
         self._tail = _Entry(-1, NO_CHUNK, SharedMemoryWork(self), 0)
         # The last entry known to have been through each stride. The counters are the truth: an interrupt may come
         # between the two.
-        self._through = {_FILLED: self._tail, _REDUCED: self._tail, _EMPTIED: self._tail}
+        self._through = {FILLED: self._tail, REDUCED: self._tail, EMPTIED: self._tail}
         self._overwritten = -1  # the place of the piece whose reduction has begun
 
     def begin(
@@ -163,13 +147,13 @@ class SharedMemoryTransport:
     @property
     def busy(self) -> bool:
         """Whether anything is on its way."""
-        return self.error is None and self._through[_EMPTIED].next is not None
+        return self.error is None and self._through[EMPTIED].next is not None
 
     @property
     def emptied(self) -> int:
         """How many pieces have come out on this rank."""
         counters = self._counters
-        return counters[self.rank][_EMPTIED] if counters else self._emptied_at_close
+        return counters[self.rank][EMPTIED] if counters else self._emptied_at_close
 
     def progress(self) -> bool:
         """Take every stride that may be taken; whether there was one. Takes none while another thread is at it."""
@@ -203,16 +187,16 @@ class SharedMemoryTransport:
         return False
 
     def _fail(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - _REASON]
-        self._maps[self.rank][_REASON : _REASON + len(reason)] = reason
-        self._counters[self.rank][_FAILED] = len(reason)
+        reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - REASON]
+        self._maps[self.rank][REASON : REASON + len(reason)] = reason
+        self._counters[self.rank][FAILED] = len(reason)
         self.error = error
 
     def failures(self) -> dict[int, str]:
         """The ranks whose ends have failed, and why."""
-        lengths = {rank: words[_FAILED] for rank, words in enumerate(self._counters)}
+        lengths = {rank: words[FAILED] for rank, words in enumerate(self._counters)}
         return {
-            rank: self._maps[rank][_REASON : _REASON + length].decode(errors="replace")
+            rank: self._maps[rank][REASON : REASON + length].decode(errors="replace")
             for rank, length in lengths.items()
             if length
         }
@@ -239,21 +223,21 @@ class SharedMemoryTransport:
         return [segment[start:end].view(chunk.dtype) for segment in self._bytes]
 
     def _fill(self) -> bool:
-        entry = self._next(_FILLED)
+        entry = self._next(FILLED)
         # A slot is free once every rank has emptied the piece that lay in it.
-        if entry is None or entry.place >= self._least(_EMPTIED) + SLOTS:
+        if entry is None or entry.place >= self._least(EMPTIED) + SLOTS:
             return False
-        self._counters[self.rank][_TAGS + entry.place % SLOTS] = entry.tag
+        self._counters[self.rank][TAGS + entry.place % SLOTS] = entry.tag
         entry.chunk.give(self._slots(entry)[self.rank])
-        self._tell(entry, _FILLED)
+        self._tell(entry, FILLED)
         return True
 
     def _reduce(self) -> bool:
-        entry = self._next(_REDUCED)
-        if entry is None or self._least(_FILLED) <= entry.place:
+        entry = self._next(REDUCED)
+        if entry is None or self._least(FILLED) <= entry.place:
             return False
         chunk, work, slot = entry.chunk, entry.work, entry.place % SLOTS
-        work.refused |= len({words[_TAGS + slot] for words in self._counters}) > 1
+        work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1
         if chunk.reduce is not None and not work.refused:
             slots = self._slots(entry)
             shares = [part(slot, self.rank, self.size) for slot in slots]
@@ -266,21 +250,21 @@ class SharedMemoryTransport:
                 for share in shares[1:-1]:
                     total = chunk.reduce(total, share)
                 chunk.reduce(total, shares[-1], out=shares[self.rank])
-            self._sums[self.rank][_SUMS + slot] = math.nan if work.sums is None else _sum(shares[self.rank])
-        self._tell(entry, _REDUCED)
+            self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else _sum(shares[self.rank])
+        self._tell(entry, REDUCED)
         return True
 
     def _empty(self) -> bool:
-        entry = self._next(_EMPTIED)
-        if entry is None or self._least(_REDUCED) <= entry.place:
+        entry = self._next(EMPTIED)
+        if entry is None or self._least(REDUCED) <= entry.place:
             return False
         chunk, work = entry.chunk, entry.work
         if not work.refused:
             chunk.take(self._slots(entry))
             if work.sums is not None:
-                work.sums[entry.place] = sum(words[_SUMS + entry.place % SLOTS] for words in self._sums)
+                work.sums[entry.place] = sum(words[SUMS + entry.place % SLOTS] for words in self._sums)
         work.completed_s = time.perf_counter()
-        self._tell(entry, _EMPTIED)  # last: whoever waits goes on, maybe in another thread
+        self._tell(entry, EMPTIED)  # last: whoever waits goes on, maybe in another thread
         entry.chunk = NO_CHUNK
         return True
 
@@ -324,6 +308,11 @@ def _sum(x: torch.Tensor) -> float:
 _transports: list[SharedMemoryTransport] = []
 
 
+def register(transport: SharedMemoryTransport) -> None:
+    """From now on a thread that waits advances `transport` too, until :meth:`SharedMemoryTransport.close`."""
+    _transports.append(transport)
+
+
 def progress_everywhere() -> bool:
     """Take every stride that may be taken in any lane of this process; whether there was one."""
     return sum(transport.progress() for transport in tuple(_transports) if transport.busy) > 0
@@ -350,55 +339,3 @@ def wait_for(work: SharedMemoryWork, pause_s: float) -> bool:
         else:
             time.sleep(0.0001)
     return True
-
-
-def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
-    """A lane between the ranks that meet in `store`, or None if not all of them share this machine's memory.
-
-    Ranks in different network namespaces count as different machines: they are there to try a network. The environment
-    variable LTX_SHARED_MEMORY=0, on any rank, turns lanes off.
-    """
-    mine: dict[str, object] = {"machine": None}
-    files: list[int] = []
-    machine = _machine()
-    if machine is not None:
-        files = [os.memfd_create("ltx arena"), os.memfd_create("ltx lock")]
-        os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
-        fcntl.flock(files[1], fcntl.LOCK_EX)
-        mine = {"machine": machine, "pid": os.getpid(), "files": files}
-    store.set(f"lane/{rank}", json.dumps(mine))
-    entries = [json.loads(store.get(f"lane/{other}")) for other in range(size)]
-    segments: list[mmap.mmap] = []
-    locks: list[int] = []
-    if machine is not None and all(entry["machine"] == machine for entry in entries):
-        try:
-            for entry in entries:
-                segment, lock = (
-                    os.open(f"/proc/{entry['pid']}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-                    for descriptor in entry["files"]
-                )
-                locks.append(lock)
-                segments.append(mmap.mmap(segment, COUNTERS_BYTES + SLOTS * CHUNK_BYTES))
-                os.close(segment)
-        except OSError:
-            segments = []
-    store.set(f"lane/{rank}/open", str(len(segments)))
-    if all(int(store.get(f"lane/{other}/open")) == size for other in range(size)):
-        transport = SharedMemoryTransport(rank, segments, locks, files)
-        _transports.append(transport)
-        return transport
-    for descriptor in (*locks, *files):
-        os.close(descriptor)
-    return None
-
-
-def _machine() -> list[object] | None:
-    """What ranks that can share memory have in common; None where lanes don't work."""
-    if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get(_SETTING, "1") == "0":
-        return None
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return [boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid"), os.getuid()]
-    except OSError:
-        return None

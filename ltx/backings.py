@@ -1,0 +1,162 @@
+"""What the ranks of an axis are: processes, entries of a vmap level, or shapes alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._C import _functorch
+
+
+@dataclass(frozen=True)
+class GroupBacking:
+    """Ranks are processes: this one's index on the axis, and its communicator (:class:`ltx.comm.AxisComm`)."""
+
+    rank: int
+    comm: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of `world` ranks belong together: each `size` that follow one another, a node; or, `across` nodes, those
+    that have the same place in theirs."""
+
+    world: int
+    size: int
+    across: bool
+
+    @property
+    def count(self) -> int:
+        """The number of ranks that belong together."""
+        return self.world // self.size if self.across else self.size
+
+    def place(self, rank: Any) -> Any:
+        """Where among those that it belongs to a rank is."""
+        return rank // self.size if self.across else rank % self.size
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks that `rank` belongs to, in order."""
+        if self.across:
+            return list(range(rank % self.size, self.world, self.size))
+        first = rank - rank % self.size
+        return list(range(first, first + self.size))
+
+
+@dataclass(frozen=True)
+class MeshPart:
+    """Which ranks of a mesh belong together: those whose places differ only along `dims`, the first the outermost.
+
+    Attributes:
+        sizes: of the mesh's axes, outermost first.
+        dims: the places in `sizes` of the axes that are joined.
+    """
+
+    sizes: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of ranks that belong together."""
+        return math.prod(self.sizes[dim] for dim in self.dims)
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks that `rank` belongs to, in order."""
+        strides = [math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes))]
+        first = rank - sum(rank // strides[dim] % self.sizes[dim] * strides[dim] for dim in self.dims)
+        places = itertools.product(*(range(self.sizes[dim]) for dim in self.dims))
+        return [first + sum(i * strides[dim] for i, dim in zip(at, self.dims, strict=True)) for at in places]
+
+
+@dataclass(frozen=True)
+class VmapBacking:
+    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
+
+    With a `part` that dimension holds several axes side by side.
+
+    Several nested levels make one axis if there are `dims`: (level, size) of each, the first the outermost in the
+    order of ranks. functorch takes the innermost level off first. Those above `level` are off already; their
+    dimensions are in front of the tensors, the outermost level's first.
+    """
+
+    level: int
+    part: Part | None = None
+    dims: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def levels(self) -> list[int]:
+        """All of its levels, the outermost first."""
+        return sorted(level for level, _ in self.dims) or [self.level]
+
+    @property
+    def below(self) -> VmapBacking | None:
+        """What is left once `level` is off; None if it was the last one."""
+        levels = [level for level, _ in self.dims if level < self.level]
+        return replace(self, level=max(levels)) if levels else None
+
+    def at(self, levels: Sequence[int]) -> VmapBacking:
+        """The same with other `levels` for its own, the outermost first; of the whole, if this is a part."""
+        dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
+        return VmapBacking(max(levels), None, dims)
+
+    @property
+    def taken(self) -> int:
+        """The number of dimensions in front of the tensors: those of levels that are off."""
+        return sum(level > self.level for level, _ in self.dims)
+
+    @property
+    def order(self) -> list[int]:
+        """The order in which the dimensions of all levels, as they lie by level, are the axis' ranks."""
+        return [self.levels.index(level) for level, _ in self.dims]
+
+    def stacked(self, xs: torch.Tensor) -> torch.Tensor:
+        """`xs`, with a dimension for each level in front, with one for the ranks of all."""
+        if not self.dims:
+            return xs
+        count = len(self.dims)
+        return xs.permute(*self.order, *range(count, xs.ndim)).flatten(0, count - 1)
+
+    def unstacked(self, xs: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`stacked`."""
+        if not self.dims:
+            return xs
+        count, order = len(self.dims), self.order
+        by_dim: torch.Tensor = xs.unflatten(0, [size for _, size in self.dims])
+        return by_dim.permute(*(order.index(i) for i in range(count)), *range(count, by_dim.ndim))
+
+    def batched(self, xs: torch.Tensor) -> torch.Tensor:
+        """A vector with one entry for each rank, as what each has: 0-dim, and batched at each level that isn't off."""
+        by_level = self.unstacked(xs)
+        for _ in range(self.taken):  # those levels' ranks don't matter to what is left
+            by_level = by_level[..., 0]
+        by_level = unwrapped(by_level)  # what factories make is wrapped for the innermost level, which may not be ours
+        for level in self.levels:
+            if level <= self.level:
+                by_level = _functorch._add_batch_dim(by_level, 0, level)
+        return by_level
+
+
+@dataclass(frozen=True, eq=False)
+class MetaBacking:
+    """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`.
+
+    Attributes:
+        rank: the one that is looked at.
+        answer: ``(operation, buffer, arguments, number of ranks)`` -> what that collective would give.
+        exchange: makes a strategy's exchanges in place of :class:`ltx.gradients.exchange.Exchange`, if given: ``(plan,
+            tensors, states, background, paths)``.
+    """
+
+    rank: int
+    answer: Callable[[str, torch.Tensor, tuple[int, ...], int], torch.Tensor] = field(repr=False)
+    exchange: Callable[..., Any] | None = field(default=None, repr=False)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without the wrappers of torch.func's levels."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor

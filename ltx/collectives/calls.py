@@ -1,0 +1,138 @@
+"""From a user's call to the rule of its collective: checks, trees, and the entry into compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltx import comm, tree
+from ltx.axis import Axis
+from ltx.collectives.linear import RULES, Static, apply, key_of
+from ltx.comm.operations import OPERATIONS, SUMMED
+from ltx.comm.process_groups import as_bytes, from_bytes
+from ltx.errors import UnsupportedError
+from ltx.typing import Tree
+
+_traced_axes: dict[str, Axis] = {}
+
+
+def prepare_trace(axis: Any) -> str:
+    """Run by Dynamo at trace time: register the entry into the graph, and name the axis by a constant."""
+    torch.compiler.allow_in_graph(in_graph)
+    torch.compiler.allow_in_graph(in_graph_index)
+    found = comm.resolve(axis)
+    key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
+    if found.simulated:
+        key = f"{found.name!r} of {found.size}, {found.backing!r}"
+    _traced_axes[key] = found
+    return key
+
+
+prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The node that a compiled graph holds for a collective."""
+    return tuple(apply(name, static, _traced_axes[axis_key], list(xs), compiled=True))
+
+
+def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor, int], Static]) -> Tree:
+    """The collective `name` of every leaf of `value`; `static` gives its arguments for a leaf and the axis' size."""
+    leaves, spec = tree.flatten(value)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        check_dense(name, leaves, value)
+        if RULES[name].operation in ("psum", "psum_scatter"):
+            check_sums(name, leaves, value)
+        found = comm.resolve(axis)
+        if found.comm is not None:
+            tree.check_values(leaves, value, name)
+        groups = [static(x, found.size) for x in leaves]
+        moved = [movable(name, x) for x in leaves]
+        meet_as_tree(name, value, leaves, spec, groups, found, moved)
+        if len(set(groups)) == 1:
+            results = apply(name, groups[0], found, moved)
+        else:
+            results = [y for x, g in zip(moved, groups, strict=True) for y in apply(name, g, found, [x])]
+    else:
+        key = prepare_trace(axis)
+        size = traced_size(key)
+        moved = [movable(name, x) for x in leaves]
+        results = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, moved, strict=True)]
+    restored = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, results, strict=True)]
+    return tree.unflatten(spec, restored)
+
+
+def movable(name: str, x: torch.Tensor) -> torch.Tensor:
+    """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
+    operation = RULES[name].operation
+    if x.dtype in SUMMED or x.requires_grad or operation is None or not OPERATIONS[operation].moves:
+        return x
+    return as_bytes(x)
+
+
+def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
+    """Raise unless every leaf is a tensor that lies in memory by strides."""
+    tree.check_leaves(leaves, value, f"{name}: its argument")
+    hint = "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense()."
+    tree.check_dense(leaves, value, name, hint)
+
+
+def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") -> None:
+    """Raise for dtypes that have no sums or extrema, before anything is sent and on every backing alike."""
+    if any(x.dtype not in SUMMED for x in leaves):
+        path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.dtype not in SUMMED)
+        raise UnsupportedError(f"{name}: leaf {path!r} is {tree.describe(x)}, which has no {what}. Cast it.")
+
+
+def meet_as_tree(
+    name: str,
+    value: Tree,
+    leaves: list[Any],
+    spec: Any,
+    groups: list[Static],
+    axis: Axis,
+    moved: list[torch.Tensor] | None = None,
+) -> None:
+    """Let the ranks compare a collective of a tree, with its paths; `moved`: what will be issued, if not the leaves.
+
+    The Functions compare tensor by tensor, as what their derivatives issue has no tree.
+    """
+    if axis.comm is None:
+        return
+    axis_comm: comm.AxisComm = axis.comm
+    call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
+    arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
+    agreed = axis_comm.negotiate(
+        axis_comm.user, call, lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
+    )
+    axis_comm.agree((key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
+
+
+def traced_axis(key: str) -> Axis:
+    """The axis that :func:`prepare_trace` has named."""
+    return _traced_axes[key]
+
+
+def traced_size(key: str) -> int:
+    """The size of an axis named by :func:`prepare_trace`."""
+    return _traced_axes[key].size
+
+
+traced_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def traced_rank(key: str) -> int | None:
+    """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
+    rank = _traced_axes[key].rank
+    return rank if isinstance(rank, int) else None
+
+
+traced_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def in_graph_index(key: str) -> torch.Tensor:
+    """The position on an axis, as a node of a compiled graph."""
+    return _traced_axes[key].index()

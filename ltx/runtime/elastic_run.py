@@ -1,0 +1,319 @@
+"""One run of ltx.elastic: training in one world after the other, with the peers that are left."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ltx import collectives, comm
+from ltx.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    LtxError,
+    PeerLostError,
+    ReplicaDivergedError,
+    WorldError,
+)
+from ltx.runtime import init
+from ltx.runtime.elastic_arguments import Arguments, check_same_data, ones_own
+from ltx.runtime.groups import meet_in, store_of, worlds_so_far
+from ltx.runtime.membership import Membership, begin_run
+from ltx.runtime.placement import Placement
+from ltx.training.data_position import DataPosition
+from ltx.training.replicas import fingerprint
+from ltx.training.train_state import TrainState
+
+#: What the loss of a peer, or of the connection with it, shows as.
+LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaDivergedError)
+
+
+# After so many new meetings in a row without a whole step in between, a loss isn't the reason.
+_PATIENCE = 3
+
+
+# What ranks tell in a new world: steps done, of which saved, fingerprint of the state, position, whether it has looked
+# for a snapshot; and the token of the hold on the snapshots' directory, with the run of which those are. A newcomer has
+# done -1 steps.
+_Told = tuple[int, int, str, DataPosition, bool, tuple[str, str | None]]
+
+
+@dataclass(frozen=True)
+class _At:
+    """A state, and the position in the data that belongs to it."""
+
+    state: TrainState
+    position: DataPosition
+
+
+class _NewcomersError(LtxError):
+    """There are some, and they are to be taken in before the next step."""
+
+
+@dataclass
+class _Way:
+    """How far this process is, and where among its peers."""
+
+    at: _At
+    settings: dict[str, Any]
+    place: Placement
+    membership: Membership | None = None
+    hold: Any = None  # on the directory of the snapshots
+    has_state: bool = True  # false for a newcomer until its peers have given it theirs
+    begun: bool = False  # has looked for a snapshot to start from
+    saved: int = -1  # the step of the last snapshot
+    futile: int = 0  # meetings since the last whole step
+
+
+class ElasticRun(Arguments):
+    """One call of :func:`elastic`."""
+
+    def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
+        """Train, and meet anew after each loss."""
+        settings = init.settings()
+        place = settings.get("placement", Placement("none"))
+        way = _Way(_At(state, position), settings, place, has_state=place.joins is None)
+        over = False
+        try:
+            if not way.place.joins:
+                self._hold(way)
+            self._join(way) if way.place.joins else self._open(way)
+            while True:
+                try:
+                    if not way.begun:
+                        self._restore(way)
+                    way.begun = True
+                    self._train(way)
+                    over = True
+                    return way.at.state, way.at.position
+                except (*LOSSES, _NewcomersError) as loss:
+                    self._meet_anew(way, loss)
+        except BaseException as error:  # the others shall not wait for this rank
+            init.abandon(error)
+            raise
+        finally:
+            if way.membership is not None:
+                way.membership.close(over)
+            if way.hold is not None:
+                way.hold.release()
+
+    def _hold(self, way: _Way) -> None:
+        """Keep other runs out of the directory of the snapshots, on all ranks or on none."""
+        if self.snapshots is None:
+            return
+        from ltx.checkpoint import runs
+
+        _, rank = comm.size_and_rank(self.axis)
+        token, failure = os.urandom(8).hex(), None
+        try:
+            if rank == 0:
+                way.hold = runs.Hold(self._base, token, first=True)
+        except CheckpointError as error:
+            failure = error
+        token, said = collectives.broadcast_object((token, failure and str(failure)), 0, self.axis)
+        if said:
+            raise failure or CheckpointError(said)
+        if rank > 0:
+            way.hold = runs.Hold(self._base, token, first=False)
+
+    @property
+    def _base(self) -> Path:
+        assert self.snapshots is not None
+        return Path(os.path.abspath(self.snapshots))
+
+    def _open(self, way: _Way) -> None:
+        """Begin a run with all ranks, where they can meet again."""
+        store = store_of(way.place)
+        if store is None:
+            return
+        size, rank = comm.size_and_rank(self.axis)
+        own = ones_own(way.at.state)
+        refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
+        entrance = self.entrance(way.at.state, way.at.position)
+        begun = begin_run(store, size, worlds_so_far(), entrance, refusal) if rank == 0 else (0, "")
+        run = collectives.broadcast_object(begun, 0, self.axis)
+        way.membership = Membership.of_member(store, run, rank, size, worlds_so_far(), _heartbeat_s(way))
+        collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
+
+    def _join(self, way: _Way) -> None:
+        """Be taken into a run that has begun, and given its state."""
+        entrance = self.entrance(way.at.state, way.at.position)
+        way.membership = Membership.of_newcomer(
+            way.place, entrance, self.meeting_timeout.total_seconds(), _heartbeat_s(way)
+        )
+        place = way.membership.be_taken(way.place)
+        if place.local_rank != way.place.local_rank and init.world().device.type == "cuda":
+            raise WorldError(
+                f"rank {place.rank}: this newcomer computes on {init.world().device}, as another rank of its node "
+                f"does. Set LOCAL_RANK to one that is free, such as {place.local_rank}."
+            )
+        way.begun = True
+        try:
+            done = self._taken_over(way, self._in_new_world(way, place))
+        except (*LOSSES, WorldError) as loss:
+            self._meet_anew(way, loss)
+        else:
+            self._check_taken_over(done, place)
+
+    def _train(self, way: _Way) -> None:
+        size, rank = comm.size_and_rank(self.axis)
+        while way.at.position.epoch < self.epochs:
+            if way.membership is not None and way.membership.waiting and self._room(way, size, way.membership.waiting):
+                raise _NewcomersError(f"rank {rank}: newcomers are to be taken in.")
+            batch = self.data(way.at.position.indices(rank, size))
+            state, metrics = self.train(way.at.state, *(batch if isinstance(batch, tuple) else (batch,)))
+            way.at, way.futile = _At(state, way.at.position.after_step()), 0
+            if self.on_step is not None:
+                self.on_step(state, metrics, way.at.position)
+            if state.step % self.every == 0:
+                self._save(way)
+        if way.saved != way.at.state.step:  # a loss may have come in between
+            self._save(way)
+        # A rank that ended now would be lost to one that hasn't done the last step.
+        collectives.barrier("the end of elastic", self.axis)
+
+    def _room(self, way: _Way, here: int, asking: int) -> int:
+        """How many of the newcomers that ask can be taken in where so many ranks are."""
+        most = here + asking if self.max_ranks is None else min(here + asking, self.max_ranks)
+        # A loss of any of them has to leave a number that can go on.
+        sizes = range(self.min_ranks, most + 1)
+        return max(0, next((size - 1 for size in sizes if not way.at.position.fits(size)), most) - here)
+
+    def _meet_anew(self, way: _Way, loss: Exception) -> None:
+        """Meet those that are left, make a world with them, and take over the state of the last whole step."""
+        if own := ones_own(way.at.state):
+            loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
+            raise loss
+        while True:
+            place = self._meet(way, loss)
+            try:
+                done = self._taken_over(way, self._in_new_world(way, place))
+            except (*LOSSES, WorldError) as another:  # while the new world was made
+                loss = another
+            else:
+                return self._check_taken_over(done, place)
+
+    @staticmethod
+    def _check_taken_over(done: bool, place: Placement) -> None:
+        if not done:
+            raise ReplicaDivergedError(
+                f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of them "
+                "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
+            )
+
+    def _meet(self, way: _Way, loss: Exception) -> Placement:
+        """This rank's place among those that are left; raises if it can't go on."""
+        membership, lost = way.membership, _lost_on(self.axis)
+        way.futile += 1
+        if membership is None or way.futile > _PATIENCE:
+            raise loss
+        before = set(membership.members)
+        init.abandon(loss)
+        _let_go_of_frames(loss)
+        place = membership.meet(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
+        if place is None:
+            raise PeerLostError(
+                f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
+                "again with all of them, from the last snapshot."
+            ) from loss
+        if not before.issuperset(membership.members):
+            way.futile = 0
+        if place.size < self.min_ranks:
+            raise PeerLostError(
+                f"rank {way.place.rank}: {place.size} of {way.place.size} ranks are left, fewer than "
+                f"min_ranks={self.min_ranks}."
+            ) from loss
+        return place
+
+    def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
+        """How far each rank of a new world is."""
+        assert way.membership is not None
+        meet_in(way.membership.world_store(), place)
+        way.place = place
+        world = init.reform(way.settings, way.membership.meetings, place)
+        for callback in self.on_reset:
+            callback(world)
+        hold: tuple[str, str | None] = ("", None)
+        if way.hold is not None:
+            from ltx.checkpoint import runs  # takes a while
+
+            hold = (way.hold.token, runs.run_in(self._base))
+        if not way.has_state:
+            mine: _Told = (-1, -1, "", way.at.position, True, hold)
+        else:
+            mine = (way.at.state.step, way.saved, fingerprint(way.at.state), way.at.position, way.begun, hold)
+        told = list(collectives.all_gather_object(mine, self.axis))
+        if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
+            from ltx.checkpoint import runs
+
+            (token, run), *_ = theirs
+            way.hold = runs.Hold(self._base, token, first=False)
+            runs.continue_run(self._base, run)
+        return told
+
+    def _taken_over(self, way: _Way, told: list[_Told]) -> bool:
+        """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
+        last = max(step for step, *_ in told)
+        if last < 0:
+            raise PeerLostError("elastic: the ranks that had the training's state are gone; these are newcomers.")
+        there = [rank for rank, (step, *_) in enumerate(told) if step == last]
+        most, count = Counter(told[rank][2] for rank in there).most_common(1)[0]
+        way.begun = all(begun for *_, begun, _ in told)
+        if 2 * count <= len(there):  # nobody knows which is right
+            way.has_state = self._restore(way)
+            return way.has_state
+        if len({(step, digest) for step, _, digest, *_ in told}) > 1:
+            src = next(rank for rank in there if told[rank][2] == most)
+            way.at = _At(self.train.broadcast(way.at.state, src), told[src][3])
+        way.saved, way.has_state = min(told[rank][1] for rank in there), True
+        return True
+
+    def _save(self, way: _Way) -> None:
+        if self.snapshots is not None:
+            from ltx import checkpoint  # takes a while
+
+            data = asdict(way.at.position)
+            checkpoint.save(self.snapshots, way.at.state, data=data, keep=self.keep, axis=self.axis)
+        way.saved = way.at.state.step
+
+    def _restore(self, way: _Way) -> bool:
+        """Go on from the last snapshot. Whether there is one."""
+        if self.snapshots is None:
+            return False
+        from ltx import checkpoint
+
+        # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
+        if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self.axis):
+            return False
+        restored = checkpoint.load(self.snapshots, way.at.state, rng="same ranks", axis=self.axis)
+        saved = DataPosition(**restored.data)
+        check_same_data(saved, way.at.position)
+        way.at, way.saved = _At(restored.state, saved), restored.step
+        return True
+
+
+def _let_go_of_frames(loss: BaseException | None) -> None:
+    """Of what failed: they hold what was under way, and with it connections of the world that ends."""
+    while loss is not None:
+        traceback.clear_frames(loss.__traceback__)
+        loss = loss.__cause__ or loss.__context__
+
+
+def _lost_on(axis: Any) -> Callable[[], list[int]]:
+    """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
+    if not init.settings():
+        return list
+    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
+    return list if axis_comm is None else axis_comm.gone
+
+
+def _heartbeat_s(way: _Way) -> float:
+    found: timedelta = way.settings["heartbeat_timeout"]
+    return found.total_seconds()
