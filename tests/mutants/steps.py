@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a broadcast state counts from 0",
-        file="training/train_step.py",
+        file="training/state_operations.py",
         old="        sync = replace(SyncState.new(entries, choice), step=sync_step)",
         new="        sync = SyncState.new(entries, choice)",
         breaks="after train.broadcast ranks are in another phase of their strategy",
