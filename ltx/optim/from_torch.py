@@ -17,7 +17,8 @@ from ltx.errors import OptimError, UnsupportedError
 from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
 from ltx.optim.base import Optimizer, check_grads, leaves_like
 from ltx.optim.fusing import fusable, run_aligned
-from ltx.optim.kernel import Kernel, build
+from ltx.optim.kernel import Kernel, NotGatheredError, build
+from ltx.optim.opaque import OpaqueOptimizer
 from ltx.optim.state import TorchState
 from ltx.optim.transformed import is_transforming, run_pure
 from ltx.tree import check_tensors, flatten
@@ -198,7 +199,7 @@ class TorchOptimizer(Optimizer):
 
 def from_torch(
     cls: type[torch.optim.Optimizer], *, lr: float | Callable[[int], float] | None = None, **kwargs: Any
-) -> TorchOptimizer:
+) -> Optimizer:
     """Any ``torch.optim`` class as an optimizer on explicit state, bit-equal to the class after any number of steps.
 
     >>> import torch
@@ -223,7 +224,9 @@ def from_torch(
 
     Args:
         cls: the class, not an instance. SparseAdam needs sparse gradients, Muon 2-D parameters, as in torch; LBFGS is
-            refused, since it calls the loss. A class of one's own works if it gathers its tensors in ``_init_group``.
+            refused, since it calls the loss. A class of another author that doesn't gather its tensors in
+            ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) is run as it is, on all parameters
+            together: eagerly, and neither with ``overlap="update"``, ZeRO nor :func:`partition`.
         lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
             optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
             step 0.)
@@ -234,7 +237,10 @@ def from_torch(
             state. Its methods raise it, naming the leaf, for parameters or gradients that `cls` doesn't take, before
             anything is written to.
     """
-    return TorchOptimizer(cls, lr, kwargs)
+    try:
+        return TorchOptimizer(cls, lr, kwargs)
+    except NotGatheredError:
+        return OpaqueOptimizer(cls, lr, kwargs)
 
 
 # What Dynamo can't look into, it puts into the graph as it is; so it is known by a constant.

@@ -23,6 +23,10 @@ from ltx.errors import OptimError
 Lr = float | Tensor | None
 
 
+class NotGatheredError(OptimError):
+    """A class doesn't gather its tensors in ``_init_group``; :mod:`ltx.optim.opaque` runs it."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """The update rule of one class with its hyperparameters; made by :func:`build`.
@@ -179,8 +183,8 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
     """The kernel of `cls`.
 
     Raises:
-        ltx.errors.OptimError: for hyperparameters that torch refuses, and for classes of other authors whose ``step``
-            isn't built as torch's own are.
+        ltx.errors.OptimError: for hyperparameters that torch refuses.
+        NotGatheredError: for classes of other authors whose ``step`` isn't built as torch's own are.
     """
     # torch's add_param_group imports Dynamo. The subclass is this call's own, as torch patches `step` of the class.
     shell_cls = type(cls.__name__, (cls,), {"add_param_group": _add_param_group})
@@ -190,6 +194,8 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
         raise OptimError(f"from_torch({cls.__name__}): {cls.__name__} refused its arguments: {error}") from error
     group = {key: value for key, value in shell.param_groups[0].items() if key != "params"}
     kernel = Kernel(shell, group, inspect.unwrap(cls.step), ())
+    if issubclass(cls, torch.optim.SGD) and cls._init_group is not torch.optim.SGD._init_group:
+        raise NotGatheredError(f"{cls.__name__} has an _init_group of its own, and SGD's lists are known to be SGD's.")
     if issubclass(cls, torch.optim.SGD):
         slots: tuple[str | None, ...] = ("momentum_buffer" if group["momentum"] else None,)
     elif issubclass(cls, torch.optim.SparseAdam):
@@ -197,10 +203,7 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
     elif hasattr(cls, "_init_group"):
         slots = _slots(kernel, cls)
     else:
-        raise OptimError(
-            f"from_torch({cls.__name__}): only classes that gather their tensors in _init_group, as torch.optim's do, "
-            "can run on state that the caller holds. Write it as a pair of functions: ltx.optim.from_functions."
-        )
+        raise NotGatheredError(f"{cls.__name__} has no _init_group.")
     return Kernel(shell, group, kernel.step, slots)
 
 
@@ -216,10 +219,7 @@ def _slots(kernel: Kernel, cls: type) -> tuple[str | None, ...]:
             found[i] = found[i] or next((key_of[id(x)] for x in gathered if id(x) in key_of), None)
         keys |= state.keys()
     if missing := sorted(keys - set(found)):
-        raise OptimError(
-            f"from_torch({cls.__name__}): its state {missing} isn't gathered by _init_group, so it can't be held by "
-            "the caller. Write it as a pair of functions: ltx.optim.from_functions."
-        )
+        raise NotGatheredError(f"{cls.__name__} doesn't gather its state {missing} in _init_group.")
     return tuple(found)
 
 

@@ -1,0 +1,179 @@
+"""Optimizer classes of other authors that keep their arithmetic to themselves, on state that the caller holds.
+
+torch's own classes gather their tensors in ``_init_group``, so :mod:`ltx.optim.kernel` can hand them the caller's. A
+class that doesn't is run as it is: each update makes an instance on aliases of the parameters, puts the state into it,
+calls ``step()``, and takes the state out again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx.arguments import brief, checked
+from ltx.errors import OptimError
+from ltx.optim.arguments import check_arguments, scheduled_lr
+from ltx.optim.base import Optimizer, check_grads, leaves_like
+from ltx.optim.state import TorchState
+from ltx.optim.transformed import is_transforming
+from ltx.tree import check_tensors, flatten
+from ltx.typing import Tree
+
+# How a number, and None, in an instance's state are told from a tensor.
+_NUMBER, _NONE = "number ", "none "
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OpaqueOptimizer(Optimizer):
+    """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
+
+    It updates all parameters together, because its update of one may depend on the others (LAMB's clipping does). So it
+    isn't leafwise: ``overlap="update"``, ZeRO and :func:`ltx.optim.partition` refuse it.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    lr: float | Callable[[int], float] | None
+    kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
+        self._instance([torch.zeros(1, 1, requires_grad=True)], 0)
+
+    @property
+    def moves_params(self) -> bool:
+        return True
+
+    def init(self, params: Tree) -> TorchState:
+        check_tensors(params, "params")
+        self._refuse_transforms()
+        leaves, spec = flatten(params)
+        # A step on zero gradients shows which state the class keeps; its values begin at the first update.
+        probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        instance = self._instance(probes, 0)
+        self._step(instance, probes, [torch.zeros_like(leaf) for leaf in leaves])
+        kept = [{name: torch.zeros_like(x) for name, x in self._taken(instance, p).items()} for p in probes]
+        return TorchState({"params": spec.unflatten(kept), "group": self._group(instance)})
+
+    @checked("donate")
+    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        new_params, new_state = self.apply(grads, state, params if not donate else _clones(params), donate=donate)
+        leaves, spec = flatten(params)
+        news = flatten(new_params)[0]
+        return spec.unflatten([new - old for new, old in zip(news, leaves, strict=True)]), new_state
+
+    @checked("donate")
+    def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        self._refuse_transforms()
+        leaves, spec = flatten(params)
+        if not isinstance(state, TorchState) or not isinstance(state.per_param, dict):
+            raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
+        given = leaves_like(spec, grads, "grads")
+        check_grads(given, leaves, params)
+        kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
+        targets = leaves if donate else [leaf.clone() for leaf in leaves]
+        with torch.no_grad():
+            aliases = [x.detach().requires_grad_() for x in targets]
+        instance = self._instance(aliases, state.count)
+        if state.count:
+            for alias, own in zip(aliases, kept, strict=True):
+                instance.state[alias] = _put(own if donate else {name: x.clone() for name, x in own.items()})
+            instance.param_groups[0].update(_put(state.per_param["group"]))
+        self._step(instance, aliases, [None if g is None else g.detach().clone() for g in given])
+        for target, alias in zip(targets, aliases, strict=True):
+            if alias.data_ptr() != target.data_ptr():  # it has set `param.data`
+                target.copy_(alias.detach())
+        after = [self._taken(instance, alias) or own for alias, own in zip(aliases, kept, strict=True)]
+        per_param = {"params": spec.unflatten(after), "group": self._group(instance)}
+        return spec.unflatten(targets), TorchState(per_param, state.count + 1)
+
+    def _instance(self, params: list[Tensor], count: int) -> Any:
+        lr = float(scheduled_lr(self.lr, count)) if callable(self.lr) else self.lr
+        arguments: dict[str, Any] = dict(self.kwargs) if lr is None else {"lr": lr, **self.kwargs}
+        try:
+            return self.cls(params, **arguments)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise OptimError(
+                f"from_torch({self.cls.__name__}): {self.cls.__name__} refused its arguments: {error}"
+            ) from error
+
+    def _step(self, instance: Any, params: list[Tensor], grads: list[Tensor | None]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        closure = inspect.signature(instance.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimError(
+                f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then: write the "
+                "optimizer as a pair of functions, ltx.optim.from_functions."
+            )
+        instance.step()
+
+    def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
+        """The instance's state of `param` as tensors."""
+        return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
+
+    def _group(self, instance: Any) -> dict[str, Tensor]:
+        """The numbers that the class keeps for all parameters, such as a count of steps."""
+        named = inspect.signature(self.cls).parameters
+        numbers = {k: x for k, x in instance.param_groups[0].items() if isinstance(x, bool | int | float)}
+        return dict(self._tensor(key, x) for key, x in numbers.items() if key not in named and key not in _SETTINGS)
+
+    def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
+        if isinstance(value, Tensor):
+            return str(key), value.detach()
+        if value is None:
+            return f"{_NONE}{key}", torch.zeros(0)
+        if isinstance(value, bool | int | float):
+            return f"{_NUMBER}{key}", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        raise OptimError(
+            f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. Write it "
+            "as a pair of functions: ltx.optim.from_functions."
+        )
+
+    def _refuse_transforms(self) -> None:
+        if is_transforming() or torch.compiler.is_compiling():
+            raise OptimError(
+                f"{self} runs the class' own step() on tensors of its own, which neither torch.func nor torch.compile "
+                "looks into. Update outside of them, or take a class of torch.optim."
+            )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.cls, self.lr, dict(self.kwargs))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OpaqueOptimizer):
+            return NotImplemented
+        return (self.cls, self.lr, dict(self.kwargs)) == (other.cls, other.lr, dict(other.kwargs))
+
+    def __hash__(self) -> int:
+        return hash((self.cls, self.lr, tuple(sorted(self.kwargs))))
+
+    def __repr__(self) -> str:
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | dict(self.kwargs)
+        return f"from_torch({self.cls.__qualname__}{''.join(f', {k}={v!r}' for k, v in arguments.items())})"
+
+
+# What torch.optim.Optimizer itself has in a group of parameters.
+_SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+
+def _put(kept: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What an instance's state is made of: inverse of ``_tensor``."""
+    found: dict[str, Any] = {}
+    for name, x in kept.items():
+        if name.startswith(_NUMBER):
+            found[name.removeprefix(_NUMBER)] = x.item()
+        elif name.startswith(_NONE):
+            found[name.removeprefix(_NONE)] = None
+        else:
+            found[name] = x
+    return found
+
+
+def _clones(params: Tree) -> Tree:
+    leaves, spec = flatten(params)
+    return spec.unflatten([leaf.clone() for leaf in leaves])

@@ -1,0 +1,189 @@
+"""Classes of other authors that keep their arithmetic to themselves, beside themselves on torch's own terms."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import OptimError, StrategyError
+from ltx.optim import from_torch
+
+
+class Lion(torch.optim.Optimizer):
+    """Ten lines, as people write them: no _init_group, state made at the first step."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_(m.lerp(p.grad, 1 - group["betas"][0]).sign_(), alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - group["betas"][1])
+
+
+class Together(torch.optim.Optimizer):
+    """All that such classes do: one norm for all, a count in the group, numbers and None in the state, p.data set."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            with_grads = [p for p in group["params"] if p.grad is not None]
+            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in with_grads)) or 1.0
+            for p in with_grads:
+                state = self.state[p]
+                if not state:
+                    state.update(n=0, rms=0.0, row=None, avg=torch.zeros_like(p))
+                state["n"] += 1
+                state["rms"] = 0.5 * state["rms"] + 0.5 * norm
+                p.grad.div_(norm).add_(p, alpha=group["decay"])  # in place, as many do
+                state["avg"].mul_(0.9).add_(p.grad)
+                p.data = p.data - group["lr"] * state["avg"] / (group["step"] * (1 + state["rms"]) + state["n"])
+
+
+class Hidden(torch.optim.SGD):
+    """Gathers its tensors, and keeps a state besides."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        found = super()._init_group(group, *lists)
+        for p in group["params"]:
+            self.state[p]["seen"] = self.state[p].get("seen", torch.zeros(())) + 1
+        return found
+
+
+def adafactor(params: Iterable[Tensor], **kwargs: Any) -> Any:
+    return pytest.importorskip("transformers.optimization").Adafactor(params, **kwargs)
+
+
+CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
+    "lion": (lambda: Lion, {"lr": 0.01, "betas": (0.5, 0.9)}),
+    "together": (lambda: Together, {"lr": 0.1, "decay": 0.01}),
+    "hidden": (lambda: Hidden, {"lr": 0.1, "momentum": 0.9}),
+    "transformers": (
+        lambda: pytest.importorskip("transformers.optimization").Adafactor,
+        {"scale_parameter": True, "relative_step": True, "warmup_init": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_as_the_class_itself(name: str, donate: bool, seed: int) -> None:
+    if name == "transformers" and not hasattr(pytest.importorskip("transformers.optimization"), "Adafactor"):
+        pytest.skip("this transformers has no Adafactor of its own")
+    make, kwargs = CLASSES[name]
+    cls = make()
+    theirs = [torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(2)]
+    theirs[2].requires_grad_()
+    params: Any = dict(zip("abc", [x.detach().clone() for x in theirs], strict=True))
+    optimizer, reference = from_torch(cls, **kwargs), cls(theirs, **kwargs)
+    state = optimizer.init(params)
+    shape = ltx.tree.flatten(state)[1]
+    for step in range(4):
+        grads = [torch.randn_like(x) for x in theirs]
+        for x, g in zip(theirs, grads, strict=True):
+            x.grad = g.clone()
+        if step == 1:  # a parameter without a gradient stays as it is
+            theirs[2].grad = None
+        reference.step()
+        given = dict(zip("abc", [g.clone() for g in grads], strict=True)) | ({"c": None} if step == 1 else {})
+        before = ltx.tree.map(torch.clone, (params, state))
+        new, new_state = optimizer.apply(given, state, params, donate=donate)
+        if not donate:
+            for x, y in zip(*(ltx.tree.flatten(t)[0] for t in (before, (params, state))), strict=True):
+                assert torch.equal(x, y), "neither parameters nor state are written to"
+        assert all(g is None or torch.equal(g, h) for g, h in zip(given.values(), grads, strict=True))
+        params, state = new, new_state
+        for x, y in zip(theirs, params.values(), strict=True):
+            assert torch.equal(x, y)
+    assert ltx.tree.flatten(state)[1].num_leaves == shape.num_leaves
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer if name != "local" else True
+
+
+def test_schedules_and_names() -> None:
+    optimizer = from_torch(Lion, lr=lambda count: 1.0 / (1 + count), betas=(0.0, 0.0))
+    params, state = torch.tensor([0.0]), from_torch(Lion).init(torch.tensor([0.0]))
+    for _ in range(3):
+        params, state = optimizer.apply(torch.tensor([1.0]), state, params)
+    torch.testing.assert_close(params, -torch.tensor([1 + 1 / 2 + 1 / 3]))
+    assert repr(from_torch(Lion, lr=0.1)) == "from_torch(Lion, lr=0.1)"
+    assert from_torch(Lion, lr=0.1) == from_torch(Lion, lr=0.1) != from_torch(Lion, lr=0.2)
+
+
+def trained(seed: int) -> Any:
+    """Three steps of LAMB-like training and a checkpoint in the middle, on each rank's own part of the batches."""
+    torch.manual_seed(seed)
+    params = {"w": torch.randn(3, 3), "b": torch.randn(3)}
+    xs = torch.randn(3, 4, 3)
+    step = ltx.data_parallel(lambda p, x: (x @ p["w"] + p["b"]).square().mean())
+    train = ltx.train_step(step, from_torch(Together, lr=0.1))
+    state = train.init(params)
+    for x in xs:
+        state, _ = train(state, ltx.shard(x))
+    return state.params, xs, params
+
+
+def test_two_ranks_train_as_one(ranks: Callable[[int], Any], seed: int) -> None:
+    both, xs, start = ranks(2).run(trained, seed).replicated()
+    theirs = {name: x.clone().requires_grad_() for name, x in start.items()}
+    optimizer = Together(list(theirs.values()), lr=0.1)
+    for x in xs:
+        (x @ theirs["w"] + theirs["b"]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, x in theirs.items():
+        torch.testing.assert_close(both[name], x.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_goes_on(tmp_path: Any, seed: int) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Together))
+    x = torch.randn(4, 3)
+    state, _ = train(train.init(torch.randn(3)), x)
+    ltx.checkpoint.save(tmp_path, state)
+    restored = ltx.checkpoint.load(tmp_path, train.init(torch.randn(3))).state
+    a, b = train(state, x)[0], train(restored, x)[0]
+    assert torch.equal(a.params, b.params)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    step = ltx.data_parallel(lambda w: (w**2).sum())
+    with pytest.raises((OptimError, StrategyError, ltx.errors.StepError)):
+        ltx.train_step(step, from_torch(Lion), overlap="update")
+    with pytest.raises((OptimError, StrategyError)):
+        ltx.train_step(ltx.data_parallel(lambda w: (w**2).sum(), ltx.ZeroStrategy()), from_torch(Lion))
+    with pytest.raises(OptimError, match=r"neither torch\.func nor torch\.compile"):
+        torch.func.vmap(lambda w: from_torch(Lion).init(w))(torch.ones(2, 3))
+
+
+class WantsClosure(Lion):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class KeepsObjects(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["history"] = [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"), [(WantsClosure, "wants a closure"), (KeepsObjects, "in its state as 'history'")]
+)
+def test_classes_that_cannot_be_held(cls: Any, text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        from_torch(cls).init(torch.ones(2))
