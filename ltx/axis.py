@@ -137,6 +137,8 @@ def check_open(axis: Axis) -> Axis:
     """`axis`, if its ranks are there: that of a :func:`vmap` that has ended has none."""
     if isinstance(axis.backing, VmapBacking) and axis.backing.level > (_functorch.maybe_current_level() or 0):
         raise AxisError(f"axis {axis.name!r} is closed: the ltx.vmap that opened it has ended.")
+    if axis.comm is not None and axis.comm.closed:
+        raise AxisError(f"axis {axis.name!r} is closed: by its close(), the end of its `with`, or of its world.")
     if axis.backing is None and axis.size > 1:
         raise AxisError(
             f"axis {axis.name!r} has {axis.size} ranks and none that it stands for. Open one with ltx.vmap, "

@@ -38,8 +38,29 @@ def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tup
     return tuple(apply(name, static, _traced_axes[axis_key], list(xs), compiled=True))
 
 
+def tensors_of(value: Tree, axis: Any) -> Tree:
+    """`value` with tensors for numbers and NumPy's arrays, on the device of the axis; other leaves stay as they are."""
+    leaves, spec = tree.flatten(value)
+    if all(isinstance(x, torch.Tensor) for x in leaves):
+        return value
+    axis_comm = None if torch.compiler.is_compiling() else comm.resolve(axis).comm
+    device = None if axis_comm is None else axis_comm.device
+    return tree.unflatten(spec, [_as_tensor(x, device) for x in leaves])
+
+
+def _as_tensor(x: Any, device: torch.device | None) -> Any:
+    of_numpy = type(x).__module__ == "numpy" and getattr(getattr(x, "dtype", None), "kind", "O") in "biufc"
+    if not (of_numpy or isinstance(x, bool | int | float | complex)):
+        return x
+    try:
+        return torch.as_tensor(x, device=device)
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # more than 64 bits
+        return x
+
+
 def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor, int], Static]) -> Tree:
     """The collective `name` of every leaf of `value`; `static` gives its arguments for a leaf and the axis' size."""
+    value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     compiling = torch.compiler.is_compiling()
     if not compiling:

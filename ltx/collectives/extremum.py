@@ -15,7 +15,7 @@ import torch
 
 from ltx import comm, tree
 from ltx.axis import Axis
-from ltx.collectives.calls import check_dense, check_sums, meet_as_tree, prepare_trace, traced_axis
+from ltx.collectives.calls import check_dense, check_sums, meet_as_tree, prepare_trace, tensors_of, traced_axis
 from ltx.collectives.linear import Function, apply, index_below, key_of, on_stack, peeled_level
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
@@ -117,6 +117,7 @@ def _compiled(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Te
 
 
 def _extremum(which: str, value: Tree, axis: Any) -> Tree:
+    value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     if torch.compiler.is_compiling():
         key = _prepare_trace(axis)

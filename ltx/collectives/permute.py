@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ltx import tree
 from ltx.arguments import brief, checked, shown
 from ltx.collectives.calls import collective
 from ltx.collectives.linear import Rule, Static, add_rule
+from ltx.collectives.psum import axis_size
 from ltx.collectives.uneven import all_to_all_uneven
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -82,9 +84,15 @@ add_rule(
 )
 
 
-@checked("split_dim", "concat_dim", "splits")
+@checked("split_dim", "concat_dim", "tiled", "splits")
 def all_to_all(
-    value: Tree, split_dim: int, concat_dim: int, axis: Any = None, *, splits: Sequence[int] | None = None
+    value: Tree,
+    split_dim: int,
+    concat_dim: int,
+    axis: Any = None,
+    *,
+    tiled: bool = True,
+    splits: Sequence[int] | None = None,
 ) -> Tree:
     """Exchange parts: each rank's chunk r of dimension `split_dim` goes to rank r.
 
@@ -93,6 +101,8 @@ def all_to_all(
         split_dim: the dimension that is cut into n equal chunks.
         concat_dim: the dimension along which the n chunks that arrive are concatenated, in the order of their sources.
         axis: as in :func:`ltx.psum`.
+        tiled: False as in ``jax.lax.all_to_all``'s default: ``shape[split_dim]`` is n, that dimension goes away, and a
+            new one of size n, by source, comes in at `concat_dim` of what is left.
         splits: the lengths of the n chunks, which may differ from one another and from rank to rank; they add up to
             ``shape[split_dim]``. Ranks tell each other their splits at every call. Only between processes, and not in
             compiled graphs.
@@ -115,8 +125,10 @@ def all_to_all(
         tensor([[1, 3],
                 [2, 4]])
 
-    Source: ``jax.lax.all_to_all`` with ``tiled=True``; Horovod's ``alltoall`` for `splits`.
+    Source: ``jax.lax.all_to_all``, whose `tiled` is False by default; Horovod's ``alltoall`` for `splits`.
     """
+    if not tiled:
+        return _untiled(value, split_dim, concat_dim, axis, splits)
     if splits is not None:
         return all_to_all_uneven(value, split_dim, concat_dim, axis, tuple(splits))
 
@@ -132,6 +144,29 @@ def all_to_all(
         return (split_dim % x.ndim, concat_dim % x.ndim)
 
     return collective("all_to_all", value, axis, static)
+
+
+def _untiled(value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Any) -> Tree:
+    """Each rank's slice r along `split_dim` goes to rank r; what arrives is stacked along `concat_dim`."""
+    if splits is not None:
+        raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
+    n = axis_size(axis)
+
+    def in_front(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            return x  # all_to_all says so
+        for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
+            if not -x.ndim <= dim < x.ndim:
+                raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        if x.shape[split_dim] != n:
+            raise AxisError(
+                f"all_to_all over {n} ranks with tiled=False: dimension {split_dim} of a tensor of shape "
+                f"{list(x.shape)} must be {n}, got {x.shape[split_dim]}. tiled=True takes multiples of {n}."
+            )
+        return x.movedim(split_dim, 0)
+
+    moved = all_to_all(tree.map(in_front, value), 0, 0, axis)
+    return tree.map(lambda y: y.movedim(0, concat_dim), moved)
 
 
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.collectives.calls import collective, prepare_trace, traced_size
+from ltx.collectives.calls import collective, prepare_trace, tensors_of, traced_size
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.sparse import is_sparse, psum_sparse
 from ltx.typing import Tree
@@ -51,9 +51,10 @@ def psum(value: Tree, axis: Any = None) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
     Args:
-        value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Booleans count as
-            int64; uint16, uint32, uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their
-            entries at other places on each rank; theirs is a coalesced COO tensor again, which moves the entries alone.
+        value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy's
+            arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
+            uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their entries at other places
+            on each rank; their sum is a coalesced COO tensor again, which moves the entries alone.
         axis: name, ``ltx.Axis``, ProcessGroup or one-dimensional DeviceMesh. A tuple of names, as ``("node", "data")``,
             is one axis of all their ranks, the first name the outermost. None is the axis in scope: of several with
             different names there is none, even if some have size 1, so that a program means the same everywhere. Two
@@ -67,7 +68,7 @@ def psum(value: Tree, axis: Any = None) -> Tree:
 
     Raises:
         AxisError: `axis` isn't in scope, or is None where several are.
-        TreeError: a leaf isn't a tensor.
+        TreeError: a leaf is neither a tensor nor a number.
         UnsupportedError: its dtype has no sums.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
 
@@ -80,7 +81,7 @@ def psum(value: Tree, axis: Any = None) -> Tree:
     Source: ``jax.lax.psum`` under ``vmap``, ``pmap`` and ``shard_map(check_vma=False)``: the transpose is that of the
     global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
     """
-    value = countable(value)
+    value = countable(tensors_of(value, axis))
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
         return tree.map(lambda x: psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), value)
     return collective("psum", value, axis, lambda x, n: ())

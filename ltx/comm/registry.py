@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
-from ltx.arguments import brief
+from ltx.arguments import brief, is_whole
 from ltx.axis import Axis
 from ltx.backings import GroupBacking
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
+from ltx.comm.process_groups import open_group
 from ltx.errors import AxisError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -40,24 +44,84 @@ def open_axis(
     return opened
 
 
-def axis_from_group(group: dist.ProcessGroup, name: str) -> Axis:
-    """A named axis over the ranks of a process group of one's own.
+@dataclass(frozen=True)
+class GroupAxis(Axis):
+    """The axis of some ranks, which its user closes; what :func:`axis_from_group` returns.
+
+    As a context manager it closes at the end of the block.
+    """
+
+    owns_group: bool = field(default=False, repr=False, compare=False)
+
+    def close(self) -> None:
+        """Close the axis, on all of its ranks: nothing can be issued on it any more. Closing it again does nothing."""
+        if self.comm is None or self.comm.closed:
+            return
+        group = self.comm.group
+        close_axis(self)
+        if self.owns_group:
+            dist.destroy_process_group(group)
+
+    def __enter__(self) -> GroupAxis:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None = None) -> GroupAxis:
+    """An axis over the ranks of a process group, or over some ranks of the world: a process set.
 
     Args:
-        group: a ``torch.distributed`` process group that this process is in.
-        name: what collectives call the axis, unless one of that name is in scope, or two groups are called so; it is
-            always found by the group itself.
+        group: a ``torch.distributed`` process group that this process is in; or the ranks of the world, this one's
+            among them, in the axis' order. No process group needs to be made for these, and no other rank takes part.
+        name: what collectives call the axis, unless one of that name is in scope, or two are called so; it is always
+            found by what this returns, or by the group itself. None: a name that no other axis has.
 
     Returns:
         The axis. All ranks of the group must call this, in the same order for several groups: its channels are opened.
+        It is closed by ``axis.close()``, at the end of ``with ltx.axis_from_group(...) as axis:``, or with the world.
 
     Raises:
-        AxisError: this process isn't a member.
+        AxisError: this process isn't a member; `group` is neither, or holds a rank that the world hasn't, or one twice.
+
+    Example:
+        >>> import torch, ltx
+        >>> with ltx.init(), ltx.axis_from_group([0]) as alone:
+        ...     ltx.psum(torch.tensor(3.0), alone)
+        tensor(3.)
+
+    Source: Horovod's process sets.
     """
-    if not isinstance(group, (dist.ProcessGroup, int)) or not isinstance(name, str):
+    ranks = None if isinstance(group, dist.ProcessGroup | int | str) or not isinstance(group, Sequence) else list(group)
+    if not (isinstance(group, dist.ProcessGroup | int) or ranks is not None) or not isinstance(name, str | None):
         said = f"{brief(group)} and {brief(name)}"
-        raise AxisError(f"axis_from_group takes a torch.distributed process group and a name, got {said}.")
-    return open_axis(name, group)
+        raise AxisError(f"axis_from_group takes a torch.distributed process group or ranks, and a name, got {said}.")
+    if ranks == [0] and not dist.is_initialized():  # a world of one
+        return GroupAxis("ranks [0]" if name is None else name, 1)
+    if ranks is not None:
+        group = _group_of(ranks)
+    if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
+        raise AxisError(f"axis {name or group!r}: {_outsider()}")
+    opened = open_axis(group.group_name if name is None else name, group)
+    axis = GroupAxis(opened.name, opened.size, opened.backing, ranks is not None)
+    _lines[group] = axis
+    return axis
+
+
+def _group_of(ranks: list[Any]) -> dist.ProcessGroup:
+    """A process group of some ranks of the world, which they alone make."""
+    if not dist.is_initialized():
+        raise AxisError("axis_from_group: ranks are those of a world that is up. Call ltx.init() first.")
+    size, mine = dist.get_world_size(), dist.get_rank()
+    if not ranks or not all(is_whole(rank) and 0 <= rank < size for rank in ranks) or len(set(ranks)) != len(ranks):
+        raise AxisError(f"axis_from_group: expected different ranks from 0 to {size - 1}, got {brief(ranks)}.")
+    if mine not in ranks:
+        raise AxisError(f"axis_from_group: rank {mine} isn't among ranks {ranks}. Only these may call it.")
+    store: Any = c10d._get_default_store()
+    told = f"ltx/ranks {ranks}"
+    number = store.add(f"{told}/opened by {mine}", 1)
+    return open_group(ranks, f"{told}, {number}", dist.get_backend(), _DEFAULT_TIMEOUT, f"ranks {ranks}")
 
 
 def _outsider() -> str:

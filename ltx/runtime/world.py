@@ -37,6 +37,7 @@ class World:
             ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"`` for a process group that was
             initialised before ltx, ``"none"`` for a process that nobody started as a
             rank.
+        local_size: the number of processes on this node.
 
     Example:
         >>> from ltx.runtime.world import world_from_env
@@ -55,6 +56,7 @@ class World:
     device: torch.device
     backend: str
     launcher: str
+    local_size: int = 1
 
     @property
     def is_global_zero(self) -> bool:
@@ -147,4 +149,5 @@ def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: 
         device=torch.device("cuda", index) if on_cuda else torch.device("cpu"),
         backend=backend or ("nccl" if on_cuda else "gloo"),
         launcher=placement.launcher,
+        local_size=placement.local_size,
     )

@@ -24,7 +24,11 @@ _DONE, _HAS_DATA, _FAILED = 0, 1, 2
 
 
 def uneven(
-    iterable: Iterable[Any], axis: Any = None, *, divisor: Literal["data", "all"] = "data"
+    iterable: Iterable[Any],
+    axis: Any = None,
+    *,
+    divisor: Literal["data", "all"] = "data",
+    stop: Literal["last", "first"] = "last",
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Every rank's batches, on all ranks for as long as any rank has one.
 
@@ -48,6 +52,9 @@ def uneven(
             Weighted) and gradients alike. "all" is how Horovod's ``join`` and torch's ``Join`` divide; there the
             last batches count less. For the mean over samples return
             ``ltx.Weighted(sum of losses * (weight > 0), len(batch) * (weight > 0))`` with either.
+        stop: "last" goes on until the last rank has run out. "first" stops all ranks as soon as one has run out: there
+            are no placeholders and all weights are 1. The other ranks have taken one more batch from their iterables
+            by then, which nobody gets.
 
     Yields:
         ``(batch, weight)``. `weight` is a 0-dim float32 tensor on the CPU: for a batch n / a or 1, by `divisor`; for a
@@ -72,7 +79,7 @@ def uneven(
         TypeError: on every rank, if a rank has no batch at all and the leaves of the batch that it takes the structure
             from can't be pickled.
         AxisError: the axis is simulated, or isn't in scope.
-        InputError: `divisor` is something else.
+        InputError: `divisor` or `stop` is something else.
 
     Example:
         >>> import torch, ltx
@@ -84,8 +91,10 @@ def uneven(
     A loop that may leave early must do so on every rank at the same step.
 
     Source: Horovod's ``hvd.join``; torch.distributed.algorithms.Join, whose ``divide_by_initial_world_size`` is
-    `divisor`.
+    `divisor` and whose ``throw_on_early_termination`` is ``stop="first"``, without the exception.
     """
+    if stop not in ("last", "first"):
+        raise InputError(f'uneven: stop must be "last" or "first", got {brief(stop)}.')
     if divisor not in ("data", "all"):
         raise InputError(f'uneven: divisor must be "data" or "all", got {brief(divisor)}.')
     found = comm.resolve(axis)
@@ -95,7 +104,7 @@ def uneven(
             "iterables. Pad the ranks' batches to one number outside, stack them, and pass the ranks' weights, 0 for "
             "padding, as one more mapped tensor."
         )
-    return _turns(iterable, found, divisor) if found.size > 1 else _alone(iterable)
+    return _turns(iterable, found, divisor, stop) if found.size > 1 else _alone(iterable)
 
 
 def _alone(iterable: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -111,7 +120,7 @@ def _weight(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def _turns(iterable: Iterable[Any], axis: Axis, divisor: str) -> Iterator[tuple[Any, torch.Tensor]]:
+def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iterator[tuple[Any, torch.Tensor]]:
     assert axis.comm
     axis_comm: comm.AxisComm = axis.comm
     source = _Source(iterable)
@@ -121,7 +130,7 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str) -> Iterator[tuple[
         states = collectives.all_gather(torch.tensor(state, device=axis_comm.device), axis).tolist()
         if _FAILED in states:
             _raise_everywhere(states, source.error, axis)
-        if _HAS_DATA not in states:
+        if _HAS_DATA not in states or (stop == "first" and _DONE in states):
             return
         if first and _DONE in states:
             like = collectives.broadcast_object(source.last, states.index(_HAS_DATA), axis)

@@ -29,6 +29,34 @@ def test_all_to_all(ranks: Ranks, n: int, split: int, concat: int, dtype: torch.
         assert torch.equal(simulated[rank], want[rank])
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (1, 0), (0, -1), (-1, 1)])
+def test_untiled(ranks: Ranks, n: int, split: int, concat: int, seed: int) -> None:
+    """As in JAX by default: the dimension of the parts goes away, one of the sources comes in."""
+    xs = torch.randn(n, *(n if dim == split % 3 else 3 + dim for dim in range(3)))
+    want = [torch.stack([x.select(split, rank) for x in xs], concat) for rank in range(n)]
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, pull = torch.func.vjp(lambda x: ltx.all_to_all(x, split, concat, tiled=False), x)
+        return y, pull(y)[0]  # the transpose brings every part back to where it came from
+
+    real = ranks(n).run(lambda xs: call(xs[ltx.axis_index()]), xs)
+    simulated = ltx.vmap(call)(xs)
+    for rank in range(n):
+        for y, back in (real.rank(rank), [part[rank] for part in simulated]):
+            assert torch.equal(y, want[rank])
+            assert torch.equal(back, xs[rank])
+
+
+def test_untiled_wants_one_part_a_rank() -> None:
+    with pytest.raises(AxisError, match=r"tiled=False: dimension 0 of a tensor of shape \[4\] must be 2, got 4"):
+        ltx.vmap(lambda x: ltx.all_to_all(x, 0, 0, tiled=False))(torch.ones(2, 4))
+    with pytest.raises(AxisError, match="need tiled=True"):
+        ltx.all_to_all(torch.ones(1), 0, 0, tiled=False, splits=[1])
+    with pytest.raises(AxisError, match="split_dim=2 is out of range"):
+        ltx.all_to_all(torch.ones(1), 2, 0, tiled=False)
+
+
 def test_all_to_all_twice_is_the_identity(ranks: Ranks) -> None:
     def run(xs: Tensor) -> tuple[Tensor, Tensor]:
         x = xs[ltx.axis_index()].T

@@ -284,7 +284,8 @@ def test_every_task_of_a_step(counts: tuple[int, ...], cyclic: bool) -> None:
             "SLURM_STEP_TASKS_PER_NODE": spelt,
         }
         found = world_from_env(environ, cuda_devices=4)
-        assert found == World(rank, size, local, node, nodes, torch.device("cuda", local), "nccl", "slurm")
+        device = torch.device("cuda", local)
+        assert found == World(rank, size, local, node, nodes, device, "nccl", "slurm", counts[node])
 
 
 @pytest.mark.parametrize("by_node", [False, True])

@@ -24,7 +24,7 @@ WORLDS: dict[str, tuple[dict[str, str], World]] = {
         {"MASTER_ADDR": "a", "LOCAL_RANK": "3", "HOME": "/"},
         World(0, 1, 0, 0, 1, CPU, "gloo", "none"),
     ),
-    "torchrun on two nodes": (TORCHRUN, World(5, 8, 1, 1, 2, CPU, "gloo", "torchrun")),
+    "torchrun on two nodes": (TORCHRUN, World(5, 8, 1, 1, 2, CPU, "gloo", "torchrun", 4)),
     "torchrun with one process": (
         TORCHRUN
         | dict.fromkeys(["RANK", "LOCAL_RANK", "GROUP_RANK"], "0")
@@ -33,13 +33,13 @@ WORLDS: dict[str, tuple[dict[str, str], World]] = {
     ),
     "set by hand, one node": (
         _without("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        World(5, 8, 5, 0, 1, CPU, "gloo", "torchrun"),
+        World(5, 8, 5, 0, 1, CPU, "gloo", "torchrun", 8),
     ),
     "number of nodes left out": (
         _without("GROUP_RANK", "GROUP_WORLD_SIZE"),
-        World(5, 8, 1, 1, 2, CPU, "gloo", "torchrun"),
+        World(5, 8, 1, 1, 2, CPU, "gloo", "torchrun", 4),
     ),
-    "a pool's worker": (TORCHRUN | {"LTX_POOL": "8"}, World(5, 8, 1, 1, 2, CPU, "gloo", "pool")),
+    "a pool's worker": (TORCHRUN | {"LTX_POOL": "8"}, World(5, 8, 1, 1, 2, CPU, "gloo", "pool", 4)),
 }
 
 

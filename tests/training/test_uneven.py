@@ -36,6 +36,21 @@ def test_all_ranks_turn_until_none_has_data(divisor: Any, shares: tuple[float, .
         assert operations == ["all_gather"] * 4, "one small collective a turn, and one for the end"
 
 
+def test_all_ranks_stop_with_the_first(ranks: Ranks, seed: int) -> None:
+    batches = [[torch.randn(2) for _ in range(n)] for n in (3, 2, 4)]
+    for rank, (seen, operations) in enumerate(ranks(3).run(turns, batches, stop="first")):
+        assert [weight for _, weight in seen] == [1.0, 1.0]
+        assert all(torch.equal(batch, mine) for (batch, _), mine in zip(seen, batches[rank], strict=False))
+        assert operations == ["all_gather"] * 3
+    assert list(ranks(2).run(turns, [[], [torch.ones(1)]], stop="first")) == [([], ["all_gather"])] * 2
+
+
+def test_where_to_stop_is_first_or_last() -> None:
+    with pytest.raises(InputError, match='stop must be "last" or "first", got \'both\''):
+        ltx.uneven([], stop="both")  # type: ignore[arg-type]
+    assert len(list(ltx.uneven([1, 2], stop="first"))) == 2
+
+
 class Pair(NamedTuple):
     x: Tensor
     name: str

@@ -1,0 +1,70 @@
+"""Numbers and NumPy's arrays as leaves, as in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.errors import TreeError
+
+
+def called(rank: int) -> dict[str, Any]:
+    numpy = pytest.importorskip("numpy")
+    tree = {"int": 1, "float": 0.5 + rank, "bool": rank == 0, "array": numpy.full((2,), rank, numpy.float32)}
+    gathered = ltx.all_gather({"int": rank, "scalar": numpy.int64(rank)})
+    return {
+        "sum": ltx.tree.map(lambda x: (x.tolist(), x.dtype), ltx.psum(tree)),
+        "mean": ltx.pmean(rank).item(),
+        "max": ltx.pmax(rank + 0.5).item(),
+        "gathered": ltx.tree.map(torch.Tensor.tolist, gathered),
+        "sent": ltx.broadcast(rank, 1).item(),
+        "ranks": ltx.psum(1).item(),
+    }
+
+
+WANT = {
+    "sum": {
+        "array": ([1.0, 1.0], torch.float32),
+        "bool": (1, torch.int64),
+        "float": (2.0, torch.float32),
+        "int": (2, torch.int64),
+    },
+    "mean": 0.5,
+    "max": 1.5,
+    "gathered": {"int": [0, 1], "scalar": [0, 1]},
+    "sent": 1,
+    "ranks": 2,
+}
+
+
+def test_on_processes(ranks: Callable[[int], Any]) -> None:
+    assert ranks(2).run(lambda: called(ltx.world().rank)).replicated() == WANT
+
+
+def test_alone_and_simulated() -> None:
+    assert ltx.psum(1).item() == 1
+    assert ltx.all_gather(2.5).tolist() == [2.5]
+    assert ltx.vmap(lambda x: x / ltx.psum(1))(torch.tensor([2.0, 4.0, 6.0])).tolist() == pytest.approx(
+        [2 / 3, 4 / 3, 2]
+    )
+    assert ltx.vmap(lambda x: x * ltx.pmax(3))(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def test_compiled(ranks: Callable[[int], Any]) -> None:
+    def run() -> Any:
+        return torch.compile(lambda x: x * ltx.psum(1), backend="aot_eager", fullgraph=True)(torch.ones(2)).tolist()
+
+    assert ranks(2).run(run).replicated() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("leaf", ["1", None, object()], ids=["str", "None", "object"])
+def test_what_is_no_number(leaf: Any) -> None:
+    if leaf is None:
+        assert ltx.psum(None) is None  # an empty tree
+        return
+    with pytest.raises(TreeError, match="psum: its argument must be a tree of tensors, but leaf 'x' is of type"):
+        ltx.psum({"x": leaf})

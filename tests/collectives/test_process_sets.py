@@ -1,0 +1,113 @@
+"""Axes over some ranks of the world: opened by these alone, with or without a name, and closed again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx.errors import AxisError
+
+
+def test_a_set_of_ranks(ranks: Callable[[int], Any], seed: int) -> None:
+    def run() -> Any:
+        rank = ltx.world().rank
+        mine = [0, 2] if rank != 1 else [1]
+        with ltx.axis_from_group(mine) as axis:
+            inside = (ltx.psum(torch.tensor(rank), axis), ltx.psum(torch.tensor(rank), axis.name), axis.size)
+            step = ltx.data_parallel(lambda w: w * (rank + 1.0), axis=axis)
+            grad = ltx.grad(step)(torch.tensor(1.0))
+        return *(x.item() for x in inside[:2]), inside[2], grad.item(), ltx.psum(torch.tensor(rank)).item()
+
+    assert list(ranks(3).run(run)) == [(2, 2, 2, 2.0, 3), (1, 1, 1, 2.0, 3), (2, 2, 2, 2.0, 3)]
+
+
+def test_ranks_in_another_order(ranks: Callable[[int], Any]) -> None:
+    def run() -> Any:
+        with ltx.axis_from_group([1, 0]) as axis:
+            return ltx.axis_index(axis).item(), ltx.all_gather(torch.tensor(ltx.world().rank), axis).tolist()
+
+    assert list(ranks(2).run(run)) == [(1, [1, 0]), (0, [1, 0])]
+
+
+def test_opened_and_closed_again_and_again(ranks: Callable[[int], Any]) -> None:
+    def run() -> Any:
+        groups = len(dist.distributed_c10d._world.pg_map)
+        sums = []
+        for turn in range(3):
+            with ltx.axis_from_group([0, 1]) as axis, ltx.axis_from_group([0, 1], "other") as other:
+                sums.append(float(ltx.psum(torch.tensor(1.0), axis) + ltx.psum(torch.tensor(turn), "other")))
+                assert axis.name != other.name
+        return sums, len(dist.distributed_c10d._world.pg_map) - groups
+
+    assert ranks(2).run(run).replicated() == ([2.0, 4.0, 6.0], 0)
+
+
+def test_what_is_closed_says_so(ranks: Callable[[int], Any]) -> None:
+    def run() -> list[str]:
+        group = dist.new_group([0, 1])
+        said = []
+        for axis in (ltx.axis_from_group([0, 1], "closed"), ltx.axis_from_group(group)):
+            ltx.psum(torch.ones(1), axis)
+            axis.close()
+            axis.close()
+            try:
+                ltx.psum(torch.ones(1), axis)
+            except AxisError as error:
+                said.append(str(error))
+        with ltx.axis_from_group(group) as again:  # the group is its user's
+            said.append(str(float(ltx.psum(torch.ones(1), again))))
+        dist.destroy_process_group(group)
+        return said
+
+    one, two, again = ranks(2).run(run).replicated()
+    assert one == "axis 'closed' is closed: by its close(), the end of its `with`, or of its world."
+    assert re.fullmatch(r"axis '\w+' is closed: .*", two)
+    assert again == "2.0"
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [
+        ([0, 0], "expected different ranks from 0 to 1, got [0, 0]"),
+        ([0, 2], "expected different ranks from 0 to 1, got [0, 2]"),
+        ([], "expected different ranks from 0 to 1, got []"),
+        (["0"], "expected different ranks from 0 to 1, got ['0']"),
+        ("01", "takes a torch.distributed process group or ranks, and a name, got '01' and None"),
+    ],
+)
+def test_what_is_no_set(ranks: Callable[[int], Any], group: Any, text: str) -> None:
+    def run() -> str:
+        try:
+            ltx.axis_from_group(group)
+        except AxisError as error:
+            return str(error)
+        return ""
+
+    assert text in ranks(2).run(run).replicated()
+
+
+def test_only_members_may_call(ranks: Callable[[int], Any]) -> None:
+    def run() -> str:
+        try:
+            with ltx.axis_from_group([0], "mine") as axis:
+                return str(axis.size)
+        except AxisError as error:
+            return str(error)
+
+    assert list(ranks(2).run(run)) == [
+        "1",
+        "axis_from_group: rank 1 isn't among ranks [0]. Only these may call it.",
+    ]
+
+
+def test_a_world_of_one() -> None:
+    with ltx.axis_from_group([0]) as axis:
+        assert ltx.psum(torch.tensor(3.0), axis) == 3.0
+    with pytest.raises(AxisError, match=re.escape("ranks are those of a world that is up. Call ltx.init() first")):
+        ltx.axis_from_group([0, 1])
