@@ -1,7 +1,7 @@
-"""A line: the wire's end of one axis that is backed by a process group.
+"""The communicator of one axis whose ranks are processes.
 
-It holds the axis' channels and the signatures that its ranks have compared. Lines are opened together by all ranks of
-the group, in the same order, and closed by ``ltx.shutdown``.
+It owns the axis' channels, and the signatures that the ranks have compared. All ranks of a group open their
+communicators together, in the same order; ``ltx.shutdown`` closes them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
-_HISTORY = 1024  # issues in the background of which it is known what they were
+_HISTORY = 1024  # collectives in the background that are remembered
 
 
 class Later(Protocol):
-    """What has been issued on a line and is landed later."""
+    """A step whose reductions are still pending on the bucket channels."""
 
     def wait_all(self) -> None:
-        """Wait for it, on this rank."""
+        """Wait for all of them, on this rank."""
         ...
 
 
@@ -62,8 +62,8 @@ class AxisComm:
         self.timeout_s = timeout.total_seconds()
         self.global_ranks = dist.get_process_group_ranks(group)
         self._timeout = timeout
-        # Lines are told apart by their ranks, name and number of opening, as each rank counts its own in the store. So
-        # one that is opened again after a shutdown doesn't find what was there before.
+        # The label has the ranks, the name, and how many times this rank has opened them, which the store counts. So a
+        # communicator that is opened again after a shutdown doesn't find what the earlier one left.
         store = c10d._get_default_store()
         label = f"ltx/{name}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
         self.label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
@@ -81,8 +81,8 @@ class AxisComm:
         self._parts: dict[Part | MeshPart, Axis] = {}
         #: Backward passes that land later (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
-        self.under_way = ""  # what is issued on the bucket channels, in the words of an error
-        self._left: list[Channel] = []  # the channels of the pass that was left halfway last
+        self.under_way = ""  # what is issued on the bucket channels; errors say it
+        self._left: list[Channel] = []  # the channels of the last aborted pass
         self.recovery = Recovery(
             self._store, self.posts.holds, self.rank, self.size, name, self.timeout_s, self._fail_channels, self._renew
         )
@@ -115,14 +115,14 @@ class AxisComm:
         return channel
 
     def open_phases(self, count: int) -> None:
-        """Have `count` bucket channels at least. Waits for all ranks where one is missing, so all must come here."""
+        """Open bucket channels until there are `count`. Opening waits for all ranks, so all must call this together."""
         while len(self._phases) < count:
             name = f"buckets {len(self._phases)}"
             made = self._open_channel(name, transports=True, generation=self.recovery.generation, in_turn=True)
             self._phases.append(made)
 
     def part(self, name: str, part: Part | MeshPart) -> Axis:
-        """The axis of the ranks of this line that belong to this rank. All ranks open it together."""
+        """The axis of those ranks of this one that `part` puts together with this rank. All ranks open it together."""
         if part not in self._parts:
             ranks = [self.global_ranks[member] for member in part.members(self.rank)]
             label = f"{self.label}/{name} of ranks {ranks}"
@@ -133,7 +133,7 @@ class AxisComm:
 
     @property
     def parts(self) -> list[Axis]:
-        """The parts that are open."""
+        """The open parts."""
         return list(self._parts.values())
 
     def bucket_channel(self, phase: int) -> Channel:
@@ -147,7 +147,7 @@ class AxisComm:
     def _fail_channels(self, error: LtxError) -> None:
         for channel in (*self._phases, self.background):
             channel.failed = channel.failed or error
-            # Compiled graphs find a process group by its name: what is left on this one isn't for them either.
+            # Compiled graphs find a process group by its name: they can't use this one either.
             unregister(channel.group)
         for part in self._part_lines:
             part.recovery.abort(error)
@@ -157,7 +157,9 @@ class AxisComm:
         return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _renew(self) -> None:
-        """New channels in place of the torn ones, whose groups stay until the next time: a schedule may know them."""
+        """Replace the failed channels. Their process groups stay open until the next time: a schedule may still refer
+        to them.
+        """
         _let_go(self._left)
         self._left = [*self._phases, self.background]
         for channel in self._phases:
@@ -170,13 +172,13 @@ class AxisComm:
             part.recovery.recover()
 
     def wait_for_earlier(self) -> None:
-        """Land what is in flight, before more is issued on the bucket channels: all ranks do so in the same order."""
+        """Wait for pending steps before more is issued on the bucket channels. All ranks do so in the same order."""
         for later in list(self.pending_steps):
             later.wait_all()
 
     @property
     def device(self) -> torch.device:
-        """Where the backend wants its tensors: the current CUDA device for NCCL, else the CPU."""
+        """Where the backend needs its tensors: the current CUDA device for NCCL, else the CPU."""
         nccl = dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -186,14 +188,14 @@ class AxisComm:
         return [self.user, self.background, *self._phases, *self._left]
 
     def close(self) -> None:
-        """Give the channels' process groups back, and those of its parts."""
+        """Close the channels and the parts, and destroy their process groups."""
         if self.closed:
             return
         self.notes.finish()
         self.closed = True
         self.buffer_pool.clear()
         for later in list(self.pending_steps):
-            with suppress(LtxError):  # whoever reads what became of it is told then
+            with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
         drain_background(self.background, self._store, self.posts.holds, self.lost)
         for work in list(self.background.works):
@@ -221,14 +223,13 @@ class AxisComm:
         """Make sure that all ranks are about to issue the same thing on `channel`.
 
         Args:
-            channel: where it will be issued.
-            key: hashable; equal keys mean equal signatures. Known ones cost a look-up.
-            describe: called for a new key, gives its :class:`Signature`.
-            offer: called for a new key, gives something JSON can carry on which ranks needn't be equal but must agree:
-                rank 0's is taken.
+            channel: the channel of the collective that follows.
+            key: hashable; equal keys mean equal signatures. A known key costs a dictionary look-up.
+            describe: returns the :class:`Signature`; called for a new key.
+            offer: returns a JSON value that may differ between ranks; called for a new key. All ranks take rank 0's.
 
         Raises:
-            RankMismatchError: on every rank alike, before any data has moved.
+            RankMismatchError: on every rank, before any data has moved.
         """
         if self._foreign is not None:
             raise self._foreign
@@ -242,34 +243,34 @@ class AxisComm:
         return known
 
     def has_compared(self, fn: Any, key: Hashable) -> bool:
-        """Whether the ranks have compared the parameters that the function `fn` is given, under this `key`."""
+        """Whether the ranks have compared the parameters of the function `fn` under this `key`."""
         try:
             return key in self._compared.get(fn, ())
         except TypeError:  # `fn` can't be hashed or weakly referenced
             return key in self._compared.get(AxisComm, ())
 
     def count_as_compared(self, fn: Any, key: Hashable) -> None:
-        """From now on :meth:`has_compared` is true."""
+        """Make :meth:`has_compared` true for `fn` and `key`."""
         try:
             self._compared.setdefault(fn, set()).add(key)
         except TypeError:
             self._compared.setdefault(AxisComm, set()).add(key)
 
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:
-        """Count what was agreed as a whole for each of its parts, which are issued under `keys`."""
+        """Record an agreement about a whole call for each of its parts, which are issued under `keys`."""
         parts = list(keys)
         self._known.update(dict.fromkeys(parts, agreement))
         if under_way:
             under_way[-1].cover(self, parts)
 
     def negotiate_issue(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
-        """:meth:`meet`, and count the issue that follows into the channel's digest."""
+        """:meth:`negotiate`, and count the collective that follows into the channel's digest."""
         channel.advance(self.negotiate(channel, key, describe))
 
     def refuse_fork(self) -> None:
-        """In a fork of the rank's process: whatever is issued here from now on is refused.
+        """Refuse every collective from now on: this process is a fork of the rank's own.
 
-        The fork has copies of the rank's connections and shares its memory, so its peers would take it for the rank.
+        A fork has copies of the rank's connections and shares its memory, so peers would take it for the rank.
         """
         self._foreign = WorldError(
             f"rank {self.rank}: this process ({os.getpid()}) is a fork of the rank's own ({self._pid}), and can't take "
@@ -285,14 +286,14 @@ class AxisComm:
         return self.negotiation.exchange(place, Post(signature, offer))[0].value
 
     def notes_without_store(self, folder: Path) -> Notes:
-        """Where the store is gone, :attr:`notes` in a file in `folder`, which all ranks see: the same one for all."""
+        """Notes in a file in `folder` that all ranks see, for when the store is gone."""
         name = hashlib.sha1(f"{self.label} of {self.heartbeat.world}".encode()).hexdigest()[:12]
         return self.notes.through(folder / f".ltx-notes-{name}", self.lost)
 
     def exchange_values(self, place: str, signature: Signature, value: Any) -> list[Any]:
-        """Every rank's `value`, JSON, at a place that `notes` began; nothing is issued. For the thread that trains.
+        """Every rank's `value`, as JSON, at a place that `notes` began. No collective is issued. For the main thread.
 
-        A peer that waits in a collective instead finds this rank here, and both raise.
+        If a peer waits in a collective instead, both ranks raise.
 
         Raises:
             RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Negotiation.exchange`.
@@ -307,20 +308,20 @@ class AxisComm:
         return self.user.transport.lost_peers() if self.user.transport is not None else []
 
     def gone(self) -> list[int]:
-        """The peers whose processes are known to have ended, or that have shown no sign of life for too long.
+        """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped.
 
         Raises:
-            PeerLostError: the store is gone, or doesn't answer.
+            PeerLostError: the store is gone or doesn't answer.
         """
         silent = [self.global_ranks.index(rank) for rank in self.heartbeat.look(self.global_ranks)]
         return sorted({*self.lost(), *silent})
 
 
 def _let_go(channels: list[Channel]) -> None:
-    """Drop the process groups of channels that nobody uses any more.
+    """Drop the process groups of channels that are no longer used.
 
-    A group ends with its last reference, which waits for what is under way on it: for ever, where a peer will never
-    join in. So a thread waits.
+    A group ends with its last reference, and waits then for its pending collectives: forever, if a peer never joins
+    them. So a thread drops it.
     """
     groups = []
     for channel in channels:

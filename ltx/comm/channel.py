@@ -1,8 +1,8 @@
-"""A channel: a process group of its own on which issues go out in one fixed order, each with a name.
+"""Channels: process groups on which collectives go out in one fixed order, each with a name.
 
 An axis has one channel for the user's collectives, one for the buckets of gradients (one more for each further phase
-of a communication hook) and one for background work, because these interleave differently on different ranks and on a
-single group would pair with each other.
+of a communication hook) and one for background work. These interleave differently on different ranks, and on a single
+group a collective of one kind would pair with one of another.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _DIGEST_PRIME = (1 << 61) - 1
 
 
 class Work:
-    """An issue under way. :meth:`wait` gives its result; until then nobody may read the buffer."""
+    """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer."""
 
     __slots__ = (
         "__weakref__",
@@ -91,7 +91,7 @@ class Work:
         self.total: float | None = None
 
     def give_up(self) -> None:
-        """Let go of what is under way, whose channel is closed: nobody will get it."""
+        """Drop this work because its channel is closed. A later :meth:`wait` raises."""
         if self._work is not None:
             self._work = None
             self._given_up = AxisError(
@@ -109,11 +109,11 @@ class Work:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """The result, once it has landed.
+        """Wait for the result and return it.
 
         Raises:
             PeerLostError: the connection to a peer broke.
-            CollectiveTimeoutError: it didn't land within the axis' timeout.
+            CollectiveTimeoutError: the collective didn't complete within the axis' timeout.
         """
         work = self._work
         if self._given_up is not None:
@@ -125,7 +125,7 @@ class Work:
             if isinstance(work, SharedMemoryWork):
                 self._pass(work, began)
             elif self._value.is_cuda and self._channel.group.name() == "nccl":
-                work.wait()  # orders the current stream behind the collective; the host goes on
+                work.wait()  # orders the current stream behind the collective; the host doesn't wait
             else:
                 self._block(work, began)
         except LtxError as error:
@@ -135,7 +135,7 @@ class Work:
             self._channel.negotiation.deadlocks.done()
         if isinstance(work, SharedMemoryWork):
             self.total = work.total
-        self._work = None  # not before: one that failed, or whose wait was interrupted, hasn't landed
+        self._work = None  # not before: a failed or interrupted wait leaves the collective incomplete
         if self._event is not None:
             self._event.waited_s = time.perf_counter() - began
             if self._event.completed_s is None:
@@ -147,11 +147,11 @@ class Work:
         ticks = 0
         while True:
             try:
-                # Peers may wait for this rank's strides in a lane while it waits here.
+                # Peers may wait for this rank's progress in shared memory while it waits here.
                 work.wait(_SHORT_TICK if any_transport_busy() else _TICK)
                 return
             except RuntimeError:
-                if work.is_completed():  # it failed, or it landed just after the tick
+                if work.is_completed():  # it failed, or completed just after the tick
                     self._find_out(work)
                     return
             if progress_everywhere() or any_transport_busy():
@@ -167,7 +167,7 @@ class Work:
         except RuntimeError as error:
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
                 raise self._timed_out() from error
-            channel.negotiation.answer_peers()  # a peer that has left may have said why
+            channel.negotiation.answer_peers()  # a peer that has aborted may have said why
             raise PeerLostError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers: "
                 f"{channel.negotiation.missing_peers()}. ({error})"
@@ -196,7 +196,7 @@ class Work:
             )
 
     def _look_around(self, began: float) -> None:
-        """What a rank that has waited for a while does: see whether its peers wait for something else."""
+        """Check whether the peers can still come: called now and then during a long wait."""
         channel = self._channel
         try:
             channel.negotiation.answer_peers()
@@ -219,7 +219,7 @@ class Work:
 
 
 class Channel:
-    """One ordered stream of issues between the ranks of an axis."""
+    """One ordered stream of collectives between the ranks of an axis."""
 
     def __init__(
         self,
@@ -232,36 +232,36 @@ class Channel:
         transport: SharedMemoryTransport | None = None,
     ):
         self.name = name
-        self.address = address  # the name, and which one of this name it is: what a peer calls it
+        self.address = address  # its name and generation: what peers call it
         self.axis_name = axis_name
-        self.group: Any = group  # None once it was let go of
+        self.group: Any = group  # None once it was dropped
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s
         self.negotiation = negotiation
-        self.transport = transport  # the short way, where all ranks share a machine
-        self.failed: LtxError | None = None  # what left an issue behind that never completed
+        self.transport = transport  # shared memory, where all ranks share a machine
+        self.failed: LtxError | None = None  # the error after which a collective never completed
         self.issued = 0
         self.compared = 0
-        # How many buffers have been issued, and by which threads: what peers that wait here wait for (see deadlock).
+        # How many buffers were issued, and by which threads: what peers that wait here wait for (see deadlock).
         self.begun = 0
         self.threads: set[int] = set()
         self.digest = 0
-        # What was issued lately, and on what device, for those that may go on without having waited (see farewell).
+        # The last collectives and their device, for ranks that may end without having waited (see drain_background).
         self.history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
         self.works: WeakSet[Work] = WeakSet()
         self.device = torch.device("cpu")
-        # What was issued lately, for a peer that stands at another signature (see Line).
+        # The last agreements, for a peer that compares another signature (see Negotiation).
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
 
     def advance(self, agreement: Agreement) -> None:
-        """Count a call into the running digest. Once for a call, however many buffers it moves."""
+        """Count a call into the running digest: once for a call, however many buffers it moves."""
         self.recent.append((self.issued, agreement))
         self.issued += 1
         self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
 
     def transport_failed(self, label: str) -> TransportError:
-        """The error of a rank that can't have what it issued, because an end of the lane has failed."""
+        """The error for a collective that can't complete because the shared-memory transport has failed on a rank."""
         assert self.transport is not None
         failures = self.transport.failures()
         each = "; ".join(f"on rank {rank}: {why}" for rank, why in failures.items())
@@ -272,15 +272,15 @@ class Channel:
         )
 
     def uses_transport(self, buffer: torch.Tensor) -> bool:
-        """Whether what is issued on `buffer` goes through shared memory."""
+        """Whether a collective on `buffer` goes through shared memory."""
         return self.transport is not None and buffer.device.type == "cpu"
 
     def issue(
         self, operation: str, buffer: torch.Tensor, label: str, arguments: Arguments = (), summed: bool = False
     ) -> Work:
-        """Start `operation` on a contiguous `buffer` that now belongs to the wire.
+        """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
 
-        `summed`: the ticket of a reduction is to know the sum of all elements, where that costs hardly anything.
+        `summed`: the work of a reduction records the sum of all elements, where that costs almost nothing.
         """
         if self.failed is None and self.transport is not None and self.transport.error is not None:
             self.failed = self.transport_failed("an earlier collective")

@@ -1,4 +1,4 @@
-"""How each operation goes through shared memory: its buffer cut in pieces, each with what a rank gives and takes."""
+"""How each operation goes through shared memory: its buffer cut into chunks, with what a rank copies in and out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A piece of a buffer.
+    """A part of a buffer.
 
     Attributes:
-        numel, dtype: what it takes in an arena.
-        give: copies this rank's share into its slot.
-        take: copies this rank's share of the result out of all ranks' slots.
-        reduce: how two slots are combined in a reduction: ``(a, b, out=)``.
+        numel, dtype: what it takes in a segment.
+        give: copies this rank's input into its slot.
+        take: copies this rank's part of the result out of all ranks' slots.
+        reduce: combines two slots in a reduction: ``(a, b, out=)``.
     """
 
     numel: int
@@ -36,7 +36,7 @@ def _spans(length: int, most: int) -> Iterator[slice]:
 
 
 def part(chunk: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The part of a piece that `rank` reduces."""
+    """The part of a chunk that `rank` reduces."""
     length = chunk.numel()
     return chunk[length * rank // size : length * (rank + 1) // size]
 
@@ -89,7 +89,7 @@ def all_gather(
 
 
 def _sent(buffer: torch.Tensor, out: torch.Tensor, gives: bool, source: int | None) -> Iterator[Chunk]:
-    """This rank gives its buffer if it `gives`, and takes that of `source`."""
+    """This rank copies its buffer in if it `gives`, and copies the buffer of `source` out."""
     flat, result = buffer.view(-1), out.view(-1)
     for at in _spans(flat.numel(), CHUNK_BYTES // flat.element_size()):
         chunk, arrived = flat[at], result[at]
@@ -116,7 +116,7 @@ def ppermute(
 def _rows(
     buffer: torch.Tensor, size: int, take: Callable[[list[torch.Tensor], slice], object], rank: int
 ) -> Iterator[Chunk]:
-    """Every rank gives a row to each; `take` is handed the rows for this rank and where they belong."""
+    """Every rank has a row for each rank; `take` gets the rows for this rank, and where they belong."""
     rows = buffer.view(size, -1)
     for at in _spans(rows.shape[1], max(CHUNK_BYTES // (rows.element_size() * size), 1)):
         chunk = rows[:, at]

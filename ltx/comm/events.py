@@ -1,4 +1,4 @@
-"""What a recording is made of: issues on the wire, and stretches of computing."""
+"""What a recording is made of: collectives, and stretches of computing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass
 class Event:
-    """One issue on the wire.
+    """One collective.
 
     Attributes:
         channel: the channel's name: "user", "buckets" or "background".
-        operation: what was issued, as "psum" or "all_gather".
-        label: what it was issued for, as "psum" or "bucket 3".
+        operation: the collective, as "psum" or "all_gather".
+        label: its purpose, as "psum" or "bucket 3".
         nbytes: bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum.
         issued_s, completed_s: when it was issued and when it was complete (time.perf_counter; seconds).
-        waited_s: for how long this rank stood still waiting for it.
+        waited_s: for how long this rank was blocked in its wait.
     """
 
     channel: str
@@ -28,7 +28,7 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """The label without a number behind it: "bucket", "all_to_all" and "background" have one."""
+        """The label without its number: "bucket", "exchange" and "background" have one."""
         return self.label.rpartition(" ")[0] or self.label
 
     @property

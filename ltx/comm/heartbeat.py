@@ -1,13 +1,11 @@
-"""Signs of life: who waits for a peer that has been stopped, or whose machine or link is down, is told.
+"""Heartbeats: how a rank learns that a peer was stopped, or that its machine or link is down.
 
-A connection that breaks is seen at once. One that falls silent isn't: a stopped process, a machine without power and a
-cable that was pulled look like a peer that takes long. So every process writes a beat into the store now and then, from
-a thread of its own, and a rank that waits looks at the beats of those it waits for. The store may fall silent too, and
-with it whoever asks it something. So that is done by another thread, for whose answer the asking one doesn't wait
-longer than for a beat.
+A broken connection shows at once. Silence doesn't: a stopped process, a machine without power and an unplugged cable
+look like a slow peer. So every process writes a beat into the store at regular intervals, from its own thread, and a
+rank that waits reads the beats of those it waits for. A store call can block forever too, so a helper thread makes it
+and the caller gives up after one heartbeat timeout.
 
-A thread that computes in Python is no obstacle to the beats. C code that keeps Python's lock for longer than the
-heartbeat timeout is.
+Python computation doesn't stop the beats. C code that holds Python's lock for longer than the heartbeat timeout does.
 """
 
 from __future__ import annotations
@@ -33,24 +31,24 @@ T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0
 
 
-# How long the end of a pulse waits for its threads, which are idle or in the middle of a word with the store.
+# How long the end of a heartbeat waits for its threads, which are idle or in a call to the store.
 _ENDING_S = 1.0
 
 
 class Heartbeat:
-    """This process' beats, and what it knows of those of its peers.
+    """The beats of this process, and what it knows of those of its peers.
 
     Args:
-        store: the one that all processes share.
-        rank: this process' among them.
-        heartbeat_s: without a beat for so long, a peer counts as lost. Beats come five times as often.
+        store: the store that all processes share.
+        rank: this process' rank in the world.
+        heartbeat_s: a peer without a beat for so long counts as lost. Beats come five times as often.
     """
 
     def __init__(self, store: Store, rank: int, heartbeat_s: float):
         self.heartbeat_s = heartbeat_s
         self._rank = rank
         self._users = 0
-        self._gone: str | None = None  # what it said; the error itself would hold frames, and what is in them
+        self._gone: str | None = None  # its text; the error itself would keep frames alive, and what is in them
         self._late: _Question | None = None
         self._pause_s = min(1.0, heartbeat_s / 5)
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -59,7 +57,7 @@ class Heartbeat:
         self._ended = threading.Event()
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
         self._asked = PrefixStore("ltx/pulse/", store)
-        # A connection of its own: on one, whoever asks first holds up the others.
+        # A connection of its own: calls on one connection wait for each other.
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
         self._beats = PrefixStore("ltx/pulse/", self._connection)
         #: Called with each beat, in the beats' thread and with their connection to `store`.
@@ -79,13 +77,13 @@ class Heartbeat:
             thread.start()
 
     def ask(self, question: Callable[[], T]) -> T:
-        """What `question`, which asks the store, gives.
+        """Call `question`, which reads from the store, in the helper thread; return its result.
 
         Raises:
             StoreGoneError: the store is gone.
-            PeerLostError: it hasn't answered within the heartbeat timeout.
+            PeerLostError: the store hasn't answered within the heartbeat timeout.
         """
-        if self._gone is not None:  # once it is, it stays so, and torch writes a page about each attempt
+        if self._gone is not None:  # it stays gone, and torch logs a page about each attempt
             raise self._told_gone(self._gone)
         asked = _Question(question)
         self._questions.put(asked)
@@ -103,11 +101,11 @@ class Heartbeat:
         return cast(T, asked.value)
 
     def tell(self, statement: Callable[[], None]) -> None:
-        """Do `statement`, which tells the store something and waits for no answer. Raises :class:`StoreGoneError`."""
+        """Call `statement`, which writes to the store and waits for no answer. Raises :class:`StoreGoneError`."""
         if self._gone is not None:
             raise self._told_gone(self._gone)
         if self._late is not None and not self._late.answered.is_set():
-            # Who waits for an answer has the connection: this goes behind it, should the store ever answer.
+            # A pending call occupies the connection: this one queues behind it, should the store ever answer.
             self._questions.put(_Question(statement))
             return
         try:
@@ -116,7 +114,7 @@ class Heartbeat:
             raise self._told_gone(str(error)) from error
 
     def _told_gone(self, said: str) -> StoreGoneError:
-        """What an error that said this, and that the store's end has caused, means."""
+        """The error for a store that is gone, given the text of the error that showed it."""
         self._gone = said
         return StoreGoneError(
             f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it. "
@@ -125,13 +123,13 @@ class Heartbeat:
         )
 
     def look(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that have shown no sign of life for too long. Called again and again while one waits."""
+        """Those of `ranks` whose heartbeats have stopped for too long. Called repeatedly during a wait."""
         with self._looking:
             return self._look(ranks)
 
     def _look(self, ranks: Sequence[int]) -> list[int]:
         now = time.monotonic()
-        if now - self._looked_s > 3 * self._pause_s:  # a wait begins: what was seen long ago tells nothing
+        if now - self._looked_s > 3 * self._pause_s:  # a new wait begins: old beats tell nothing
             self._seen.clear()
         self._looked_s = now
         if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
@@ -140,19 +138,19 @@ class Heartbeat:
         for rank, value in zip(ranks, self.last(ranks), strict=False):
             if self._seen.get(rank, (b"", 0.0))[0] != value:
                 self._seen[rank] = (value, now)
-        # One pause is what a beat may be late, another what this look may be.
+        # A beat may be one interval late, and so may this check.
         return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
 
     def last(self, ranks: Sequence[int]) -> list[bytes]:
-        """The last beats of `ranks`; none at all if one hasn't had any."""
+        """The last beats of `ranks`; an empty list if one of them hasn't had any."""
         keys = [str(rank) for rank in ranks]
         return self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
 
     def silent_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that show no sign of life from now on, for a little longer than from beat to beat.
+        """Those of `ranks` that show no beat from now on, for a little longer than one interval.
 
         Raises:
-            PeerLostError: the store is gone, or doesn't answer.
+            PeerLostError: the store is gone or doesn't answer.
         """
         before, deadline, quiet = self.last(ranks), time.monotonic() + 1.3 * self._pause_s, list(ranks)
         while quiet and time.monotonic() < deadline:
@@ -166,7 +164,7 @@ class Heartbeat:
         return self.heartbeat_s - 2 * self._pause_s
 
     def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
-        """What the lines of `label` last told on `ranks`; empty for one that has none, or doesn't answer."""
+        """What the communicators of `label` last reported on `ranks`; empty for a rank that hasn't, or doesn't answer."""
         with suppress(PeerLostError):
             return [json.loads(value)[1].get(label, {}) for value in self.last(ranks)] or [{} for _ in ranks]
         return [{} for _ in ranks]
@@ -176,16 +174,16 @@ class Heartbeat:
         return json.dumps([time.monotonic(), reports, self.deadlocks.told()])
 
     def beat(self) -> None:
-        """A beat at once, for who has something to tell."""
+        """Write a beat at once, to report something new."""
         value = self._sign()
         self.tell(lambda: self._asked.set(str(self._rank), value))
 
     def hold(self) -> None:
-        """One more needs it."""
+        """Count one more user."""
         self._users += 1
 
     def release(self) -> bool:
-        """One needs it no longer; whether that was the last, and it has ended."""
+        """Count one user less; returns whether that was the last one, and the heartbeat has ended."""
         self._users -= 1
         if self._users:
             return False
@@ -203,7 +201,7 @@ class Heartbeat:
             while not self._ended.wait(self._pause_s):
                 self._beats.set(str(self._rank), self._sign())
                 self.on_beat(self._connection)
-        del self._beats, self._connection  # closed now, whoever still holds this pulse
+        del self._beats, self._connection  # closed now, even if something still holds this heartbeat
 
     def _answer(self) -> None:
         while (asked := self._questions.get()) is not None:
@@ -261,7 +259,7 @@ _pulses: dict[int, tuple[Store, Heartbeat]] = {}
 
 
 def hold_heartbeat(store: Store, rank: int, heartbeat_s: float) -> Heartbeat:
-    """The one pulse of this process in the world of `store`; :func:`release_heartbeat` once it isn't needed."""
+    """The one heartbeat of this process in the world of `store`. Call :func:`release_heartbeat` when done."""
     known = _pulses.get(id(store))
     if known is None:
         known = _pulses[id(store)] = (store, Heartbeat(store, rank, heartbeat_s))

@@ -1,7 +1,7 @@
-"""The meetings of a line's ranks: how they compare what they are about to issue, and find out why a peer doesn't come.
+"""Negotiation: the ranks of an axis compare what they are about to issue, through the store.
 
-Ranks meet at places on the line's board. One that waits, here or for a collective, looks now and then whether it would
-wait for ever: whether a peer has died, or waits itself for something else.
+Ranks post signatures at places in the store. A rank that waits there, or for a collective, checks now and then whether
+it would wait forever: because a peer has died, or waits for something else itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CALLS = 1 << 32
 
 
 class Negotiation:
-    """The meetings of one line.
+    """The negotiation of one axis.
 
     Attributes:
-        next_check: (session, call) of ltx.debug_checks() that comes next on this line, the same on all ranks.
+        next_check: (session, call) of the next call of ltx.debug_checks() on this axis; the same on all ranks.
     """
 
     def __init__(self, axis_comm: AxisComm):
@@ -40,14 +40,14 @@ class Negotiation:
         self._posts, self._recovery, self._heartbeat = axis_comm.posts, axis_comm.recovery, axis_comm.heartbeat
         self.deadlocks = axis_comm.heartbeat.deadlocks
         self._answered: set[str] = set()
-        self._gone = ""  # whom :meth:`missing_peers` has found
+        self._gone = ""  # what :meth:`missing_peers` has found
         self.next_check = (0, 0)
 
     def exchange(self, place: str, post: Post) -> list[Post]:
-        """Every rank's post at `place`, once all have come there.
+        """Every rank's post at `place`, once all have posted.
 
         Raises:
-            RankMismatchError: they don't agree, or a peer waits elsewhere and won't come; on every rank.
+            RankMismatchError: the posts disagree, or a peer waits elsewhere and won't come; on every rank.
             PeerLostError: a peer's process has died, where all ranks share a machine.
             CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
         """
@@ -64,10 +64,10 @@ class Negotiation:
         return posts
 
     def _wait_at(self, place: str, post: Post, everyone: list[str]) -> None:
-        """Until what `everyone` posts at `place` is there."""
+        """Wait until the posts of `everyone` at `place` are there."""
         began, pause = time.monotonic(), 0.0005
         while not self._posts.holds(everyone):
-            if not progress_everywhere():  # peers may wait for this rank's strides in a lane
+            if not progress_everywhere():  # peers may wait for this rank's progress in shared memory
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
             if pause == 0.05:
@@ -88,11 +88,11 @@ class Negotiation:
                 )
 
     def key(self, channel: Channel, compared: bool = False) -> str:
-        """What :mod:`ltx.comm.deadlock` calls the issues on `channel`, or what is compared for it."""
+        """The name of `channel` in :mod:`ltx.comm.deadlock`, for its collectives or for what is compared for it."""
         return f"{self._comm.label}/{channel.address}{'/compared' if compared else ''}"
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
-        """What has been issued and compared on the line, and by which threads (see :mod:`ltx.comm.deadlock`)."""
+        """How much this rank has issued and compared on the axis, and in which threads (see :mod:`ltx.comm.deadlock`)."""
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {
             f"{self._comm.label}/{CHECKS}": (session * _CALLS + call, ()),
@@ -107,10 +107,10 @@ class Negotiation:
         return counts
 
     def check_deadlock(self, channel: Channel, number: int, what: str) -> None:
-        """Called now and then by who has waited long for the `number`-th issue of `channel`.
+        """Called now and then during a long wait for collective number `number` of `channel`.
 
         Raises:
-            RankMismatchError: a peer that hasn't made it waits itself for something that won't come.
+            RankMismatchError: a peer that hasn't issued it waits itself for something that won't come.
         """
         of = "" if channel is self._comm.user else self._comm.under_way
         self._check_deadlock(self.key(channel), number, what, of)
@@ -122,7 +122,7 @@ class Negotiation:
                 return f"{of} on axis {self._name!r} ({what}, {where})"
             return f"{called(what)} on axis {self._name!r} ({where})"
 
-        with suppress(StoreGoneError):  # as in answer()
+        with suppress(StoreGoneError):  # as in answer_peers()
             self.deadlocks.look(key, number, self._comm.global_ranks, describe)
 
     def _refuse_deadlock(self, place: str, post: Post) -> None:
@@ -137,22 +137,22 @@ class Negotiation:
         try:
             self._check_deadlock(f"{self._comm.label}/{awaited[0]}", awaited[1], post.signature.operation)
         except RankMismatchError:
-            # Who comes here after all isn't to go on alone.
+            # A peer that comes here after all must not continue alone.
             self._posts.withdraw(place, replace(post, signature=Signature("nothing any more: it has given up", ())))
             raise
 
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
-        """Raise if a peer waits for this rank to compare something else, which it won't before the peer comes here."""
+        """Raise if a peer waits for this rank at another place: neither would ever come."""
         for rank in range(self._size):
             there = self._posts.standing(rank)
             if rank == self._rank or there in ("", place) or self._posts.holds([f"{there}/{self._rank}"]):
                 continue
-            if self._posts.holds([f"{place}/{rank}"]):  # it has been here, and gone on
+            if self._posts.holds([f"{place}/{rank}"]):  # it has been here and has continued
                 continue
             self._reply(there, rank, post)
 
     def _refuse_lost(self, keys: list[str], post: Post) -> None:
-        """Raise if a peer has died, unless it had done its part of this before: then `keys` are all there."""
+        """Raise if a peer has died, unless it had posted before: then all `keys` are there."""
         lost = sorted({*self._comm.lost(), *self._posts.have_left()})
         if lost and not self._posts.holds(keys):
             raise PeerLostError(
@@ -161,11 +161,11 @@ class Negotiation:
             )
 
     def describe_lost(self, lost: list[int]) -> str:
-        """That the ranks in `lost` are gone, in words: some may have ended in good order, sooner than this one."""
+        """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
         left: list[int] = []
         with suppress(PeerLostError):  # the store is gone too
             left = [rank for rank in self._posts.have_left() if rank in lost]
-        # Those that left may have done so because of the others.
+        # Ranks may have ended because of the others.
         if gone := [rank for rank in lost if rank not in left]:
             return f"the process of rank {', '.join(map(str, gone))} is gone"
         return (
@@ -175,7 +175,7 @@ class Negotiation:
         )
 
     def _refuse_silent(self) -> None:
-        """Raise if a peer shows no sign of life."""
+        """Raise if the heartbeat of a peer has stopped."""
         if silent := self._heartbeat.look(self._comm.global_ranks):
             peers = ", ".join(str(self._comm.global_ranks.index(rank)) for rank in silent)
             raise PeerLostError(
@@ -185,7 +185,7 @@ class Negotiation:
             )
 
     def stragglers(self, channel: Channel) -> str:
-        """Which ranks haven't come to the last issue of `channel`, in words."""
+        """A text that says which ranks haven't issued the last collective of `channel`."""
         reports = self._heartbeat.reported(self._comm.global_ranks, self._comm.label)
         late = {rank: report.get(channel.address, channel.issued) for rank, report in enumerate(reports)}
         words = [
@@ -194,7 +194,7 @@ class Negotiation:
         return "; ".join(words) or "a peer hasn't issued it"
 
     def missing_peers(self) -> str:
-        """Which peer is gone, where a connection broke and doesn't say whose it was, in words. Takes a second, once."""
+        """A text that says which peer is gone, when a broken connection doesn't say whose it was. Takes a second, once."""
         if self._gone:
             return self._gone
         peers = [rank for rank in range(self._size) if rank != self._rank]
@@ -203,7 +203,7 @@ class Negotiation:
             with suppress(PeerLostError):
                 self._posts.post(place, Post(Signature("who is missing", ()), None))
                 silent = self._heartbeat.silent_ranks([self._comm.global_ranks[rank] for rank in peers])
-                # One that has come here and gone on before this rank looked isn't.
+                # A peer that posted here and continued before this rank looked is alive.
                 gone = [
                     r for r in peers if self._comm.global_ranks[r] in silent and not self._posts.holds([f"{place}/{r}"])
                 ]
@@ -217,7 +217,7 @@ class Negotiation:
         return self._gone
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
-        """Tell `rank`, which waits at `place`, that this rank is at `post` instead; raises as it will."""
+        """Tell `rank`, which waits at `place`, that this rank is at `post` instead. This rank raises as that one will."""
         theirs = self._posts.read(place, rank)
         assert theirs is not None
         if theirs.signature == post.signature:  # the same call, but it would pair with another
@@ -227,15 +227,16 @@ class Negotiation:
         self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
 
     def answer_peers(self) -> None:
-        """Called while this rank waits: may it wait for ever?
+        """Check whether this rank would wait forever, and answer peers that wait for it in the store.
 
-        It would, for a peer that has left a backward pass halfway, and for one that stands at an issue that this rank
-        made with another signature, or at a call of ltx.debug_checks() before having issued what this rank waits for.
+        It would wait forever for a peer that has aborted a backward pass, for one that compares a signature where this
+        rank has issued another, and for one at a call of ltx.debug_checks() that hasn't issued what this rank waits
+        for.
         """
         try:
             self._look_for_trouble()
         except StoreGoneError:
-            return  # what is under way needs no store; a peer that is gone too breaks its connections
+            return  # pending collectives need no store; a peer that is gone too breaks its connections
 
     def _look_for_trouble(self) -> None:
         self._recovery.look()
@@ -278,7 +279,7 @@ class Negotiation:
         self._refuse(posts)
 
     def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call that some ranks came to counts for all, so that their next ones meet."""
+        """Raise if `posts` disagree. A call that only some ranks came to counts for all, so that their next calls meet."""
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):
             raise error

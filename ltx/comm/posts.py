@@ -1,4 +1,4 @@
-"""What the ranks of a line put up for one another in the store, to compare what they are about to issue."""
+"""What the ranks of an axis post in the store to compare what they are about to issue."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ltx.comm.signature import Post
 
 
 class StorePosts:
-    """Posts by place and rank, and where each rank stands and waits for the others' posts."""
+    """Posts by place and rank, and the place at which each rank waits."""
 
     def __init__(self, store: TimeoutStore, rank: int, size: int):
         self._store, self._rank, self._size = store, rank, size
 
     def post(self, place: str, post: Post) -> None:
-        """Put `post` where the peers that come to `place` find it."""
+        """Put `post` at `place`, where peers read it."""
         self._store.set(f"{place}/{self._rank}", post.to_json())
 
     def withdraw(self, place: str, instead: Post) -> None:
-        """This rank waits at `place` no longer; who comes there finds `instead`."""
+        """This rank no longer waits at `place`; a peer that comes there finds `instead`."""
         self.post(place, instead)
         self.stand_at("")
 

@@ -38,7 +38,7 @@ def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_it_is(completed: torch.Tensor) -> torch.Tensor:
-    """What has landed is the value."""
+    """The completed buffer is the result."""
     return completed
 
 
@@ -85,17 +85,17 @@ _MESSAGE_BYTES = 1 << 19
 
 
 class Works:
-    """Several works of torch that are waited for as one."""
+    """Several works of torch, waited for as one."""
 
     def __init__(self, works: list[Any]):
         self._works = works
 
     def is_completed(self) -> bool:
-        """Whether all are."""
+        """Whether all are complete."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self, *timeout: timedelta) -> None:
-        """Until all have completed; each within the timeout."""
+        """Wait for all, each within the timeout."""
         for work in self._works:
             work.wait(*timeout)
 
@@ -105,7 +105,7 @@ class Works:
 
 
 def _message_length(group: dist.ProcessGroup, length: int, itemsize: int) -> int:
-    """How many of `length` elements for a peer go out at once: pieces are as good as equal."""
+    """How many of `length` elements for a peer go out in one message; messages are of nearly equal length."""
     count = -(-length * itemsize // _MESSAGE_BYTES) if _is_gloo(group) else 1
     return -(-length // max(1, count))
 
@@ -145,14 +145,14 @@ def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) ->
 def open_group(
     ranks: list[int], name: str, backend: str, timeout: timedelta, description: str, in_turn: bool = False
 ) -> dist.ProcessGroup:
-    """A process group over the global `ranks` that they alone open, called `name` on all of them.
+    """A process group of the global `ranks`, opened by these alone and called `name` on all of them.
 
-    `in_turn`: what is issued on it moves one after the other. Gloo otherwise has two operations of a group share the
-    link, and the first takes as long as both.
+    `in_turn`: its collectives move one after the other. Otherwise two operations of a gloo group share the link, and
+    the first takes as long as both.
 
-    ``dist.new_group(..., use_local_synchronization=True)`` makes names up from the number of groups that a process has
-    at the moment. So ranks that differ in their other groups wait for each other for ever, and a name is used again
-    after its group was destroyed, whose addresses are still in the store.
+    ``dist.new_group(..., use_local_synchronization=True)`` derives names from the number of groups that a process has at
+    the moment. So ranks that differ in their other groups wait for each other forever, and a name is used again after
+    its group was destroyed, while its addresses are still in the store.
     """
     make: Any = c10d._new_process_group_helper
     store: Any = c10d._get_default_store()
@@ -185,7 +185,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 @cache
 def _register_in_turn() -> None:
-    """Let a group's backend be gloo with one thread, which torch gives to nobody who makes a group by a name."""
+    """Register gloo with one thread as a backend, which torch doesn't offer by name."""
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -199,11 +199,11 @@ def _register_in_turn() -> None:
 
 
 def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
-    """How long ranks that make a group in `store` may take to connect, given its `timeout`: the store may set less."""
+    """How long ranks that make a group in `store` may take to connect: its `timeout`, or the store's if that is less."""
     return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout
 
 
 def unregister(group: dist.ProcessGroup) -> None:
-    """Compiled graphs, which find a group by its name, raise from now on."""
+    """Make compiled graphs, which find a group by its name, raise from now on."""
     forget: Any = c10d._unregister_process_group  # type: ignore[attr-defined]
     forget(group.group_name)

@@ -1,9 +1,9 @@
-"""Backward passes on a line, and how its ranks find together again after one that was left halfway.
+"""Recovery: how the ranks of an axis continue after a backward pass that was aborted.
 
-The engine drops a pass in which something raises, without a word to the nodes that it doesn't run. What the ranks have
-issued by then differs, and the next issue would pair with one of the dropped pass. So a rank that leaves a pass says so
-in the store; peers that wait for the rest of it read that and raise, leaving it too; and at the next pass all of them
-meet and go on with new channels.
+When something raises in a backward pass, the autograd engine drops it, without telling the nodes it doesn't run. The
+ranks have then issued different collectives, and the next one would pair with one of the dropped pass. So a rank that
+aborts a pass says so in the store. Peers that wait for the rest of that pass read it and raise, which aborts it there
+too. Before the next pass all ranks meet and continue with new channels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _enclosing: list[int] = []
 
 @contextmanager
 def nested_run() -> Iterator[None]:
-    """Around a run of the engine that may be inside another, whose passes go on afterwards."""
+    """Surrounds a run of the engine inside another one, whose passes continue afterwards."""
     _enclosing.append(torch._C._current_graph_task_id())
     try:
         yield
@@ -33,10 +33,10 @@ def nested_run() -> Iterator[None]:
 
 
 class BackwardPass:
-    """One pass, until everything it has issued has landed (:meth:`done`).
+    """One backward pass, until everything it has issued is complete (:meth:`done`).
 
     Attributes:
-        flush: lands what it has issued so far.
+        flush: waits for what it has issued so far.
     """
 
     def __init__(self) -> None:
@@ -48,23 +48,23 @@ class BackwardPass:
             torch.autograd.Variable._execution_engine.queue_callback(self.done)
 
     def done(self) -> None:
-        """Nothing more is to come of it."""
+        """The pass is over."""
         self.is_done = True
 
 
 class Recovery:
-    """The passes on one line.
+    """The backward passes on one axis.
 
     Args:
-        store: what the ranks of the line share.
+        store: the store that the axis' ranks share.
         posted: whether all of some keys are in it; raises PeerLostError if it is gone.
-        rank, size, axis_name, timeout_s: the line's.
-        tear: makes the bucket channels refuse issues.
+        rank, size, axis_name, timeout_s: the axis'.
+        tear: marks the bucket channels as failed.
         renew: replaces them, on all ranks together.
 
     Attributes:
-        reunions: how often the ranks have found together again.
-        external_runs: how often collectives of others have begun (see :mod:`ltx.comm.external_collectives`).
+        generation: how many times the ranks have recovered.
+        external_runs: how many times collectives of other libraries have begun (:mod:`ltx.comm.external_collectives`).
         external_error: why these no longer pair; "" as long as they do.
     """
 
@@ -90,7 +90,7 @@ class Recovery:
         self.external_error = ""
 
     def enter(self) -> BackwardPass:
-        """A pass begins. The engine having dropped an earlier one shows here."""
+        """A pass begins. If the engine has dropped an earlier one, it is found here."""
         entered = BackwardPass()
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
         # One that is under way in the same run of the engine, or in one around it, goes on beside this one.
@@ -102,9 +102,9 @@ class Recovery:
         return entered
 
     def flush_others(self, mine: BackwardPass) -> None:
-        """Land what other passes have issued, before `mine` issues more.
+        """Wait for what other passes have issued, before `mine` issues more.
 
-        So their later phases, which are issued whenever something has landed, don't mix with those of `mine`.
+        Their later phases, which are issued whenever a collective completes, would otherwise mix with those of `mine`.
         """
         for other in self._under_way:
             if other is not mine and not other.is_done:
@@ -112,20 +112,20 @@ class Recovery:
 
     @property
     def inside(self) -> bool:
-        """Whether what runs now is part of a pass."""
+        """Whether the current code runs in a pass."""
         task = torch._C._current_graph_task_id()
         return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
     def complete(self) -> None:
-        """A pass has landed whole on this rank, and so could on all."""
+        """A pass is complete on this rank, so it can be on all."""
         self._completed += 1
 
     def abort(self, error: BaseException) -> None:
-        """The pass under way won't go on because of `error`."""
+        """Abort the current pass because of `error`."""
         self.leave(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError))
 
     def leave(self, why: str, lost: bool = False) -> None:
-        """The pass under way won't go on. `lost`: because a peer is, which is then what the others raise too."""
+        """Abort the current pass. `lost`: because a peer is lost, and then the other ranks raise that too."""
         if self._has_left:
             return
         self._has_left = True
@@ -140,15 +140,15 @@ class Recovery:
         )
 
     def abandon(self, why: str, lost: bool) -> None:
-        """This rank won't issue anything on the line any more: its world ends, because of an exception.
+        """This rank won't issue anything on the axis any more: its world ends because of an exception.
 
-        `lost`: that is the loss of a peer, which is then what the others raise too.
+        `lost`: the exception is the loss of a peer, and then the other ranks raise that too.
         """
         with suppress(RuntimeError):  # the store is gone: nobody is left to be told, or all see that
             self._store.set("abandoned", json.dumps([self._rank, why, lost]))
 
     def check_abandoned(self) -> None:
-        """Raise if a peer has abandoned the line."""
+        """Raise if a peer has abandoned the axis."""
         if self._posted(["abandoned"]):
             rank, why, lost = json.loads(self._store.get("abandoned"))
             if rank != self._rank:
@@ -158,7 +158,7 @@ class Recovery:
                 )
 
     def look(self) -> None:
-        """Called while this rank waits: raise if what it waits for won't come."""
+        """Called during a wait: raise if a peer has aborted the pass, so that what this rank waits for won't come."""
         self.check_abandoned()
         if self._has_left:
             return
@@ -172,11 +172,12 @@ class Recovery:
                 )
 
     def recover(self) -> None:
-        """Before a pass: if the last one was left, wait until all ranks have left it and go on with new channels.
+        """Before a pass: if the last one was aborted, wait until all ranks have aborted it, and open new channels.
 
         Raises:
-            CollectiveTimeoutError: a peer hasn't left it within the axis' timeout.
-            ReplicaDivergedError: on every rank, once: some had completed that pass, others not. The channels are new.
+            CollectiveTimeoutError: a peer hasn't aborted it within the axis' timeout.
+            ReplicaDivergedError: on every rank, once: some ranks had completed that pass and others hadn't. The
+                channels are new.
         """
         if not self._has_left:
             return

@@ -22,10 +22,10 @@ _SETTING = "LTX_SHARED_MEMORY"
 
 
 def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
-    """A lane between the ranks that meet in `store`, or None if not all of them share this machine's memory.
+    """A transport between the ranks that meet in `store`, or None if not all of them share this machine's memory.
 
-    Ranks in different network namespaces count as different machines: they are there to try a network. The environment
-    variable LTX_SHARED_MEMORY=0, on any rank, turns lanes off.
+    Ranks in different network namespaces count as different machines, because such namespaces exist to try a network.
+    The environment variable LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
     """
     mine: dict[str, object] = {"machine": None}
     files: list[int] = []
@@ -62,7 +62,7 @@ def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport 
 
 
 def _machine() -> list[object] | None:
-    """What ranks that can share memory have in common; None where lanes don't work."""
+    """What ranks that can share memory have in common; None where shared memory doesn't work."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get(_SETTING, "1") == "0":
         return None
     try:

@@ -1,31 +1,30 @@
-"""A lane: collectives between processes of one machine through shared memory, instead of through its loopback device.
+"""Collectives between processes of one machine through shared memory.
 
-Sockets copy each byte through the kernel twice and keep a thread busy; shared memory is a copy. What n ranks exchange
-goes in pieces, each in three strides:
+Sockets copy each byte through the kernel twice and keep a thread busy; shared memory is one copy. A buffer is cut into
+chunks, and each chunk goes through three phases:
 
-    1. every rank copies what it gives of its piece into its own arena                         -> filled
-    2. in a reduction, rank r reduces part r of the piece over all arenas, in rank order,
-       into its own arena                                                                      -> reduced
-    3. every rank copies what it takes out of the arenas                                       -> emptied
+    1. every rank copies its input into its own segment                                         -> filled
+    2. in a reduction, rank r reduces part r of the chunk over all segments, in rank order,
+       into its own segment                                                                     -> reduced
+    3. every rank copies its result out of the segments                                         -> emptied
 
-Each rank owns three counters that only it writes, of the pieces it has filled, reduced and emptied; it takes a stride
-when its peers' counters say that it may. Strides are taken by whoever issues or waits, so there is no thread for them;
-of several threads that wait for something, be it elsewhere, one at a time strides in a lane, and the others let it.
-Nothing ever blocks but a wait, which looks every 0.1 s whether its peers live: each holds a lock on a file of its own,
-which the kernel lets go when the process dies.
+Each rank owns three counters that only it writes: how many chunks it has filled, reduced and emptied. A rank does the
+next phase of a chunk when its peers' counters allow it. There is no thread for this: any thread that issues or waits
+advances the transport, and a lock admits one at a time. Only a wait blocks, and it checks every 0.1 s whether its
+peers live: each process holds a lock on a file of its own, which the kernel releases when the process dies.
 
-Beside each piece lies a tag: the digest of all that its rank has issued on the channel so far, and how many buffers.
-Where tags differ, ranks have issued different things, and the piece is refused on all of them. If asked for, there lies
-also the sum of what its rank has reduced, taken while that is in the core's cache: it says whether all of it is finite.
+Beside each chunk lies a tag: a digest of what its rank has issued on the channel so far, and the number of buffers.
+Where tags differ, the ranks have issued different things, and all of them refuse the chunk. On request the rank also
+stores the sum of what it has reduced, taken while the data is in the core's cache: it tells whether all of it is
+finite.
 
-An exception may come at any point of a stride: an interrupt, or one from a signal's handler. A rank's counters say
-which strides it has taken, and one that hasn't been counted can be taken again, from its beginning. So an exception
-leaves the ranks in step. One that comes again when the stride is taken again is the stride's own: then the lane has
-failed, and says so to its peers, who raise too.
+An exception (an interrupt, or one from a signal handler) may come at any point of a phase. The counters say which
+phases are done, and a phase that isn't counted can be done again from its beginning, so an exception leaves the ranks
+in step. If the exception comes again on the second attempt, the phase itself fails: then the transport has failed, and
+its peers raise too.
 
-The memory has no name in any file system, so that nothing is left behind, whatever happens. Counters are aligned words;
-that others see them in the order of the writes before them is what x86-64 promises, so other processors take the
-sockets.
+The memory has no name in any file system, so nothing is left behind. Counters are aligned words; x86-64 guarantees that
+others see them after the writes before them. Other processors use sockets.
 """
 
 from __future__ import annotations
@@ -51,27 +50,27 @@ _TAG_PRIME = 1_000_003
 
 @dataclass(eq=False)
 class SharedMemoryWork:
-    """A buffer on its way through a lane, piece by piece."""
+    """A buffer on its way through the transport, chunk by chunk."""
 
     transport: SharedMemoryTransport
-    end: int = 0  # the place behind its last piece
+    end: int = 0  # the place after its last chunk
     completed_s: float = 0.0
     refused: bool = False  # ranks have issued different things
-    sums: dict[int, float] | None = None  # of the elements of each piece, by its place, if they were asked for
+    sums: dict[int, float] | None = None  # of the elements of each chunk, by its place, if asked for
 
     @property
     def completed(self) -> bool:
-        """Whether its value is there."""
+        """Whether the result is there."""
         return self.transport.emptied >= self.end
 
     @property
     def total(self) -> float | None:
-        """The sum of all elements of the value, if asked for; NaN where a rank hasn't added its part up."""
+        """The sum of all elements of the result, if it was asked for; NaN where a rank hasn't added its part up."""
         return None if self.sums is None else sum(self.sums.values())
 
 
 class _Entry:
-    """A piece in the queue of a lane; its place there counts all pieces since the lane was opened."""
+    """A chunk in the transport's queue. `place` counts all chunks since the transport was opened."""
 
     __slots__ = ("chunk", "next", "place", "tag", "work")
 
@@ -84,7 +83,7 @@ class SharedMemoryTransport:
     """This rank's end of the shared memory between the ranks of a channel.
 
     Attributes:
-        error: what has come up in a stride each time it was taken: the lane has failed.
+        error: the exception that a phase has raised twice: the transport has failed.
     """
 
     def __init__(self, rank: int, segments: list[mmap.mmap], locks: list[int], files: list[int]):
@@ -100,27 +99,28 @@ class SharedMemoryTransport:
         self._begun = 0
         self._emptied_at_close = 0
         self._forget_queue()
-        # An interrupt may come between taking and releasing it: its own thread can take it again.
+        # Reentrant: an interrupt may come between acquiring and releasing it.
         self._turn = threading.RLock()
 
     def _forget_queue(self) -> None:
-        # A chain, to which one assignment appends: an interrupt comes before or after it.
+        # A linked list: one assignment appends, so an interrupt comes before or after it.
         self._tail = _Entry(-1, NO_CHUNK, SharedMemoryWork(self), 0)
-        # The last entry known to have been through each stride. The counters are the truth: an interrupt may come
-        # between the two.
+        # The last entry known to have been through each phase. The counters are the truth: an interrupt may come
+        # between the two updates.
         self._through = {FILLED: self._tail, REDUCED: self._tail, EMPTIED: self._tail}
-        self._overwritten = -1  # the place of the piece whose reduction has begun
+        self._overwritten = -1  # the place of the chunk whose reduction has begun
 
     def begin(
         self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int, summed: bool = False
     ) -> tuple[SharedMemoryWork, torch.Tensor]:
-        """Begin `operation` on a contiguous `buffer`: its passage, and what will hold the value. Never blocks.
+        """Start `operation` on a contiguous `buffer`: its work, and the memory of the result. Never blocks.
 
-        What it raises has made the lane fail, unless it is an interrupt: then peers are told at the next piece.
+        An exception from here makes the transport fail, unless it is an interrupt; then peers learn of it at the next
+        chunk.
 
-        `summed`: a reduction's passage is to know the sum of all elements of the value.
+        `summed`: the work of a reduction records the sum of all elements of the result.
         """
-        self._begun += 1  # first: if nothing comes of it on this rank alone, all that follows is refused
+        self._begun += 1  # first: if this fails on this rank alone, the peers refuse all that follows
         work = SharedMemoryWork(self)
         try:
             with torch._C._DisableFuncTorch(), torch.no_grad():
@@ -140,30 +140,32 @@ class SharedMemoryTransport:
             before.next = _Entry(before.place + 1, chunk, work, tag)
             before = before.next
         work.end = before.place + 1
-        self._tail.next = first.next  # all at once: another thread may take a piece as soon as it is there
+        self._tail.next = first.next  # all at once: another thread may process a chunk as soon as it is queued
         self.progress()
         return work, out
 
     @property
     def busy(self) -> bool:
-        """Whether anything is on its way."""
+        """Whether any chunk is pending."""
         return self.error is None and self._through[EMPTIED].next is not None
 
     @property
     def emptied(self) -> int:
-        """How many pieces have come out on this rank."""
+        """How many chunks this rank has emptied."""
         counters = self._counters
         return counters[self.rank][EMPTIED] if counters else self._emptied_at_close
 
     def progress(self) -> bool:
-        """Take every stride that may be taken; whether there was one. Takes none while another thread is at it."""
+        """Do every phase that can be done now; returns whether there was one. Does nothing while another thread is in
+        here.
+        """
         moved = False
         if self.error is not None or not self._turn.acquire(blocking=False):
             return moved
         try:
-            # Whoever waits strides, perhaps under a transform; these are the wire's own bytes. Not torch.no_grad(): an
-            # interrupt comes to who waits, so probably here, and in the middle of Python's code for it would leave
-            # the caller without gradients.
+            # A waiting thread may be under a transform, which must not see these bytes. Not torch.no_grad(): an
+            # interrupt probably comes during a wait, so here, and in the middle of its Python code it would leave
+            # gradients off.
             with torch._C._DisableFuncTorch(), torch._C._AutoDispatchBelowAutograd():
                 try:
                     while self._empty() or self._reduce() or self._fill():
@@ -177,7 +179,7 @@ class SharedMemoryTransport:
         return moved
 
     def _fails_again(self) -> bool:
-        """Whether the stride in which an exception came up has one of its own; then the lane has failed."""
+        """Whether the phase raises again when it is repeated; then the transport has failed."""
         try:
             while self._empty() or self._reduce() or self._fill():
                 pass
@@ -202,7 +204,7 @@ class SharedMemoryTransport:
         }
 
     def _next(self, counter: int) -> _Entry | None:
-        """The first piece that hasn't been through a stride."""
+        """The first chunk that hasn't been through a phase."""
         entry = self._through[counter].next
         while entry is not None and entry.place < self._counters[self.rank][counter]:
             self._through[counter] = entry
@@ -224,7 +226,7 @@ class SharedMemoryTransport:
 
     def _fill(self) -> bool:
         entry = self._next(FILLED)
-        # A slot is free once every rank has emptied the piece that lay in it.
+        # A slot is free once every rank has emptied its chunk.
         if entry is None or entry.place >= self._least(EMPTIED) + SLOTS:
             return False
         self._counters[self.rank][TAGS + entry.place % SLOTS] = entry.tag
@@ -242,10 +244,10 @@ class SharedMemoryTransport:
             slots = self._slots(entry)
             shares = [part(slot, self.rank, self.size) for slot in slots]
             if shares[0].numel():
-                if self._overwritten == entry.place:  # an exception came in the middle of what follows
+                if self._overwritten == entry.place:  # an exception interrupted what follows
                     chunk.give(slots[self.rank])
                 self._overwritten = entry.place
-                # In rank order, whoever does it; the last step writes into this rank's own arena.
+                # In rank order on every rank; the last step writes into this rank's own segment.
                 total = shares[0]
                 for share in shares[1:-1]:
                     total = chunk.reduce(total, share)
@@ -264,7 +266,7 @@ class SharedMemoryTransport:
             if work.sums is not None:
                 work.sums[entry.place] = sum(words[SUMS + entry.place % SLOTS] for words in self._sums)
         work.completed_s = time.perf_counter()
-        self._tell(entry, EMPTIED)  # last: whoever waits goes on, maybe in another thread
+        self._tell(entry, EMPTIED)  # last: a waiting thread continues now
         entry.chunk = NO_CHUNK
         return True
 
@@ -283,9 +285,9 @@ class SharedMemoryTransport:
         return lost
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         _transports[:] = [transport for transport in _transports if transport is not self]
-        with self._turn:  # nobody is in the middle of a stride
+        with self._turn:  # no phase is being done
             self._emptied_at_close = self.emptied
             self._forget_queue()
             self._bytes = []
@@ -304,27 +306,29 @@ def _sum(x: torch.Tensor) -> float:
     return float(x.sum(dtype=torch.float32 if x.dtype.itemsize < 4 else None).item())
 
 
-# A rank that waits for one thing may be what its peers wait for in another: whoever waits strides in every lane.
+# Peers may wait for this rank in one transport while it waits in another: a waiting thread advances all of them.
 _transports: list[SharedMemoryTransport] = []
 
 
 def register(transport: SharedMemoryTransport) -> None:
-    """From now on a thread that waits advances `transport` too, until :meth:`SharedMemoryTransport.close`."""
+    """Let every waiting thread of this process advance `transport` too, until it is closed."""
     _transports.append(transport)
 
 
 def progress_everywhere() -> bool:
-    """Take every stride that may be taken in any lane of this process; whether there was one."""
+    """Advance every transport of this process; returns whether there was anything to do."""
     return sum(transport.progress() for transport in tuple(_transports) if transport.busy) > 0
 
 
 def any_transport_busy() -> bool:
-    """Whether anything is on its way in a lane of this process."""
+    """Whether a chunk is pending in any transport of this process."""
     return any(transport.busy for transport in tuple(_transports))
 
 
 def wait_for(work: SharedMemoryWork, pause_s: float) -> bool:
-    """Take strides until `work` has landed, for at most `pause_s` and while its lane works; whether it has."""
+    """Advance the transports until `work` is complete, for at most `pause_s` and while its transport works; whether it
+    is.
+    """
     began = time.perf_counter()
     idle_since = began
     while not work.completed:
