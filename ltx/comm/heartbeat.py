@@ -164,7 +164,7 @@ class Heartbeat:
         return self.heartbeat_s - 2 * self._pause_s
 
     def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
-        """What the communicators of `label` last reported on `ranks`; empty for a rank that hasn't, or doesn't answer."""
+        """What the communicators of `label` last reported on `ranks`; empty for a rank without a report."""
         with suppress(PeerLostError):
             return [json.loads(value)[1].get(label, {}) for value in self.last(ranks)] or [{} for _ in ranks]
         return [{} for _ in ranks]

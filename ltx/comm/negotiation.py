@@ -92,7 +92,7 @@ class Negotiation:
         return f"{self._comm.label}/{channel.address}{'/compared' if compared else ''}"
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
-        """How much this rank has issued and compared on the axis, and in which threads (see :mod:`ltx.comm.deadlock`)."""
+        """How much this rank has issued and compared, and in which threads (see :mod:`ltx.comm.deadlock`)."""
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {
             f"{self._comm.label}/{CHECKS}": (session * _CALLS + call, ()),
@@ -194,7 +194,7 @@ class Negotiation:
         return "; ".join(words) or "a peer hasn't issued it"
 
     def missing_peers(self) -> str:
-        """A text that says which peer is gone, when a broken connection doesn't say whose it was. Takes a second, once."""
+        """A text that says which peer is gone, when a broken connection doesn't say. Takes a second, once."""
         if self._gone:
             return self._gone
         peers = [rank for rank in range(self._size) if rank != self._rank]
@@ -217,7 +217,7 @@ class Negotiation:
         return self._gone
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
-        """Tell `rank`, which waits at `place`, that this rank is at `post` instead. This rank raises as that one will."""
+        """Tell `rank`, which waits at `place`, that this rank is at `post` instead. Both ranks raise."""
         theirs = self._posts.read(place, rank)
         assert theirs is not None
         if theirs.signature == post.signature:  # the same call, but it would pair with another
@@ -279,7 +279,7 @@ class Negotiation:
         self._refuse(posts)
 
     def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call that only some ranks came to counts for all, so that their next calls meet."""
+        """Raise if `posts` disagree. A call that only some ranks came to counts for all: so their next calls meet."""
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):
             raise error

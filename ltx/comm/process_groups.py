@@ -136,7 +136,7 @@ def ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argument
 
 
 def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
-    """How many elements `rank` sends to and receives from each rank; `permutation`: source, destination, source, ..."""
+    """How many elements `rank` sends to and gets from each rank; `permutation`: source, destination, ..."""
     pairs = list(zip(permutation[::2], permutation[1::2], strict=True))
     sent = [numel if (rank, other) in pairs else 0 for other in range(size)]
     return sent, [numel if (other, rank) in pairs else 0 for other in range(size)]
@@ -199,7 +199,7 @@ def _register_in_turn() -> None:
 
 
 def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
-    """How long ranks that make a group in `store` may take to connect: its `timeout`, or the store's if that is less."""
+    """How long ranks may take to connect when they make a group in `store`: `timeout`, or the store's if less."""
     return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout
 
 

@@ -1,4 +1,4 @@
-"""Gradients at hand are reduced as the marker's backward pass reduces them."""
+"""Reducing gradients that are at hand, in the same way as the marker's backward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from ltx.gradients.schedule import Dims, Schedule
 
 
 class Begin(Function):
-    """``Begin.apply(schedule)``: begins a backward pass. A Function, so that it runs below every transform, as the wire
-    must: what is made under a transform is wrapped in its levels.
+    """``Begin.apply(schedule)``: begins a backward pass.
+
+    It is a Function so that it runs below every transform: what is made under a transform is wrapped in its levels.
     """
 
     @staticmethod
@@ -65,7 +66,7 @@ class Launch(Peeled):
 
 
 class Land(Peeled):
-    """``Land.apply(schedule, None, dims, index, *in_flight)``: all reduced gradients and next states."""
+    """``Land.apply(schedule, None, dims, index, *started)``: waits for all reduced gradients and next states."""
 
     @staticmethod
     def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *started: torch.Tensor) -> tuple[Any, ...]:
@@ -92,7 +93,7 @@ class Land(Peeled):
 def reduce_gradients(
     schedule: Schedule, grads: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Reduce gradients at hand: (reduced, next states). Differentiable, as the marker's backward pass is."""
+    """Reduce gradients: (reduced, next states). Differentiable, as the marker's backward pass is."""
     plan, index = schedule.plan, _index(schedule.plan.axis)
     Begin.apply(schedule)
     link = torch.zeros(())

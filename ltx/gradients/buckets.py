@@ -1,7 +1,7 @@
 """Buckets: which gradients travel together, and in which order.
 
-The plan is a pure function of shapes, dtypes and sizes, so that every rank makes the same one. Buckets are launched in
-the order of the plan whatever order they become ready in.
+The plan is a pure function of shapes, dtypes and sizes, so every rank makes the same one. Buckets are launched in the
+order of the plan, whatever the order in which they become ready.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SMALL = 1 << 13
 
 @dataclass(frozen=True)
 class Leaf:
-    """What the plan knows of a gradient."""
+    """A gradient, as the plan sees it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Bucket:
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """(first leaf, the one behind the last) of leaves that are best copied together: small ones, or a large one."""
+        """(first leaf, end) of runs of leaves that are best copied together: several small ones, or one large one."""
         runs: list[tuple[int, int]] = []
         for place, size in enumerate(self.sizes):
             if size <= _SMALL and runs and self.sizes[runs[-1][0]] <= _SMALL:
@@ -87,9 +87,9 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Fill buckets with `leaves` in the order `arrival` in which their gradients are expected.
 
-    A bucket is closed before it would exceed its size; a leaf that is larger than that has a bucket of its own. The
-    first bucket is small, so that the link starts early. Dtypes and devices don't mix. Leaves of one group share a
-    bucket, whatever their sizes, with each other alone.
+    A bucket is closed before it would exceed its size; a larger leaf has a bucket of its own. The first bucket is
+    small, so that communication starts early. A bucket holds one dtype on one device. The leaves of a group have a
+    bucket of their own, whatever their sizes.
 
     Args:
         leaves: the gradients.
@@ -98,7 +98,7 @@ def plan_buckets(
         groups: for each leaf the number of its group, -1 for none; empty if there are no groups.
 
     Returns:
-        Buckets in the order of launches: that in which their last gradients are expected.
+        Buckets in the order of launches, which is the order in which their last gradients are expected.
     """
     open_members: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
     filled: dict[tuple[torch.dtype, torch.device, int], int] = {}
@@ -124,5 +124,5 @@ def plan_buckets(
 
 
 def leaves_of(tensors: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
-    """The plan's view of `tensors`."""
+    """`tensors` as the plan sees them."""
     return tuple(Leaf(t.shape, t.dtype, t.device) for t in tensors)

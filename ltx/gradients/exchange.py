@@ -1,7 +1,7 @@
-"""Exchanges: a hook's work on tensors outside of a backward pass, at once or in the background of other work.
+"""Exchanges: a hook's reduction of tensors outside of a backward pass, at once or in the background.
 
-What a strategy does with parameters is written as a communication hook too, so that the same lines run between
-processes, on simulated ranks and on the meta device, where :func:`ltx.profile.explain` counts what they send.
+A strategy writes what it does with parameters as a communication hook too, so the same lines run between processes, on
+simulated ranks, and on the meta device, where :func:`ltx.profile.explain` counts what they send.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def _of(values: Sequence[_T], members: Sequence[int]) -> list[_T]:
 
 
 class Exchange:
-    """The buckets of a plan under way, from :func:`start`.
+    """The pending buckets of a plan.
 
     Args:
         plan: what is exchanged; all ranks have compared it.
-        tensors: one for each leaf of the plan. They are packed at once, and not looked at again.
-        states: the hook's state of each leaf; empty for a hook without.
-        background: issue on the background channel, where peers may come much later, rather than on those of the
-            buckets, which go through shared memory between ranks of one machine but move only while ranks wait.
-        midway: another exchange of the same step follows: a rank that has landed this one hasn't gone on from the step.
+        tensors: one for each leaf of the plan. They are packed at once, and not read again.
+        states: the hook's state of each leaf; empty for a hook without states.
+        background: use the background channel, where peers may come much later. The buckets' channels go through shared
+            memory between ranks of one machine, but progress only while ranks wait.
+        midway: another exchange of the same step follows, so a rank that has completed this one hasn't completed the
+            step.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Exchange:
             except LtxError as error:
                 if not background:
                     raise
-                self._failed = error  # who starts it has other work to finish; it shows where it is landed
+                self._failed = error  # the caller has other work to finish; wait() raises it
         else:
             self._completed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
@@ -93,14 +94,14 @@ class Exchange:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`land` would return at once."""
+        """Whether :meth:`wait` would return at once."""
         return self._failed is not None or self._pending is None or self._pending.done
 
     def wait(self) -> tuple[list[torch.Tensor], list[LeafState]]:
-        """(the result for each leaf, its next state), once all of it is there; new tensors, views of a bucket each.
+        """(the result for each leaf, its next state), once all are complete; new tensors, which are views of buckets.
 
         Raises:
-            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it can't complete.
             RankMismatchError: ranks have issued different things before it.
         """
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
@@ -115,11 +116,11 @@ class Exchange:
         return results, states
 
     def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
-        """:meth:`land`, for whoever knows what the hook returns for a bucket: (bucket, (that, the next states))."""
+        """:meth:`wait` by bucket: (bucket, (what the hook returns for it, the next states))."""
         try:
             self._wait()
         except BaseException as error:
-            if self._summary is not None:  # what is in the background may be waited for again
+            if self._summary is not None:  # a wait in the background may be repeated
                 self._comm.recovery.abort(error)
             raise
         return list(zip(self._plan.buckets, self._completed, strict=True))

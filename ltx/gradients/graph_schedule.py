@@ -1,4 +1,4 @@
-"""The schedule of process groups inside a compiled graph, whose compiler may move what it issues."""
+"""The schedule for process groups inside a compiled graph. The compiler may move what it issues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GraphSchedule(Schedule):
         self._started = {}
 
     def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Callable[[], torch.Tensor] | Reduced:
-        """Run a reduction up to its next collective, and give what waits for that; or what has become of it."""
+        """Run a reduction up to its next collective; return a function that waits for that, or the final result."""
         try:
             return self._issue(next(reduction) if result is None else reduction.send(result))
         except StopIteration as end:
@@ -35,7 +35,7 @@ class GraphSchedule(Schedule):
             return reduced
 
     def _issue(self, request: CollectiveRequest) -> Callable[[], torch.Tensor]:
-        """Start a collective; gives what waits for it."""
+        """Start a collective; return a function that waits for it."""
         axis = request.axis or self.plan.axis
         buffer, size = request.buffer, axis.size
         if axis.backing is None:

@@ -1,4 +1,4 @@
-"""The schedule of simulated ranks and of a world of one: each bucket is done whole when it is ready."""
+"""The schedule for simulated ranks and worlds of one: each bucket is reduced completely when it is ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ltx.gradients.schedule import Dims, Schedule
 
 
 class ImmediateSchedule(Schedule):
-    """Reductions on simulated ranks and in a world of one, each done whole when its bucket is ready."""
+    """Reductions on simulated ranks and in a world of one, each done completely when its bucket is ready."""
 
     def begin(self) -> None:
         pass

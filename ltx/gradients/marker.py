@@ -2,18 +2,19 @@
 
     params -> Fence -> Mark (one a bucket) -> step -> Tie -> output
 
-Read backwards, as the autograd engine does:
+In the order of the backward pass:
 
 * **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
-  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for it for ever.
+  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever.
 * **Mark** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are there:
   it starts the bucket's reduction. Its node was made before the step's, which would put it last in the engine's queue;
-  raising its sequence number puts it first.
+  a raised sequence number puts it first.
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing
-  downstream can see a gradient in flight. There is none where nothing is downstream: a train step waits by itself.
+  downstream sees a pending gradient. A train step has no fence: nothing is downstream, and it waits itself.
 
-All of it is differentiable again, in both modes. :class:`Launch` counts as the identity and :class:`Land` as the exact
-mean over ranks, so that second derivatives are exact whatever the hook does to first ones.
+All of it is differentiable again, in both modes. :class:`~ltx.gradients.at_hand.Launch` counts as the identity and
+:class:`~ltx.gradients.at_hand.Land` as the exact mean over ranks, so second derivatives are exact whatever the hook
+does to first ones.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ltx.gradients.schedule import Dims, Plan, Schedule
 
 
 class Fence(Peeled):
-    """``Fence.apply(schedule, None, dims, index, *tensors)``: identity; its backward lands every bucket."""
+    """``Fence.apply(schedule, None, dims, index, *tensors)``: identity; its backward pass waits for every bucket."""
 
     @staticmethod
     def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -161,7 +162,7 @@ def mark(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Put the marker on `params` (with each one's state tensors): (marked parameters, tokens).
 
-    `source`: what requires gradients in the place of parameters that don't, and gets none: on a wire without a fence.
+    `source`: requires gradients in place of parameters that don't, and gets none: where there is no fence.
     """
     plan: Plan = schedule.plan
     per_bucket = [
@@ -190,6 +191,6 @@ def tie(
     outputs: Sequence[torch.Tensor],
     kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> list[torch.Tensor]:
-    """Tie `outputs` to every marker. Each kept pair is a tensor and what its cotangent is to be."""
+    """Tie `outputs` to every marker. Each kept pair is a tensor and the cotangent that it gets."""
     before, after = [x for x, _ in kept], [y for _, y in kept]
     return list(Tie.apply(schedule, len(tokens), len(kept), *tokens, *before, *after, *outputs))

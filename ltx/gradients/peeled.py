@@ -1,4 +1,4 @@
-"""Autograd functions that take the levels of vmap off one after the other, and see which of them are ranks."""
+"""Autograd functions that take off the levels of vmap one by one, and know which of them are ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
 def raise_priority(output: torch.Tensor, priority: int) -> None:
     """Let the engine prefer the node that made `output`, at every level of functorch's transforms.
 
-    Without ``_set_sequence_nr`` (before torch 2.13) nothing overlaps; results are the same.
+    Without ``_set_sequence_nr`` (before torch 2.13) reductions don't overlap the backward pass; results are the same.
     """
     while True:
         set_sequence_nr = getattr(output.grad_fn, "_set_sequence_nr", None)
@@ -42,14 +42,13 @@ def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
 
 
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
-    """An input that makes functorch call a Function's vmap rule at the levels of a simulated axis, but for those that
-    `dims` says are off."""
+    """An input that makes functorch call a Function's vmap rule at a simulated axis' levels that aren't off yet."""
     left = _left(axis, dims)
     return left.index() if left is not None and left.simulated else None
 
 
 def _left(axis: Axis, dims: Dims) -> Axis | None:
-    """`axis` without those of its levels that `dims` says are off; None if all are."""
+    """`axis` without the levels that `dims` says are off; None if all are."""
     backing = axis.backing
     for _ in range(sum(dims)):
         assert isinstance(backing, VmapBacking)
@@ -95,7 +94,7 @@ def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _peel(
     axis: Axis, batch_size: int, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
 ) -> tuple[bool, list[torch.Tensor]]:
-    """The tensors with the dimension of the vmap level that is being peeled in front, and whether that is the axis."""
+    """The tensors with the current vmap level's dimension in front, and whether that level is the axis."""
     level = (_functorch.maybe_current_level() or 0) + 1
     here = axis.simulated is not None and level in axis.simulated.levels
     stacked = [
@@ -106,7 +105,7 @@ def _peel(
 
 
 def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The mean over ranks (what the hook counts as), differentiable in itself. States have no derivative."""
+    """The mean over ranks (what the hook counts as in derivatives), differentiable. States have no derivative."""
     plan = schedule.plan
     factor = plan.hook.derivative_scale(plan.axis.size)
     grads = [t for t, state in zip(tensors, plan.is_state, strict=True) if not state]
@@ -121,11 +120,11 @@ def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) ->
 
 
 def _reverse_only(schedule: Schedule) -> bool:
-    """Whether a forward pass can have no tangents: the common case, which shouldn't pay for them."""
+    """Whether a forward pass can have no tangents: the common case, which should have no overhead."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     return not (forward_mode or schedule.threaded)
 
 
 def _plain() -> bool:
-    """Whether nobody will differentiate or batch what the backward pass does."""
+    """Whether nothing differentiates or batches the backward pass."""
     return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()

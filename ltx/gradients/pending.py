@@ -1,7 +1,7 @@
-"""Flights: reductions of several buckets under way at once on the bucket channels of an axis.
+"""Pending reductions: several buckets at once on the bucket channels of an axis.
 
-Each phase of a hook (its first collective, its second, ...) has a channel of its own, and on each channel issues go out
-in bucket order, so that all ranks issue alike whatever order their gradients arrive in and their collectives land in.
+Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
+out in bucket order, so all ranks issue alike, whatever the order in which gradients arrive and collectives complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reduced = tuple[torch.Tensor, Sequence[LeafState]]
 
 @dataclass
 class _PendingReduction:
-    """A bucket under way: its reduction, and the collective that it waits for."""
+    """A pending bucket: its reduction, and the collective that it waits for."""
 
     hook: Reducer
     reduction: Reduction
@@ -29,7 +29,7 @@ class _PendingReduction:
     phase: int = 0
     completed: Reduced | None = None
     halfway: bool = False  # between two collectives
-    total: float | None = None  # of all elements of what has landed, if the wire knows it
+    total: float | None = None  # of all elements of the result, if the transport knows it
 
     @property
     def may_go_on(self) -> bool:
@@ -37,7 +37,7 @@ class _PendingReduction:
 
 
 class PendingReductions:
-    """The reductions of one backward pass, in the order of their launches. `summed`: their sums are asked for."""
+    """The reductions of one backward pass, in the order of their launches. `summed`: their sums are wanted."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class PendingReductions:
     def launch(self, hook: Reducer, inputs: BucketInput) -> None:
         """Start the next bucket in order.
 
-        A hook that asks the wire for nothing may wait for something else, for which peers that are still on their way
-        through the backward pass can't be made to wait: it runs when it is landed.
+        A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
+        can't be made to wait for that, so such a hook runs when the bucket is waited for.
         """
         pending = _PendingReduction(hook, hook.reduce(inputs))
         self._pending.append(pending)
@@ -81,7 +81,7 @@ class PendingReductions:
                 request = next(pending.reduction) if result is None else pending.reduction.send(result)
             except StopIteration as end:
                 if pending.work is not None and end.value[0] is arrived and version == arrived._version:
-                    pending.total = pending.work.total  # what the wire has added up is what the hook gives
+                    pending.total = pending.work.total  # the transport's sum is that of the hook's result
                 pending.completed, pending.work = end.value, None
                 return
             if pending.phase == pending.hook.phases_on(self._comm.size):
@@ -104,7 +104,7 @@ class PendingReductions:
             result = request.buffer  # nothing to send; every rank has the same shapes
 
     def poll(self) -> None:
-        """Go on with reductions whose collective has landed, as long as each phase stays in bucket order."""
+        """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
         for place, pending in enumerate(self._pending):
             while pending.may_go_on and self._may_issue(place, pending.phase):
                 self._advance(place)
@@ -114,28 +114,28 @@ class PendingReductions:
 
     @property
     def done(self) -> bool:
-        """Whether all of them have landed, or would at once."""
+        """Whether all are complete, or would be at once."""
         self.poll()
         return all(pending.completed is not None for pending in self._pending)
 
     def completed(self, place: int) -> Reduced | None:
-        """What became of a bucket, if it has landed."""
+        """The result of a bucket, if it is complete."""
         return self._pending[place].completed
 
     def total(self, place: int) -> float | None:
-        """The sum of all elements of a bucket that has landed, or NaN; None if nobody has taken it."""
+        """The sum of all elements of a complete bucket, or NaN; None if it wasn't taken."""
         return self._pending[place].total
 
     @property
     def intact(self) -> bool:
-        """Whether no reduction was left halfway, by an exception that came while it wasn't waiting."""
+        """Whether no reduction was interrupted between two collectives by an exception."""
         return not any(pending.halfway for pending in self._pending)
 
     def wait(self, place: int) -> Reduced:
-        """What became of one bucket, once it has landed. Those before it go on as far as the order of issues asks."""
+        """The result of one bucket, once it is complete. Earlier buckets continue as far as the order requires."""
         pending = self._pending[place]
         while pending.completed is None:
-            if pending.phase < pending.hook.phases_on(self._comm.size):  # it may issue once more
+            if pending.phase < pending.hook.phases_on(self._comm.size):  # it may issue another collective
                 for earlier in range(place):
                     while not self._is_past(earlier, pending.phase):
                         self._advance(earlier)
@@ -147,9 +147,9 @@ class PendingReductions:
         return pending.completed is not None or pending.phase > phase
 
     def wait_each(self) -> Iterator[Reduced]:
-        """The buckets in order, each as soon as it has landed."""
-        # Rounds: each unfinished reduction goes on by one collective, in bucket order, which keeps every phase's
-        # channel in order; whatever has landed in order is given out at once.
+        """The results of all buckets in order, each as soon as it is complete."""
+        # Rounds: each unfinished reduction continues by one collective, in bucket order, which keeps every phase's
+        # channel in order; results that are complete are yielded in order at once.
         given = 0
         while given < len(self):
             for place in range(given, len(self)):
@@ -160,6 +160,6 @@ class PendingReductions:
                     given += 1
 
     def flush(self) -> None:
-        """Land what was launched so far. More may be launched afterwards."""
+        """Wait for what was launched so far. More may be launched afterwards."""
         for _ in self.wait_each():
             pass

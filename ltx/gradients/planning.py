@@ -1,4 +1,6 @@
-"""Plans: from tensors, bucket sizes and a hook to what every rank will issue, compared where ranks first meet it."""
+"""Plans: from tensors, bucket sizes and a hook to what every rank will issue. Ranks compare a plan when they first meet
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,23 @@ Names = tuple[tuple[str, ...], ...]
 
 
 class Owner(Protocol):
-    """What a plan needs of the strategy that it is for; ranks must agree in it too."""
+    """What a plan needs of its strategy; ranks must agree in it too."""
 
     def __hash__(self) -> int: ...
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` where there is no network to go by."""
+        """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` those without a known network."""
         ...
 
     @property
     def auto_sizes(self) -> bool:
-        """Whether sizes are to be chosen for the network."""
+        """Whether sizes are chosen for the network."""
         ...
 
     @property
     def network(self) -> comm.Network | None:
-        """The network, if somebody has said what it is."""
+        """The network, if the user has described it."""
         ...
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ def _plan(
 def chosen_sizes(
     sizes: tuple[int, int], network: comm.Network | None, hook: Reducer, ranks: int, nbytes: int
 ) -> tuple[int, int]:
-    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or what suits the network."""
+    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or those that suit the network."""
     if network is None or ranks == 1:
         return sizes
     bucket, first = bucket_sizes(network, ranks, nbytes, sizes[1])
@@ -77,7 +79,7 @@ def chosen_sizes(
 
 
 def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
-    """What sizes are chosen by: all ranks have it, or come here together. None where they aren't chosen."""
+    """The network that sizes are chosen for: all ranks know it, or all call this. None where sizes are fixed."""
     if not owner.auto_sizes or background or owner.network is not None:
         return owner.network if owner.auto_sizes and not background else None
     if axis.comm is None or axis.size == 1:
@@ -112,10 +114,10 @@ def make_plan(
 
     Args:
         owner: the strategy.
-        arrival: the order in which this rank expects its gradients; all take rank 0's, once for a plan.
-        step: the number of steps so far; matters to stateful hooks alone.
-        structure: that of the tree they come from.
-        compare: False inside a graph, where nothing can be waited for.
+        arrival: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
+        step: the number of steps so far; only stateful hooks read it.
+        structure: that of the tree the tensors come from.
+        compare: False inside a graph, where ranks can't wait for each other.
         background: for the background channel, on which a hook has one phase.
     """
     # Once it has met several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
@@ -140,14 +142,14 @@ def make_plan(
         order = tuple(arrival())
     network = _network(owner, axis, compare, background)
     groups = owner.grouping(paths, order)
-    # An axis of shapes is made for one look, and needn't be kept.
+    # A meta axis is used once; its plan isn't cached.
     make = _plan.__wrapped__ if axis.meta else _plan
     plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan
 
 
 def _names_text(names: Names) -> str:
-    """The states of a hook in the words of an error."""
+    """The states of a hook, for an error."""
     return f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
 
 

@@ -1,4 +1,4 @@
-"""The schedule of process groups, eagerly: starts asynchronously and in the order of launches, lands at the fence."""
+"""The eager schedule for process groups: starts buckets asynchronously in launch order, waits at the fence."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class PassOptions:
 class ProcessSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
 
-    With `deferred` there is no fence: a train step lands the buckets itself, one by one. With `ahead` the next
-    forward pass is to go on while they land: see :func:`launch_order`.
+    With `deferred` there is no fence: a train step waits for the buckets itself, one by one. With `ahead` the next
+    forward
+    pass runs while they are pending: see :func:`launch_order`.
 
-    Where the hook stays within a part of the axis, so does the header: other ranks needn't be in this pass.
+    If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
     """
 
     threaded = False
@@ -68,16 +69,16 @@ class ProcessSchedule(Schedule):
         self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
 
     def configure(self, options: PassOptions) -> None:
-        """From now on buckets are launched with these options."""
+        """Use these options for the buckets launched from now on."""
         self.options = options
 
     @property
     def among(self) -> comm.AxisComm:
-        """The line of the ranks that are in this pass together."""
+        """The communicator of the ranks that are in this pass together."""
         return self.comm if self._part is None or self.again else self._part
 
     def send_summary(self, total: torch.Tensor, weight: torch.Tensor) -> comm.PendingSummary:
-        """Issue the header ahead of the buckets."""
+        """Issue the step summary ahead of the buckets."""
         self.comm.wait_for_earlier()
         self.among.recovery.recover()
         channel = self.among.bucket_channel(0)
@@ -91,7 +92,7 @@ class ProcessSchedule(Schedule):
     def begin(self) -> None:
         self._reset()
         if self.summary is None:
-            # A deferred pass, whose header is out already, is its train step's to watch.
+            # A deferred pass has sent its summary already, and its train step watches it.
             self._passage = self.among.recovery.enter()
             if self.hook.phases_on(self.plan.axis.size) > 1:
                 self._passage.flush = self._pending.flush
@@ -99,7 +100,7 @@ class ProcessSchedule(Schedule):
             self.send_summary(nothing, nothing)
 
     def abandon(self, reason: BaseException) -> None:
-        """Say that this pass won't go on, if it has begun."""
+        """Tell the peers that this pass won't continue, if it has begun."""
         if self.summary is not None:
             self.among.recovery.abort(reason)
 
@@ -114,12 +115,12 @@ class ProcessSchedule(Schedule):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """What is raised in a hook, or by the wire, ends this pass: let the peers know."""
+        """An exception of a hook or of the network aborts this pass, and the peers are told."""
         try:
             yield
         except BaseException as error:
             if isinstance(error, UnsupportedError) and not len(self._pending):
-                self._forget()  # the program's mistake, which all ranks see before the first bucket
+                self._forget()  # a mistake of the program, which all ranks see before the first bucket
             else:
                 self.abandon(error)
             raise
@@ -151,23 +152,23 @@ class ProcessSchedule(Schedule):
             self._pending.launch(hook, inputs)
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
-        """:meth:`wait_each`, for whoever knows what the hook returns for a bucket."""
+        """:meth:`wait_each` with what the hook returns for each bucket."""
         for place, reduced in zip(self._order, self._pending.wait_each(), strict=False):
             yield self.plan.buckets[place], reduced
 
     def wait_each(self) -> Iterator[tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]]:
-        """The buckets in order, each as soon as it has landed: (bucket, reduced gradients, next states)."""
+        """The buckets in order, each as soon as it is complete: (bucket, reduced gradients, next states)."""
         for batch, (bucket, (flat, states)) in zip(self._batches, self.wait_buckets(), strict=False):
             grads = unpack(flat.view(*batch, bucket.numel), bucket)
             yield bucket, grads, self.plan.flatten_states(bucket, states)
 
     def total(self, bucket: Bucket) -> float | None:
-        """The sum of all gradients of a bucket that has landed, or NaN; None if the wire hasn't taken it."""
+        """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
         same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
         return self._pending.total(self._order.index(bucket.index)) if same else None
 
     def wait_bucket(self, index: int) -> tuple[list[torch.Tensor], list[LeafState]]:
-        """(reduced gradients, next states) of one bucket, each by leaf, once it has landed."""
+        """(reduced gradients, next states) of one bucket, each by leaf, once it is complete."""
         bucket, place = self.plan.buckets[index], self._order.index(index)
         flat, states = self._pending.wait(place)
         self._pending.poll()
@@ -184,28 +185,29 @@ class ProcessSchedule(Schedule):
 
     @property
     def progresses_alone(self) -> bool:
-        """Whether buckets travel while no rank waits for them.
+        """Whether buckets progress while no rank waits for them.
 
-        They don't through shared memory; nor with a hook that asks the wire for nothing, which runs when it is landed.
+        Through shared memory they don't. Nor do those of a hook without collectives of its own, which runs when it is
+        waited for.
         """
         by_hand = self.comm.bucket_channel(0).transport is not None and self.plan.buckets[0].device.type == "cpu"
         return not by_hand and self.hook.phases_on(self.plan.axis.size) > 0
 
     @property
     def intact(self) -> bool:
-        """Whether what has been launched can still be landed, after an exception in the middle of that."""
+        """Whether what was launched can still be waited for, after an exception during a wait."""
         return self._pending.intact
 
     def poll(self) -> None:
-        """Let later phases of the buckets go on, where they can without waiting."""
+        """Continue with later phases of the buckets, as far as that is possible without waiting."""
         self._pending.poll()
 
     def flush(self) -> None:
-        """Wait until all that was launched has landed, for whoever asks for it then."""
+        """Wait until all that was launched is complete."""
         self._pending.flush()
 
     def finish(self) -> comm.StepSummary | None:
-        """After the last bucket: the header, checked; and forget this pass, so that another may follow."""
+        """After the last bucket: return the step summary, checked, and forget this pass, so another may follow."""
         summary = self.summary
         self._forget()
         self.among.recovery.complete()
@@ -218,7 +220,7 @@ class ProcessSchedule(Schedule):
         self._reset()
 
     def drain(self) -> None:
-        """Land everything, for nobody."""
+        """Wait for everything and drop the results."""
         for _ in self.wait_each():
             pass
         self.finish()
@@ -231,12 +233,13 @@ class ProcessSchedule(Schedule):
 
 
 def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:
-    """The order of launches where the next forward pass goes on while buckets land.
+    """The order of launches when the next forward pass runs while buckets are pending.
 
-    What the forward pass uses first comes last: with everything as it comes, it waits for the whole backlog. So every
-    third bucket (by bytes) is held back, and those go out after all others in the order of use. The rest is enough to
-    do for a link during the backward pass; and what lands last is what came first, of the layers that are used last, so
-    that the link is idle only from there to the first bucket of the next backward pass.
+    The forward pass first needs the parameters whose gradients come last, so in the order of arrival it would wait for
+    the whole backlog. So every third bucket (by bytes) is held back, and these go out after all others, in the order of
+    use. The rest keeps the link busy during the backward pass. The buckets that complete last are those that arrived
+    first; they belong to the layers that are used last. So the link is idle only from there to the first bucket of the
+    next backward pass.
     """
     come = sent = 0
     at_once, back = list[int](), list[int]()

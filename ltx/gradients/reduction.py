@@ -1,8 +1,8 @@
-"""Reductions: what a communication hook does with a bucket, written once for every backing.
+"""Reductions: what a communication hook does with a bucket, written once for every kind of axis.
 
-A reduction is a generator. It yields an :class:`CollectiveRequest` wherever it waits for the network and is sent the
-result; it returns the reduced buffer and the next state. Who drives it decides how: asynchronously on the wire with
-other buckets in between, at once on simulated ranks, or as nodes of a compiled graph.
+A reduction is a generator. It yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result;
+it returns the reduced buffer and the next state. Its driver decides how: asynchronously between processes with other
+buckets in between, at once on simulated ranks, or as nodes of a compiled graph.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class CollectiveRequest:
         operation: "psum", "all_gather" (gives a new first dimension), "psum_scatter" (takes the first dimension),
             "all_to_all" (row i of the first dimension goes to rank i, and row i comes from rank i), "ppermute" (as
             `arguments` say; zeros come where no rank sends).
-        buffer: contiguous; it belongs to the wire from here on.
+        buffer: contiguous; the driver may overwrite it.
         arguments: of a permutation: source, destination, source, ...
-        axis: the ranks that it is among, if not all: a part of the share's axis, which the hook names in its `axes`.
-        sent: set by a hook that answers a sum with less than the sum: gives what it took of `buffer`.
+        axis: the ranks of the collective, if not all: a part of the input's axis, which the hook names in its `axes`.
+        sent: set by a hook that answers a sum with less than the sum: returns what it took of `buffer`.
     """
 
     operation: str
@@ -48,19 +48,20 @@ class CollectiveRequest:
 
 @dataclass(frozen=True)
 class BucketInput:
-    """This rank's share of a bucket's mean gradient: its gradient divided by the number of ranks.
+    """A bucket's gradients on this rank, divided by the number of ranks: the sum over ranks is the mean gradient.
 
     Attributes:
-        flat: all of it, in the hook's wire dtype, with what the hook carries over; the hook may overwrite it.
+        flat: all of them, in the hook's wire dtype, with the hook's extra terms added; the hook may overwrite it.
         bucket: shapes and sizes of the parameters in it.
         axis_size: the number of ranks.
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
         step: the number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
         last: whether no bucket comes after this one.
-        axis: the ranks themselves; None where a share stands for itself.
-        update: of a hook that updates parameters on the way (:class:`ltx.strategies.post_update.PostUpdateHook`): what
-            of them this rank's optimizer makes with these gradients.
+        axis: the ranks; None in a reduction on its own.
+        update: for a hook that updates parameters in its reduction
+            (:class:`ltx.strategies.post_update.PostUpdateHook`): from reduced gradients to what this rank's optimizer
+            makes of the parameters.
     """
 
     flat: torch.Tensor
@@ -79,19 +80,19 @@ Reduction = Generator[CollectiveRequest, torch.Tensor, tuple[torch.Tensor, Seque
 
 
 def sum_of_shares(inputs: BucketInput) -> Reduction:
-    """The exact mean: the sum of all ranks' shares."""
+    """The exact mean: the sum of all ranks' inputs."""
     total = yield CollectiveRequest("psum", inputs.flat)
     return total, inputs.states
 
 
 class Reducer(Protocol):
-    """What the scheduler needs of a communication hook; :class:`ltx.hooks.CommHook` is the full contract."""
+    """What a schedule needs of a communication hook; :class:`ltx.hooks.CommHook` is the full contract."""
 
     def __hash__(self) -> int: ...
 
     @property
     def exact(self) -> bool:
-        """Whether the result is the sum of the shares up to rounding in their own dtype."""
+        """Whether the result is the sum of the inputs up to rounding in their own dtype."""
         ...
 
     @property
@@ -110,7 +111,7 @@ class Reducer(Protocol):
         ...
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        """The parts of `axis` that a reduction asks for collectives among."""
+        """The parts of `axis` on which a reduction requests collectives."""
         ...
 
     def within(self, axis: Axis) -> Axis | None:
@@ -118,23 +119,23 @@ class Reducer(Protocol):
         ...
 
     def phases_on(self, axis_size: int) -> int:
-        """The most asks that a reduction yields."""
+        """The largest number of requests that a reduction yields."""
         ...
 
     def scale(self, axis_size: int) -> float:
-        """What gradients are multiplied by when they are packed; 1 / axis_size for shares of the mean."""
+        """The factor of gradients when they are packed: 1 / axis_size for a mean."""
         ...
 
     def derivative_scale(self, axis_size: int) -> float:
-        """What the sum over ranks is multiplied by in derivatives of the result; 1 / axis_size for a mean."""
+        """The factor of the sum over ranks in derivatives of the result: 1 / axis_size for a mean."""
         ...
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that shares of gradients of `dtype` are packed in."""
+        """The dtype in which gradients of `dtype` are packed."""
         ...
 
     def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        """What of a parameter's state is added to its share as it is packed: tensors, and how many times each."""
+        """Tensors of a parameter's state that are added to its gradient as it is packed, with their factors."""
         ...
 
     def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
@@ -148,7 +149,7 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True)
 class ExactSum:
-    """The sum over ranks times `factor`: what hooks count as under second derivatives, most as the mean."""
+    """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
 
     factor: float
 
@@ -218,8 +219,9 @@ def pack(
     batch: Sequence[int] = (),
     empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A flat buffer of shape ``(*batch, numel)`` with the gradients times the hook's scale, plus what it carries over,
-    in one pass over all that are large. `empty` makes the buffer, if it isn't to be a new one.
+    """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms.
+
+    It makes one pass over large gradients. `empty` provides the buffer, if it isn't to be a new one.
     """
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     shape = (*batch, bucket.numel)
@@ -299,7 +301,7 @@ def _packed(grad: torch.Tensor, scale: float, extra_terms: Terms) -> torch.Tenso
 def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
     """x + times y, in one pass, by the same kernel as ``torch.add(x, y, alpha=times)``.
 
-    Inductor (torch 2.13) makes an addmm of ``torch.add(x, a @ b, alpha=times)``, and leaves `times` out.
+    Inductor (torch 2.13) makes an addmm of ``torch.add(x, a @ b, alpha=times)``, and drops `times`.
     """
     return torch.sub(x, y, alpha=-times)
 

@@ -1,4 +1,4 @@
-"""The second half of an eager training step: the backward pass, and what lands of it."""
+"""The second half of an eager training step: the backward pass, the wait for its reductions, the update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BackwardResult:
-    """What the backward pass has come to: the reduced gradients; or, by bucket, None and what the optimizer made."""
+    """What the backward pass gave: reduced gradients; or, updated by bucket, None and the optimizer's result."""
 
     grads: list[torch.Tensor] | None
     sync_flat: list[torch.Tensor]
@@ -36,18 +36,18 @@ class BackwardResult:
 
 @dataclass(frozen=True)
 class BackwardUpdate:
-    """The second half of an eager step: backward pass, landing, optimizer."""
+    """The second half of an eager step: backward pass, wait, optimizer."""
 
     optimizer: Optimizer
-    by_bucket: bool  # the optimizer runs as buckets land
+    by_bucket: bool  # the optimizer runs as buckets complete
     state: TrainState
     leaves: list[torch.Tensor]  # the parameters that are trained
     trained: list[int]  # their positions among the parameters' leaves
     sync_leaves: list[torch.Tensor]
-    inputs: list[torch.Tensor]  # what the loss is differentiated with respect to: they, or what stands for all of them
+    inputs: list[torch.Tensor]  # what the loss is differentiated with respect to: the leaves, or one source for all
     donate: bool
     loss_scale: float = 1.0
-    probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None  # sums of gradients that have landed
+    probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None  # sums of complete gradients
 
     def backward(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of `total`, times the loss scale, with respect to the inputs."""
@@ -63,7 +63,7 @@ class BackwardUpdate:
         return [x.grad for x in self.inputs]
 
     def at_once(self, total: torch.Tensor, divisor: torch.Tensor | None) -> BackwardResult:
-        """Without a wire: all gradients are there after the backward pass. `divisor`: that of a Weighted's."""
+        """Without communication: all gradients are there after the backward pass. `divisor`: a Weighted's."""
         found = self.backward(total)
         count = len(self.leaves)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
@@ -72,13 +72,13 @@ class BackwardUpdate:
         return BackwardResult(grads, [x.detach() for x in states])
 
     def divided(self, grads: list[torch.Tensor], divisor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gradients that nobody else has a part in: by a Weighted's `divisor`, and without the loss scale."""
+        """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
         if divisor is not None:
             grads = [g / divisor.to(g.dtype) for g in grads]
         return grads if self.loss_scale == 1 else [g * (1 / self.loss_scale) for g in grads]
 
     def wait(self, schedule: ProcessSchedule, weighted: bool) -> tuple[BackwardResult, comm.StepSummary]:
-        """Land every bucket and the header, then update; or bucket by bucket, with overlap="update"."""
+        """Wait for every bucket and the step summary. With overlap="update", update bucket by bucket."""
         scale = self.scale(schedule, weighted)
         grads: dict[int, torch.Tensor] = {}
         states: dict[int, LeafState] = {}
@@ -95,7 +95,7 @@ class BackwardUpdate:
                     continue
                 total = schedule.total(bucket) if self.probes is not None and abs(scale) <= 1 else None
                 scaled(reduced, scale)
-                if total is not None:  # no multiple of what is finite is infinite
+                if total is not None:  # a multiple (of at most 1) of finite numbers is finite
                     sums.append(total)
                 elif self.probes is not None:
                     sums += self.probes(reduced)  # while they are in the cache
@@ -113,7 +113,7 @@ class BackwardUpdate:
         return BackwardResult(None, flat, params, self.optimizer.advance(opt_state)), summary
 
     def invalidated_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
-        """An `error` came when so many buckets of the plan, or all, had been updated, be it in place."""
+        """Mark the state as invalid if `error` came when `updated` buckets (None: all) had been updated in place."""
         if self.donate and updated != 0:
             which = "all" if plan is None else f"{updated} of {len(plan.buckets)}"
             self.state.invalidate(
@@ -123,17 +123,17 @@ class BackwardUpdate:
             )
 
     def scale(self, schedule: ProcessSchedule, weighted: bool) -> float:
-        """What reduced gradients are multiplied by. With weights it waits for the header."""
+        """The factor of reduced gradients. With weights this waits for the step summary."""
         return (self._weighted_scale(schedule) if weighted else 1.0) / self.loss_scale
 
     def _weighted_scale(self, schedule: ProcessSchedule) -> float:
         assert schedule.summary is not None
         weight = float(schedule.summary.wait().weight)
         alone = schedule.among is not schedule.comm
-        if weight == 0 and alone:  # no data on this rank and those that it shares gradients with, whose peers go on
+        if weight == 0 and alone:  # no data on this rank and those that it shares gradients with; other ranks continue
             return 1.0
         if weight == 0:
-            schedule.drain()  # every rank raises: leave the channels in step
+            schedule.drain()  # every rank raises: keep the channels in step
             raise WeightError(
                 "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. "
                 "Give at least one rank a sample, or skip the step on all of them."
@@ -141,7 +141,7 @@ class BackwardUpdate:
         return schedule.among.size / weight
 
     def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
-        """The optimizer's part, with the reduced gradients, which nobody else holds: `grads` is emptied."""
+        """The optimizer's part, with the reduced gradients. Empties `grads`, so that nothing else holds them."""
         leaves, spec = tree.flatten(self.state.trained)
         by_place = dict(zip(self.trained, grads, strict=True))
         grads.clear()
@@ -179,7 +179,7 @@ class BackwardUpdate:
 
 
 def _without_grad(items: Iterator[T]) -> Iterator[T]:
-    """`items`, each made without autograd, to which views of what has landed would be costly."""
+    """`items`, each made without autograd, for which views of results would be costly."""
     while True:
         with torch.no_grad():
             item = next(items, None)
@@ -197,9 +197,9 @@ def scaled(grads: Sequence[torch.Tensor], scale: float) -> None:
 def mean_at_once(
     total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(mean loss, sum of the weights), without a header; None for the weights of an unweighted step.
+    """(mean loss, sum of the weights), without a step summary; None for the weights of an unweighted step.
 
-    `local`: where ranks don't share gradients, they needn't wait for one another to share losses.
+    `local`: ranks that don't share gradients don't wait for each other to share losses.
     """
     total, alone = total.detach(), local or axis.size == 1
     if weight is None:
@@ -208,7 +208,7 @@ def mean_at_once(
     if not alone:
         total, weight = collectives.psum((total, weight), axis)
     if bool(weight == 0):
-        if local and axis.size > 1:  # no data on this rank, whose peers go on: no gradient either
+        if local and axis.size > 1:  # no data on this rank, and so no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
     return total / weight, weight

@@ -1,8 +1,8 @@
-"""Tensors that were given away: whoever uses one is told so, as JAX does of a donated buffer.
+"""Donated tensors: a use of one raises, as in JAX.
 
 A step with ``donate=True`` writes into the tensors of its state. Their objects become :class:`DonatedTensor`, and the
-next state gets new objects on the same memory. Only tensors that somebody may hold are treated so: those of parts that
-were read off the state, or that were put into it.
+next state gets new objects on the same memory. This is done only to tensors that the user may hold: those of parts that
+were read off the state or put into it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HARMLESS = frozenset(
 
 
 class DonatedTensor(torch.Tensor):
-    """A tensor whose memory belongs to somebody else now. Any use raises, but to ask for its shape, dtype or device."""
+    """A tensor whose memory belongs to a later state. Any use raises, except for its shape, dtype and device."""
 
     _why: ClassVar[str] = ""
 
@@ -55,9 +55,9 @@ def alias(x: Any) -> Any:
 
 
 def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:
-    """`following`, which has the memory of `state`, with tensors of its own; `state` is given away.
+    """`following`, which shares the memory of `state`, with tensor objects of its own; `state` is donated.
 
-    `seen`: the parts of `state` whose tensors somebody may hold.
+    `seen`: the parts of `state` whose tensors the user may hold.
     """
     leaves = [x for part in state.parts(seen) for x in tree.flatten(part)[0] if isinstance(x, torch.Tensor)]
     held = list({id(x): x for x in leaves}.values())  # parameters may be communication state too
@@ -75,6 +75,6 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
 
 
 def apart_from(held: Sequence[torch.Tensor]) -> Callable[[Tree], Tree]:
-    """Gives a tree with new objects in the place of those that are among `held`."""
+    """A function that gives a tree new objects in place of those among `held`."""
     known = {id(x) for x in held}
     return lambda part: tree.map(lambda x: alias(x) if id(x) in known else x, part)

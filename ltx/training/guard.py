@@ -1,7 +1,7 @@
-"""guard: what becomes of a training step whose gradients aren't finite.
+"""The guard: what a training step does with gradients that aren't finite.
 
-Every hook delivers what isn't finite as such to every rank, so ranks that share gradients see it alike and needn't ask.
-Whose it was is asked only then: each rank takes its own gradients once more, and they meet in the store.
+Every hook delivers NaN and infinity as such to every rank, so ranks that share gradients all see them without asking.
+Which rank caused them is asked only then: each rank takes its own gradients again, and they compare through the store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`grads`, those that lie one behind the other in a bucket as one tensor: each call costs something."""
+    """`grads`, with those that lie side by side in a bucket as one tensor, because each call has a cost."""
     runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # first tensor, elements, where the next one would be
     for g in grads:
         storage, start, count = g.untyped_storage().data_ptr(), g.storage_offset(), g.numel()
@@ -61,7 +61,7 @@ def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | floa
 
 @contextmanager
 def random_numbers_from(states: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Draw what was drawn after :func:`random_states`, and go on afterwards as if nothing had been."""
+    """Draw the numbers that followed :func:`random_states` again, and restore the generators afterwards."""
     now = random_states()
     _set(states)
     try:
@@ -91,9 +91,9 @@ def not_finite_error(
     states: Sequence[torch.Tensor],
     factor: Any,
 ) -> NotFiniteError:
-    """The error of a step whose `reduced` gradients aren't finite; the same on every rank, each of which comes here.
+    """The error of a step whose `reduced` gradients aren't finite; the same on every rank. All ranks call this.
 
-    `states`: the random numbers' before the step; `factor`: what the loss is multiplied by.
+    `states`: the generators' before the step; `factor`: the loss scale.
     """
     paths = tree.leaf_paths(state.trained)
     with random_numbers_from(states):

@@ -1,4 +1,4 @@
-"""Ctrl-C while a step commits: it waits until the state is whole again."""
+"""Ctrl-C while a step commits is delayed until the state is whole again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """SIGINT is handled at the end of the block, if it comes within; in the main thread, which is who handles it."""
+    """Delay SIGINT to the end of the block; in the main thread, which handles signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

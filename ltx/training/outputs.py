@@ -1,4 +1,4 @@
-"""What the step inside a train step is given and returns."""
+"""The arguments and the result of the user's step inside a train step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ltx.typing import Tree
 
 
 class Batch(NamedTuple):
-    """What a train step is called with behind the state: by position and by keyword."""
+    """The arguments of a train step after the state: by position and by keyword."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
     Attributes:
         loss: part of the graph.
         buffers: the next ones, or None if there are none.
-        aux: what it returned besides; None without `has_aux`.
+        aux: everything else; None without `has_aux`.
     """
 
     loss: torch.Tensor | Weighted
@@ -37,7 +37,7 @@ class Outputs(NamedTuple):
 
 
 def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
-    """What the step is called with by position."""
+    """The positional arguments of the user's step."""
     return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
 
 
@@ -51,8 +51,8 @@ def loss_in(output: Any) -> Any:
 def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
     """The parts of what `run` returned, which was given `buffers`.
 
-    A mapping or dataclass with an entry `loss` stands for that loss, and with `has_aux` for aux too. Buffers and aux
-    are means over ranks with ``data_parallel(outputs="mean")``.
+    A mapping or dataclass with an entry `loss` counts as that loss, and with `has_aux` as aux too. Buffers and aux are
+    means over ranks with ``data_parallel(outputs="mean")``.
     """
     output = run.output
     wanted = 1 + (buffers is not None) + has_aux
@@ -79,7 +79,7 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
 
 
 def unshared(values: Tree, others: Tree) -> Tree:
-    """`values`, tensors among them that share memory with one of `others` as copies."""
+    """`values`, with copies of the tensors that share memory with one of `others`."""
     if not any(isinstance(x, torch.Tensor) for x in tree.flatten(values)[0]):
         return values
     owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}

@@ -1,17 +1,17 @@
-"""A step that lands during the next one: what ``overlap="step"`` leaves under way, and what waits for it.
+"""A step that completes during the next one: what ``overlap="step"`` leaves pending, and what waits for it.
 
-A step's reductions have all been launched when its backward pass ends. Instead of waiting for them it gives back a
-state without parameters, and the next forward pass begins on stand-ins: tensors in the parameters' places, with the
-marker on them as ever, but without their values. Their Python class is :class:`PendingParameter`. Torch asks each of
-its arguments whether its class overrides torch's functions, and that question lands the bucket that the parameter is
-in: the reduction is waited for, the optimizer runs, the values are put into the stand-ins, and these turn into plain
-tensors. Then the answer is no. So whatever asked, a fused kernel say, goes on as if nothing had been; the graph is the
-one that it would have been, and from then on a parameter costs nothing. (``nn.UninitializedParameter`` turns into a
+When a step's backward pass ends, all its reductions have been launched. Instead of waiting for them, the step returns a
+state without parameters, and the next forward pass starts with stand-ins: tensors in place of the parameters, with the
+marker on them as always, but without their values. Their Python class is :class:`PendingParameter`. Before torch uses
+an argument, it asks whether the argument's class overrides torch's functions. That question completes the bucket of the
+parameter: the step waits for the reduction, runs the optimizer, puts the values into the stand-ins, and turns these
+into plain tensors. Then the answer is no. So the caller, a fused kernel for example, continues as usual; the graph is
+the same as without overlap, and from then on the parameter has no overhead. (``nn.UninitializedParameter`` turns into a
 parameter in the same way.)
 
-The same question is put by torch's tree functions, which all of ``torch.func`` goes through, as a look-up of the class
-in a table: that lands everything. Dynamo, which guards on classes, says when it compiles. Code that torch knows nothing
-of, such as a C++ extension that takes tensors as they come, finds NaN in a parameter that nobody has touched before.
+Torch's tree functions, which all of ``torch.func`` uses, ask in another way: they look the class up in a table. That
+completes everything. Dynamo guards on classes; it announces that it compiles. Code that bypasses torch, such as a C++
+extension, finds NaN in a parameter that nothing has used before.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _NOTHING_TO_CALL = torch._C._disabled_torch_function_impl
 
 
 class _Trigger:
-    """``PendingParameter.__torch_function__``: to look at it is to land."""
+    """``PendingParameter.__torch_function__``: reading it completes the parameter's bucket."""
 
     def __get__(self, tensor: torch.Tensor | None, owner: type[PendingParameter]) -> Any:
         pending_step = owner.pending_step
         if pending_step is None or (tensor is None and pending_step.unseen is None):
             return _NOTHING_TO_CALL
-        # Torch takes an error here for a no. So the answer is yes, and it raises when torch comes back to call it.
+        # Torch takes an error here for a no. So the answer is yes, and the function raises when torch calls it.
         if tensor is not None and pending_step.unseen is None:
             try:
                 pending_step.wait_for_parameter(tensor)
@@ -59,7 +59,7 @@ class _Trigger:
 
 
 class _Asked(type(torch.Tensor)):  # type: ignore[misc]
-    """A class that is looked up in a table is about to be taken apart by torch's tree functions."""
+    """The metaclass: hashing the class means that torch's tree functions are about to read the tensor."""
 
     def __hash__(cls) -> int:
         if cls.pending_step is not None:
@@ -70,7 +70,7 @@ class _Asked(type(torch.Tensor)):  # type: ignore[misc]
 
 
 class PendingParameter(torch.Tensor, metaclass=_Asked):
-    """A parameter whose value isn't there yet. Each flight that is hidden has a subclass of its own."""
+    """A parameter whose value isn't there yet. Each pending step has a subclass of its own."""
 
     pending_step: PendingStep | None = None
     __torch_function__ = _Trigger()
@@ -78,13 +78,13 @@ class PendingParameter(torch.Tensor, metaclass=_Asked):
 
 @dataclass(frozen=True)
 class StepStart:
-    """What a step begins with: the state's parameters and communication state, or what stands for them.
+    """What a step begins with: the state's parameters and communication state, or stand-ins for them.
 
     Attributes:
         leaves, spec: the parameters.
-        sync: the communication state; with a flight, its leaves are those of a step before.
-        flight: what `leaves` wait for; None if they are all there.
-        seen: the parts of the state whose tensors somebody besides the steps may hold.
+        sync: the communication state; with a pending step, its leaves are those of a step before.
+        pending_step: what `leaves` wait for; None if they are all there.
+        seen: the parts of the state whose tensors the user may hold.
     """
 
     leaves: list[torch.Tensor]
@@ -95,7 +95,7 @@ class StepStart:
 
 
 def step_start(state: TrainState, fn: Any, late: bool) -> StepStart:
-    """The start of a step `fn` on `state`. Unless `late`, everything has landed in it."""
+    """The start of a step `fn` on `state`. Unless `late`, everything is complete in it."""
     pending_step = cast("PendingStep | None", state.pending_step)
     if pending_step is None or pending_step.completed or not late or calls_compiled(fn) or under_way:
         leaves, spec = tree.flatten(state.trained)
@@ -104,14 +104,14 @@ def step_start(state: TrainState, fn: Any, late: bool) -> StepStart:
 
 
 class PendingStep:
-    """A step whose reductions are under way; what becomes of the state, bucket by bucket.
+    """A step whose reductions are pending, and the state that they make, bucket by bucket.
 
     Args:
-        work: its second half.
+        work: the step's second half.
         schedule: that of its backward pass.
-        scale: what reduced gradients are multiplied by.
+        scale: the factor of reduced gradients.
         sync: the communication state after it, whose leaves are still those before it.
-        stand_in: the class that an earlier flight's stand-ins had, to be used again.
+        stand_in: the class of an earlier pending step's stand-ins, to be used again.
     """
 
     def __init__(
@@ -137,36 +137,36 @@ class PendingStep:
         self._result: tuple[Tree, Tree, SyncState] | None = None
         self._error: BaseException | None = None
         self._lock = threading.RLock()
-        self.unseen: BaseException | None = None  # what a look at a parameter is going to raise
+        self.unseen: BaseException | None = None  # what the next use of a parameter raises
         schedule.comm.pending_steps.append(self)
         if schedule.has_later_phases and schedule.plan.buckets[0].device.type == "cpu":
             look_after(self)
 
     @property
     def completed(self) -> bool:
-        """Whether all of it has."""
+        """Whether all buckets are applied."""
         return self._result is not None
 
     @property
     def over(self) -> bool:
-        """Whether all of it has landed, or won't."""
+        """Whether all buckets are applied, or never will be."""
         return self.completed or self._error is not None
 
     def result(self) -> tuple[Tree, Tree, SyncState]:
-        """(parameters, optimizer state, communication state), once all of them are there.
+        """(parameters, optimizer state, communication state), once all are there.
 
         Raises:
-            InvalidStateError: something failed while they landed.
+            InvalidStateError: something failed before they were complete.
             PeerLostError, RankMismatchError, ...: it fails now.
         """
         self.wait_all()
         assert self._result is not None
         return self._result
 
-    # --- the forward pass that it lands in ---------------------------------------------------------------------------
+    # --- the forward pass during which it completes ------------------------------------------------------------------
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """A tensor for each parameter: itself if it has landed, else NaN in its shape, which takes no memory."""
+        """A tensor for each parameter: itself if it is there, else NaN in its shape, which takes no memory."""
         self._check()
         made: dict[Any, torch.Tensor] = {}
         leaves = list(self._leaves)
@@ -181,7 +181,7 @@ class PendingStep:
 
     @contextmanager
     def hidden_in(self, leaves: Sequence[torch.Tensor], fn: Any) -> Iterator[None]:
-        """While `fn` runs: `leaves`, made of the stand-ins, land where they are used."""
+        """While `fn` runs, each of `leaves`, made of the stand-ins, completes where it is first used."""
         stand_in = self.stand_in
         if stand_in is None or stand_in.pending_step not in (None, self):
             stand_in = self.stand_in = _Asked(
@@ -200,7 +200,7 @@ class PendingStep:
         leaf.__class__ = self.stand_in  # type: ignore[assignment]
 
     def leaf_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A leaf of a graph of its own in the place of an unlanded `tensor`."""
+        """A leaf of a new graph in place of a pending `tensor`."""
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             place = self._places.get(id(tensor))
             leaf = tensor.detach().requires_grad_()
@@ -209,15 +209,15 @@ class PendingStep:
             return leaf
 
     def raise_unseen(self, *_: Any, **__: Any) -> Any:
-        """What a parameter has for ``__torch_function__`` when its landing failed."""
+        """``__torch_function__`` of a parameter whose bucket has failed."""
         error, self.unseen = self.unseen, None
         assert error is not None
         raise error
 
-    # --- landing -----------------------------------------------------------------------------------------------------
+    # --- completion --------------------------------------------------------------------------------------------------
 
     def wait_for_parameter(self, tensor: torch.Tensor) -> None:
-        """Land the bucket that a hidden `tensor` is in."""
+        """Complete the bucket of a stand-in."""
         with self._lock:
             place = self._places.get(id(tensor))
             if place is None:
@@ -226,7 +226,7 @@ class PendingStep:
                 self._land(self._bucket_of[place])
 
     def wait_all(self) -> None:
-        """Land what hasn't."""
+        """Complete all buckets."""
         with self._lock:
             self._check()
             if self._result is None:
@@ -238,7 +238,7 @@ class PendingStep:
                     self._finish()
 
     def poll(self) -> None:
-        """Let later phases of the hook go on, unless somebody is at it."""
+        """Continue with later phases of the hook, unless another thread does."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._left and not self.over:
@@ -274,7 +274,7 @@ class PendingStep:
             with _undisturbed(self._leaves):
                 land()
         except BaseException as error:
-            # An interrupt while it waited harms nothing: whoever looks next waits again.
+            # An interrupt during a wait harms nothing: the next read waits again.
             if isinstance(error, LtxError) or not self._schedule.intact:
                 self._fail(error)
             raise
@@ -315,7 +315,7 @@ class PendingStep:
         ) from self._error
 
     def states_for(self, plan: Plan, trained: Sequence[int]) -> list[LeafState] | None:
-        """The landed states of the leaves of `plan`, for a pass whose marker was made before they were there."""
+        """The new states of the leaves of `plan`, for a pass whose marker was made before they were there."""
         if not any(plan.state_names):
             return None
         paths, entries = tree.leaf_paths(self._params), self.result()[2].leaves
@@ -326,14 +326,14 @@ class PendingStep:
 
 
 def leaf_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf with the value of `tensor`, for a graph of its own; one that is still in flight stays so."""
+    """A leaf with the value of `tensor`, for a new graph; a pending one stays pending."""
     pending_step = type(tensor).pending_step if isinstance(tensor, PendingParameter) else None
     return tensor.detach().requires_grad_() if pending_step is None else pending_step.leaf_like(tensor)
 
 
 @contextmanager
 def _undisturbed(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Without what may surround the place where a parameter is used: transforms, modes, autocast."""
+    """Without the transforms, modes and autocast that may surround the place where a parameter is used."""
     with ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch._C._DisableFuncTorch())

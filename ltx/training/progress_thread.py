@@ -1,8 +1,8 @@
-"""Later phases of hooks, while their process is busy with something that knows nothing of them.
+"""A thread that continues pending steps while their process does something else.
 
-A hook with several phases issues a bucket's next collective when the last one has landed, which somebody has to look
-after. Peers that read their states wait for it. A step in progress looks; but a process may as well sit in somebody
-else's barrier, or in a cell that was left. So once a flight is older than a step should take, a thread looks.
+A hook with several phases issues a bucket's next collective when the last one is complete, so something has to check.
+Peers that read their states wait for it. A running step checks; but a process may also be in another library's barrier,
+or at the prompt of a notebook. So once a pending step is older than a step should take, a thread checks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _PAUSE_S = 0.01
 
 
 class Pollable(Protocol):
-    """What goes on when it is polled."""
+    """Something that continues when it is polled."""
 
     @property
     def over(self) -> bool:
-        """Whether polling is no more of use."""
+        """Whether polling is of no more use."""
         ...
 
     def poll(self) -> None:
-        """Go on where that is possible without waiting; does nothing while another thread is at it."""
+        """Continue as far as possible without waiting; do nothing while another thread is in here."""
         ...
 
 
@@ -54,7 +54,7 @@ class _Mover:
         self._watched = [(since, ref) for since, ref in self._watched if not _is_over(ref)]
 
     def _end(self) -> None:
-        """Python mustn't end while the thread frees tensors: torch lets go of the interpreter there, and aborts."""
+        """Python must not exit while the thread frees tensors: torch releases the interpreter there, and aborts."""
         with self._more:
             self._ends = True
             self._more.notify()
@@ -86,7 +86,7 @@ def _is_over(ref: weakref.ref[Pollable]) -> bool:
 def _poll(ref: weakref.ref[Pollable]) -> None:
     pending_step = ref()
     if pending_step is not None:
-        with suppress(BaseException):  # whoever reads the state is told
+        with suppress(BaseException):  # a read of the state raises
             pending_step.poll()
 
 
@@ -94,5 +94,5 @@ _mover = _Mover()
 
 
 def look_after(pending_step: Pollable) -> None:
-    """Poll `flight` now and then, once it has been under way for a while."""
+    """Poll `pending_step` now and then, once it has been pending for a while."""
     _mover.watch(pending_step)

@@ -1,4 +1,4 @@
-"""A training step without effects, for transforms of torch.func, simulated ranks among them, and compiled graphs."""
+"""A training step without side effects, for transforms of torch.func, simulated ranks and compiled graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the eager and the pure training step share: loss scale, the guard's verdict, the next state."""
+"""Parts that the eager and the pure training step share: loss scale, guard, next state."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 def scaling(train: TrainSettings) -> DynamicLossScale | None:
-    """Its dynamic loss scaling."""
+    """The step's dynamic loss scaling, if it has any."""
     return None if train.step.precision is None else train.step.precision.dynamic
 
 
 def checks_finite(train: TrainSettings) -> bool:
-    """Whether steps look at their gradients."""
+    """Whether steps check that gradients are finite."""
     return scaling(train) is not None or train.guard != "off"
 
 
 def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
-    """Whether ranks ask one another if gradients are finite, which they can't see themselves."""
+    """Whether ranks have to ask each other if gradients are finite, because they don't share them."""
     return checks_finite(train) and info.axis.size > 1 and not train.step.strategy.shares_gradients(info.step)
 
 
 def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:
-    """What the loss is multiplied by; None for 1."""
+    """The factor of the loss; None for 1."""
     if scaling(train) is None:
         return None if train.step.precision is None else train.step.precision.fixed_scale
     if isinstance(state.loss_scale, tuple):
@@ -71,7 +71,7 @@ def all_finite(
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
-    """Whether gradients that aren't finite raise: with dynamic loss scaling, once the scale isn't to blame."""
+    """Whether gradients that aren't finite raise: with dynamic loss scaling, only once the scale isn't the cause."""
     return train.guard == "raise" and (
         scaling(train) is None or bool((plain_values(state.loss_scale.scale) <= 1).all())
     )
@@ -80,7 +80,7 @@ def should_raise(train: TrainSettings, state: TrainState) -> bool:
 def kept_if_skipped(
     train: TrainSettings, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
 ) -> tuple[Tree, Tree]:
-    """The next communication state, before the strategy's work, and buffers; the old ones of a skipped step."""
+    """The next communication state, before the strategy's part, and buffers; the old ones of a skipped step."""
     if states:  # Dynamo can't flatten an empty dict
         states = chosen(finite, states, state.sync_state.leaves)
     if train.guard == "skip" and buffers is not None:
@@ -97,7 +97,7 @@ def next_state(
     metrics: Metrics,
     finite: bool | torch.Tensor | None,
 ) -> tuple[TrainState, Metrics]:
-    """The next state, and metrics with what can be read off it."""
+    """The next state, and the metrics that can be read off it."""
     norm = grad_norm(updated.opt_state)  # in a tensor that the next step may write into
     metrics = replace(metrics, grad_norm=None if norm is None else norm.clone())
     loss_scale: Any = state.loss_scale

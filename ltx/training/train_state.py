@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from ltx.comm import PendingSummary
 
 
-# The parts that hold tensors; their names in an instance have an underscore in front, behind which properties stand.
+# The parts that hold tensors. An instance has them under names with an underscore; properties read them.
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
 
 # Those of them that steps write into, and that overlap="step" applies later, in the order of PendingStep.result().
 _LATE = ("params", "opt_state", "sync_state")
 
 
-# Which step a state's tensors were given to, if they were, or why they are torn: one cell, which copies of the state
-# share. A list, as a compiled graph can't make objects.
+# Which step a state was donated to, or why it is invalid: one cell, which copies of the state share. A list, because a
+# compiled graph can't make objects.
 _Lease = list[int | str | None]
 
 
@@ -57,7 +57,7 @@ class TrainState:
         opt_state: the optimizer's.
         sync_state: the communication state, an :class:`ltx.SyncState`.
         step: the number of steps done, a Python int.
-        kinds: how each part relates across ranks.
+        layout: how each part relates across ranks.
         loss_scale: the :class:`ltx.transforms.precision.LossScale` of dynamic loss scaling; else ().
         pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
         frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
@@ -75,7 +75,7 @@ class TrainState:
     _lease: _Lease = field(default_factory=lambda: [None], repr=False)
 
     def __post_init__(self) -> None:
-        # Who makes a state has a hold of its tensors; steps say otherwise of theirs.
+        # The user who makes a state may hold its tensors; steps reset this for theirs.
         object.__setattr__(self, "_seen", _PARTS)
         if self.frozen is not None:
             given = self.__dict__["_params"]
@@ -85,7 +85,7 @@ class TrainState:
 
     @staticmethod
     def later(pending_step: PendingStep, **others: Any) -> TrainState:
-        """A state of which three parts are still in `flight`; whoever reads one of them waits for all."""
+        """A state three parts of which are still pending; reading one of them waits for all."""
         state = object.__new__(TrainState)
         named = {f"_{name}" if name in _PARTS else name: value for name, value in others.items()}
         state.__dict__.update(named, _pending_step=pending_step, _lease=[None], _seen=())
@@ -104,7 +104,7 @@ class TrainState:
         return pending_step
 
     def _look_at(self, part: str) -> None:
-        """Somebody reads a part: is it there?"""
+        """A part is read: complete it if it is pending, and note that the user may hold its tensors."""
         if torch.compiler.is_compiling():
             return
         self.check_owned()
@@ -118,13 +118,13 @@ class TrainState:
     def __getstate__(self) -> dict[str, Any]:
         for part in _PARTS:
             self._look_at(part)
-        return {**self.__dict__, "pending": None}  # what is under way belongs to this process
+        return {**self.__dict__, "pending": None}  # what is pending belongs to this process
 
     def check_owned(self) -> None:
-        """Raise if this state's tensors were given away, or are torn.
+        """Raise if this state was donated or is invalid.
 
         Raises:
-            DonatedStateError, InvalidStateError: they are.
+            DonatedStateError, InvalidStateError: it is.
         """
         if isinstance(self._lease[0], str):
             raise InvalidStateError(self._lease[0])
@@ -137,40 +137,40 @@ class TrainState:
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The parts that somebody besides the steps may have a hold of."""
+        """The parts whose tensors the user may hold."""
         seen: tuple[str, ...] = self.__dict__["_seen"]
         return seen
 
     def unseen(self) -> TrainState:
-        """This state, whose tensors nobody else has a hold of."""
+        """This state, counted as one whose tensors only the steps hold."""
         self.__dict__["_seen"] = ()
         return self
 
     def parts(self, names: Sequence[str]) -> list[Tree]:
-        """Those of its parts that are there and that steps write into."""
+        """The parts that are there and that steps write into."""
         held = [f"_{name}" for name in names if name in _LATE]
         return [self.__dict__[name] for name in held if name in self.__dict__]
 
     def renew(self, made: Callable[[Tree], Tree]) -> None:
-        """Replace each part by what is `made` of it; of a state that nobody has seen yet."""
+        """Replace each part by what `made` makes of it; for a state that the user hasn't read yet."""
         for name in _PARTS:
             if f"_{name}" in self.__dict__:
                 self.__dict__[f"_{name}"] = made(self.__dict__[f"_{name}"])
 
     def donate(self) -> None:
-        """Give the tensors away: from now on whoever looks at this state is told so."""
+        """Mark this state as donated: from now on reading it raises."""
         self._lease[0] = self.step + 1
         for name in _PARTS:
             self.__dict__.pop(f"_{name}", None)
 
     def invalidate(self, why: str) -> None:
-        """Some of the tensors were updated in place and others weren't: whoever looks is told `why`."""
+        """Mark this state as invalid, because only some tensors were updated in place: reading it raises with `why`."""
         self._lease[0] = why
         for name in _LATE:
             self.__dict__.pop(f"_{name}", None)
 
     def become(self, following: TrainState) -> None:
-        """Be `following`, which a step has made of this state: an interrupt has kept it from everybody else."""
+        """Take over `following`, the next state, which an interrupt has kept from the caller."""
         self.__dict__.update(following.__dict__)
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class TrainState:
 
 
 def _part(name: str) -> property:
-    """A part of a state as an attribute: to read it is to have a hold of its tensors."""
+    """A part of a state as an attribute; reading it gives its tensors to the user."""
     held = f"_{name}"
 
     def read(state: TrainState) -> Any:
@@ -216,7 +216,7 @@ for _name in _PARTS:
 
 
 def counted(state: TrainState, step: int, updates: int) -> TrainState:
-    """`state` after `step` steps and `updates` of the optimizer, its tensors as they are.
+    """`state` with the counts of `step` steps and `updates` of the optimizer, its tensors as they are.
 
     Steps are counted in the structure: here, by the optimizer and by the communication state.
     """
@@ -225,7 +225,7 @@ def counted(state: TrainState, step: int, updates: int) -> TrainState:
 
 
 def updates_of(state: TrainState) -> int:
-    """How often the optimizer has run: not at every step, with a strategy that adds up gradients of several."""
+    """How often the optimizer has run: not at every step, with a strategy that accumulates gradients of several."""
     counts = [state.step]
     tree.map(
         lambda node: counts.append(node.count) if isinstance(node, TorchState) else None,
@@ -284,7 +284,7 @@ class Metrics:
 
     @staticmethod
     def later(summary: PendingSummary, dtype: torch.dtype, aux: Any) -> Metrics:
-        """Metrics whose loss waits for `header` when it is read, and for nothing else."""
+        """Metrics whose loss waits for the step summary when it is read, and for nothing else."""
         metrics = object.__new__(Metrics)
         metrics.__dict__.update(aux=aux, _later=(summary, dtype))
         return metrics

@@ -82,7 +82,7 @@ class TrainStep(StateOperations):
     def _compare(self, state: TrainState, axis: Axis) -> None:
         """Compare what should be the same on all ranks: when it is due, and at the first step in a world.
 
-        Ranks that come from a checkpoint or from an interrupt may not have come from the same step.
+        Ranks that come from a checkpoint or from an interrupt may come from different steps.
         """
         axis_comm = axis.comm
         first = (
@@ -98,7 +98,7 @@ class TrainStep(StateOperations):
     def _step(
         self, state: TrainState, start: StepStart, batch: Batch, info: StepInfo, pending: Any, late: bool
     ) -> tuple[TrainState, Metrics]:
-        """The step, once the strategy has begun its own. `late`: ranks talk after the optimizer has run."""
+        """The step, after the strategy's `begin`. `late`: ranks communicate after the optimizer."""
         sync, spec, strategy = start.sync, start.spec, self.step.strategy
         if self.donate and not late and sync.leaves and start.pending_step is None:
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
@@ -184,9 +184,9 @@ class TrainStep(StateOperations):
         return self._committed(state, start.seen, in_place, commit, work.invalidated_by if updated_early else None)
 
     def post_update_hook(self, step: int) -> PostUpdateHook | None:
-        """What processes say of each bucket of parameters, in the step after `step` others, once the optimizer has run.
+        """What ranks do with each bucket of parameters after the optimizer, in the step after `step` others.
 
-        None where they say nothing then, or say it when the optimizer has run on all.
+        None where they do nothing then, or do it only when the optimizer has run on all parameters.
         """
         if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
             return None
@@ -201,10 +201,10 @@ class TrainStep(StateOperations):
         commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
         invalidated_by: Callable[[BaseException], None] | None,
     ) -> tuple[TrainState, Metrics]:
-        """The end of a step, which an interrupt doesn't tear apart.
+        """Commit the step, protected from interrupts.
 
-        If one comes while tensors are updated in place, the step is finished first. Nobody gets what it returns then,
-        so `state` itself becomes the next one. `invalidated_by`: buckets have been updated already.
+        If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get its
+        result then, so `state` itself becomes the next state. `invalidated_by`: buckets have been updated already.
         """
         finished = None
         try:
@@ -233,12 +233,12 @@ class TrainStep(StateOperations):
         schedule: ProcessSchedule,
         info: StepInfo,
     ) -> tuple[TrainState, Metrics]:
-        """The next state and metrics, while the step lands."""
+        """The next state and metrics of a step that is still pending."""
         loss, summary = returned.loss, schedule.summary
         assert summary is not None
         scale = work.scale(schedule, weighted=isinstance(loss, Weighted))
         total = loss.total if isinstance(loss, Weighted) else loss
-        kept = replace(state, _lease=[None])  # it can still be read when that one is given away
+        kept = replace(state, _lease=[None])  # it can still be read when the original is donated
         if self.donate:
             hand_over(state, kept, start.seen)
         work = replace(work, state=kept)
@@ -276,7 +276,7 @@ def train_step(
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
             Off under transforms.
-        guard: what becomes of a step whose gradients are NaN or infinite on any rank. "off": nobody looks. "skip":
+        guard: what happens to a step whose gradients are NaN or infinite on any rank. "off": no check. "skip":
             parameters, buffers, optimizer state and what hooks carry are as they were, on all ranks alike; the step is
             counted, ``metrics.skipped`` says so, and what a strategy does to parameters besides (averages) it still
             does. "raise": the same NotFiniteError on every rank, which names ranks and leaves; the state may be used
@@ -284,12 +284,13 @@ def train_step(
             :class:`ltx.DynamicLossScale`, which skips such steps anyway, "raise" raises once the scale has come down
             to 1, where it isn't to blame.
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
-            landed. The step commits whole: if anything fails before that, the state is as it was. "update": the
-            optimizer runs bucket by bucket as they land, which is faster and not atomic: after a failure in the middle
-            a donated state is torn, and says so to whoever looks. For optimizers that update leaf by leaf; refused for
-            others (clipping). Where ranks talk after the optimizer (ZeRO, Adasum, the low-precision ring) it runs, and
-            they talk, bucket by bucket during the backward pass, which tears a state if it fails then. "step": they
-            also land between steps and during the next forward pass, see below.
+            complete. The step commits whole: if anything fails before that, the state is as it was. "update": the
+            optimizer runs on each bucket when it is complete, which is faster and not atomic: after a failure in the
+            middle a donated state is invalid, and using it raises InvalidStateError. For optimizers that update leaf by
+            leaf; refused for others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum, the
+            low-precision ring), it runs and they communicate bucket by bucket during the backward pass, so a failure of
+            that invalidates the state too. "step": buckets also complete between steps and during the next forward
+            pass, see below.
         has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. With
             ``data_parallel(outputs="mean")`` floating tensors in it are means over ranks, at the price of a message;
             or the step takes the mean of what it wants the mean of, ``return loss, {"accuracy": ltx.pmean(accuracy)}``.
@@ -311,24 +312,24 @@ def train_step(
         WeightError: all weights of a Weighted step are 0; before the update.
         ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
-        InvalidStateError: something failed while a step with overlap="update" or "step" landed, and left its state so.
+        InvalidStateError: something failed while a step with overlap="update" or "step" was being applied.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
 
-    With ``overlap="step"`` a step returns when its backward pass is done. Its buckets land where the next one first
-    uses their parameters, and the optimizer runs there; values are the same, bit for bit, as with the others. Nobody
-    sees a tensor in flight: whoever reads, flattens, saves, pickles or prints the state waits for all of it, and
-    ``metrics.loss`` for the loss alone. ltx.shutdown and the end of the process wait too. So:
+    With ``overlap="step"`` a step returns when its backward pass is done. Each bucket completes where the next step
+    first uses its parameters, and the optimizer runs there; values are the same, bit for bit, as with the others. No
+    pending tensor is visible: reading, flattening, saving, pickling or printing the state waits for all of it, and
+    ``metrics.loss`` waits for the loss alone. ltx.shutdown and the end of the process wait too. So:
 
-    * it pays where a link is slow. Through shared memory nothing moves while no rank waits, and it is "update".
-    * a step that looks at all of its parameters before it begins waits for all of them: a cast of mixed precision, or a
-      compiled function, which is found out at the first such step.
-    * an error of the network comes up in the next step, or in whoever reads the state, which is torn then and says so
-      to all who come later. Keep checkpoints.
-    * a state that was donated can't be looked at any more.
-    * code that takes tensors without torch's knowledge, such as a C++ extension, finds NaN in a parameter that nothing
-      else has used before in this step.
-    * refused besides: strategies that do something with parameters between two steps, dynamic loss scaling, and to
-      compile the train step as a whole.
+    * it pays on slow links. Through shared memory nothing progresses while no rank waits, so "step" is "update" there.
+    * a step that reads all of its parameters before it begins waits for all of them: a cast of mixed precision does,
+      and so does a compiled function, which is noticed at the first such step.
+    * an error of the network is raised in the next step, or where the state is read. That state is invalid from then
+      on, and every later use raises. Keep checkpoints.
+    * a donated state can't be read any more.
+    * code that bypasses torch, such as a C++ extension, finds NaN in a parameter that nothing else has used before in
+      this step.
+    * it is refused for strategies that change parameters between two steps, for dynamic loss scaling, and for a train
+      step that is compiled as a whole.
 
     Example:
         >>> import torch, ltx

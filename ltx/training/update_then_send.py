@@ -1,4 +1,4 @@
-"""The second half of a step that updates and sends bucket by bucket, where ranks talk after the optimizer."""
+"""The second half of a step that updates and sends bucket by bucket: its ranks communicate after the optimizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ltx.transforms.sync_state import states_after
 
 
 class UpdateThenSend:
-    """The second half of a step whose ranks talk after the optimizer, with ``overlap="update"``.
+    """The second half of a step with ``overlap="update"`` whose ranks communicate after the optimizer.
 
-    A bucket is updated and sent as soon as its gradients are there (:mod:`ltx.strategies.post_update`). Until the
-    backward pass is over parameters stay as they are, which may be needed in it; the optimizer's state doesn't.
+    A bucket is updated and sent as soon as its gradients are there (:mod:`ltx.strategies.post_update`). The backward
+    pass may still need the old parameters, so they keep their values until it is over; the optimizer's state doesn't.
 
     Args:
-        hook: what ranks say of the new parameters.
+        hook: what ranks do with the new parameters.
         work: the step's.
         schedule: that of its backward pass.
         states: the communication state, by path.
@@ -63,7 +63,7 @@ class UpdateThenSend:
             schedule.configure(replace(schedule.options, replace=self._update))
 
     def run(self, total: torch.Tensor) -> tuple[BackwardResult, torch.Tensor]:
-        """The backward pass of `total`, and what comes of it; and the mean loss, all ranks' if they share gradients."""
+        """Run the backward pass of `total`: its result, and the mean loss (all ranks', if they share gradients)."""
         try:
             self._work.backward(total)
             with torch.no_grad():
@@ -77,7 +77,7 @@ class UpdateThenSend:
             self._schedule.configure(PassOptions())  # the options hold this object
 
     def _update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> Packed:
-        """The new parameters of a bucket, in memory of their own, and what they are packed with."""
+        """The new parameters of a bucket, in new memory, and the states they are packed with."""
         refuse_sparse(grads)
         with comm.span("update"):
             # The kernels want them so; others may have the same tensor for a gradient.
@@ -86,7 +86,7 @@ class UpdateThenSend:
         return given, self._hook.begun(self._old.of(bucket))
 
     def _update_parts(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same of parts of the parameters, with gradients that nobody else looks at."""
+        """The same for parts of the parameters, with gradients that nothing else holds."""
         with comm.span("update"):
             scaled(grads, self._scale)
             return self._applied(bucket, list(grads))

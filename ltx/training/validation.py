@@ -1,4 +1,4 @@
-"""What a train step can be made of, and what it says of the rest."""
+"""Which pieces fit together in a train step, and the errors for those that don't."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
-    """Raise unless a train step can be made of these."""
+    """Raise unless these make a train step."""
     if not isinstance(step, DataParallel):
         raise StepError(
             f"train_step takes a step made by ltx.data_parallel, got {type(step).__name__}. Wrap it: "
@@ -51,7 +51,7 @@ def check_every(steps: Any, strategy: Strategy) -> None:
 
 
 def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
-    """Raise unless a step of these can overlap with its communication so far."""
+    """Raise unless a step of these pieces can overlap its communication this far."""
     if overlap not in ("backward", "update", "step"):
         raise StrategyError(f'overlap must be "backward", "update" or "step", got {brief(overlap)}.')
     if overlap == "backward":
@@ -83,7 +83,7 @@ def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard:
 
 
 def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap: str) -> None:
-    """Run by Dynamo at trace time, where its axis isn't there. `looks`: the step looks at its gradients."""
+    """Run by Dynamo at trace time, where the axis isn't known. `looks`: the step checks its gradients."""
     if guard == "raise":
         raise UnsupportedError(
             'guard="raise" looks at gradients, which a compiled graph can\'t do. Use guard="skip" and metrics.skipped, '
