@@ -136,7 +136,7 @@ def ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argument
 
 
 def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
-    """How many elements `rank` sends to and gets from each rank; `permutation`: source, destination, ..."""
+    """How many elements `rank` sends to and gets from each rank. `permutation`: source, destination, .."""
     pairs = list(zip(permutation[::2], permutation[1::2], strict=True))
     sent = [numel if (rank, other) in pairs else 0 for other in range(size)]
     return sent, [numel if (other, rank) in pairs else 0 for other in range(size)]
@@ -150,9 +150,9 @@ def open_group(
     `in_turn`: its collectives move one after the other. Otherwise two operations of a gloo group share the link, and
     the first takes as long as both.
 
-    ``dist.new_group(..., use_local_synchronization=True)`` derives names from the number of groups that a process has at
-    the moment. So ranks that differ in their other groups wait for each other forever, and a name is used again after
-    its group was destroyed, while its addresses are still in the store.
+    ``dist.new_group(..., use_local_synchronization=True)`` derives names from the number of groups that a process has
+    at the moment. So ranks that differ in their other groups wait for each other forever, and a name is used again
+    after its group was destroyed, while its addresses are still in the store.
     """
     make: Any = c10d._new_process_group_helper
     store: Any = c10d._get_default_store()

@@ -107,7 +107,8 @@ class CommHook:
         return None
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        """The parts of `axis` (:func:`ltx.axis.inner`, :func:`ltx.axis.outer`) that :meth:`reduce` asks among.
+        """The parts of `axis` (:func:`ltx.axis.inner`, :func:`ltx.axis.outer`) on which :meth:`reduce` requests
+        collectives.
 
         Ranks open them together when they meet a plan.
         """
@@ -116,7 +117,7 @@ class CommHook:
     def within(self, axis: Axis) -> Axis | None:
         """The part of `axis` that a reduction stays in, if it does: one of :meth:`axes`. None for all ranks.
 
-        What goes ahead of the buckets, with losses and weights, stays there too.
+        The step summary, with losses and weights, stays there too.
         """
         return None
 
@@ -125,7 +126,7 @@ class CommHook:
         return None
 
     def scale(self, axis_size: int) -> float:
-        """What gradients are multiplied by when they are packed into shares; their sum is what a step gets."""
+        """The factor of gradients when they are packed; the step gets their sum over ranks."""
         return 1.0 / axis_size
 
     def phases_on(self, axis_size: int) -> int:
@@ -133,7 +134,7 @@ class CommHook:
         return self.phases
 
     def derivative_scale(self, axis_size: int) -> float:
-        """What the reduced gradients count as where they are differentiated: the sum over ranks times this."""
+        """The factor of the sum over ranks that the result counts as in derivatives."""
         if not self.averages:
             raise UnsupportedError(
                 f"{self!r} isn't a mean of gradients, so derivatives of its result have no meaning. Take "
@@ -142,19 +143,19 @@ class CommHook:
         return 1.0 / axis_size
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which shares of gradients of `dtype` are packed and handed to :meth:`reduce`."""
+        """The dtype in which gradients of `dtype` are packed and given to :meth:`reduce`."""
         return dtype
 
     def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        """What of a parameter's state is added to its share as it is packed: tensors, and how many times each."""
+        """Tensors of a parameter's state that are added to its gradient as it is packed, with their factors."""
         return ()
 
     def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
-        """The shapes that come out of a strategy's exchange of `bucket`; a gradient's always are its parameter's."""
+        """The shapes that a strategy's exchange of `bucket` gives; a gradient's are always its parameter's."""
         return bucket
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        """Yield asks, return (the sum of all ranks' shares, the next states)."""
+        """Yield collective requests; return (the sum of all ranks' inputs, the next states)."""
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
 
 

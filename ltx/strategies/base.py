@@ -1,4 +1,4 @@
-"""The contract of a strategy: when and how ranks talk, as a value."""
+"""The contract of a strategy: when and how ranks communicate, as a value."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ class Strategy:
     """What a training step does besides the user's own work.
 
     A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its
-    schedules read the static number of steps so far; its state is explicit, in the communication state that the step
-    is given and gives back.
+    schedules read the static number of steps so far. Its state is explicit: it is part of the communication state that
+    the step gets and returns.
 
-    * :meth:`hook`: what is done to the gradients, bucket by bucket, during the backward pass.
+    * :meth:`hook`: the reduction of the gradients, bucket by bucket, during the backward pass.
 
-    The rest concerns whole training steps (:func:`ltx.train_step`) alone:
+    The other methods concern whole training steps (:func:`ltx.train_step`) alone:
 
-    * :meth:`begin`: what is set going before the forward pass.
-    * :meth:`update`: the optimizer's part. Most strategies only say what becomes of the parameters afterwards:
+    * :meth:`begin`: starts work before the forward pass.
+    * :meth:`update`: the optimizer's part. Most strategies only define what happens to the parameters afterwards:
       :meth:`after_update`.
-    * :meth:`finish`: what is still under way between two steps lands.
-    * :meth:`communicates_after_update`: whether ranks talk after the optimizer has run, so that a step must keep what
-      it began with.
+    * :meth:`finish`: waits for what is still pending between two steps.
+    * :meth:`communicates_after_update`: whether ranks communicate after the optimizer, so that a step must keep its old
+      state until then.
 
-    They talk through :meth:`exchange`: what is left of one when a rank fails doesn't mix with the next.
+    They communicate through :meth:`exchange`: when a rank fails, what is left of one exchange doesn't mix with the
+    next.
 
     Attributes:
-        bucket_bytes: gradients travel in buckets of at most this many bytes; a hook that sends far less than them may
-            ask for larger ones (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first meet there
-            (:func:`ltx.profile.measure_network`), and sizes are chosen by what a message costs
-            (:mod:`ltx.gradients.sizes`), the same on every rank and from then on. Sums of three and more ranks are
-            rounded
-            by where a number lies in its bucket: give a number where two runs must be equal bit for bit. Compiled
-            graphs want the measurement before; simulated ranks and worlds of one take the default.
-        first_bucket_bytes: size of the first bucket; small, so that the link starts early. With "auto" its size at
-            most.
-        network: what "auto" goes by instead of a measurement.
+        bucket_bytes: gradients travel in buckets of at most this many bytes; a hook that sends far less may ask for
+            larger ones (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first meet there
+            (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
+            (:mod:`ltx.gradients.sizes`), the same on every rank and from then on. The rounding of a sum over three or
+            more ranks depends on a number's place in its bucket: set a number where two runs must be equal bit for bit.
+            Compiled graphs need the measurement before; simulated ranks and worlds of one take the default.
+        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" its largest
+            size.
+        network: what "auto" uses instead of a measurement.
         process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
         timeout: how long ``ltx.init``'s collectives wait for a peer.
     """
@@ -101,11 +101,11 @@ class Strategy:
         return None if hook is None else unchanging(hook, step)
 
     def hook_in_training(self, step: int) -> CommHook | None:
-        """:meth:`hook` in a whole training step, whose gradients nobody but :meth:`update` sees."""
+        """:meth:`hook` in a whole training step, where only :meth:`update` sees the gradients."""
         return self.hook(step)
 
     def shares_gradients(self, step: int) -> bool:
-        """Whether :meth:`update` is given the same gradients on every rank, in the step after `step` others."""
+        """Whether :meth:`update` gets the same gradients on every rank, in the step after `step` others."""
         return self.hook_in_training(step) is not None
 
     def init(self, param: Any, path: str = "") -> LeafState:
@@ -115,12 +115,12 @@ class Strategy:
 
     @property
     def stateful(self) -> bool:
-        """Whether a step needs communication state, be it only for the count of steps."""
+        """Whether a step needs communication state, even if only for the count of steps."""
         return _has_state(self)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one; with "auto" where there is no network to go by."""
+        """Bytes of a bucket, and of the first one; with "auto" those without a known network."""
         bucket = self.bucket_bytes
         return DEFAULT_BYTES if isinstance(bucket, str) else bucket, self.first_bucket_bytes
 
@@ -131,11 +131,11 @@ class Strategy:
 
     @property
     def auto_hook(self) -> bool:
-        """Whether the hook is chosen for the network, by ``step.init``, which puts its name into the state."""
+        """Whether ``step.init`` chooses the hook for the network; it puts the hook's name into the state."""
         return False
 
     def with_choice(self, choice: str) -> Strategy:
-        """This strategy with the hook that a state says was chosen; the strategy itself where none is."""
+        """This strategy with the hook that a state names; the strategy itself without a choice."""
         return self
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
@@ -171,42 +171,42 @@ class Strategy:
         return optimizer.init(params)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, info: StepInfo) -> Tree:
-        """A sharded optimizer state, whole on every rank: what :meth:`init_optimizer` makes in a world of one."""
+        """A sharded optimizer state, whole on every rank, as :meth:`init_optimizer` makes it in a world of one."""
         return opt_state
 
     def begin(self, params: Tree, states: States, info: StepInfo, pending: Any) -> Any:
-        """Set going what is to be under way during the forward and the backward pass.
+        """Start work that is pending during the forward and the backward pass.
 
-        `pending` is what the last step left (None at first); what this returns is given to :meth:`update`. Where it
-        returns something new and the step then fails, peers are told; what the last step left is still the state's.
+        `pending` is what the last step left (None at first); the result is given to :meth:`update`. If it is new and
+        the step then fails, peers are told; the state keeps what the last step left.
         """
         return pending
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
-        """The optimizer's part of a step: ``update.apply()``, and whatever goes with it."""
+        """The optimizer's part of a step: ``update.apply()``, and the strategy's own work around it."""
         params, opt_state = update.apply()
         params, states = self.after_update(params, states, info)
         return Updated(params, opt_state, states, pending)
 
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
-        """What becomes of the updated parameters, and the next state. Neither may be written to."""
+        """The final parameters, made of the updated ones, and the next state. Neither input may be written to."""
         return params, states
 
     def finish(self, params: Tree, states: States, info: StepInfo, pending: Any) -> tuple[Tree, States]:
-        """Land what is `pending` between two steps, on all ranks together."""
+        """Wait for what is `pending` between two steps, on all ranks together."""
         return params, states
 
     def communicates_after_update(self, step: int) -> bool:
-        """Whether :meth:`update` talks once the optimizer has run, in the step after `step` others.
+        """Whether :meth:`update` communicates after the optimizer, in the step after `step` others.
 
         The optimizer then doesn't update in place, so that a step in which a peer fails leaves its state as it was.
         """
         return type(self).after_update is not Strategy.after_update
 
     def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
-        """What ranks say of parameters in a step that talks late, where a bucket needn't wait for the others.
+        """What ranks do with parameters after the optimizer, if each bucket can do it without waiting for the others.
 
-        With ``overlap="update"`` it is driven in the place of :meth:`update`. None: :meth:`update` does all of it.
+        With ``overlap="update"`` the step drives it in place of :meth:`update`. None: :meth:`update` does all of it.
         """
         return None
 
@@ -234,7 +234,7 @@ class Strategy:
 
     @property
     def communicates_besides(self) -> bool:
-        """Whether a training step talks about more than gradients."""
+        """Whether a training step communicates more than gradients."""
         mine = type(self)
         return (
             mine.begin is not Strategy.begin
@@ -244,7 +244,7 @@ class Strategy:
 
     @property
     def cycle(self) -> tuple[int, int]:
-        """(first, length): from step `first` on, what a step sends repeats itself every `length` steps.
+        """(first, length): from step `first` on, what a step sends repeats every `length` steps.
 
         :func:`ltx.profile.plan` takes its mean over that many steps.
         """
@@ -263,18 +263,18 @@ class Strategy:
         midway: bool = False,
         like: Tree = None,
     ) -> Exchange:
-        """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.land` gives the results.
+        """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.wait` gives the results.
 
         Args:
-            hook: what is done: its reduction, on buckets of this strategy's sizes.
+            hook: its reduction is done, on buckets of this strategy's sizes.
             tensors: the same shapes and dtypes on every rank. They are copied before this returns.
-            paths: what errors call them.
-            at: the moment that the strategy was given.
+            paths: their names in errors.
+            info: as the strategy got it.
             states: the hook's state of each tensor.
-            background: to be landed much later, at the earliest after the backward pass; for a hook with one phase.
-            midway: another exchange of the same step follows it on every rank. Should a rank fail between them, its
-                peers can do the step again with it.
-            like: the tree that has the tensors for leaves, where buckets are to be those of its gradients.
+            background: wait for it much later, at the earliest after the backward pass; for a hook with one phase.
+            midway: another exchange of the same step follows it on every rank. If a rank fails between them, its peers
+                can repeat the step with it.
+            like: the tree whose leaves the tensors are, to have the buckets of its gradients.
         """
         plan = self._plan(hook, tensors, paths, info, states, background, like)
         meta = info.axis.meta
@@ -292,7 +292,7 @@ class Strategy:
         *,
         background: bool = False,
     ) -> None:
-        """Compare an exchange with the peers now, so that the first one needn't wait for them. Nothing is sent."""
+        """Compare an exchange with the peers now, so that the first one needn't wait for them. Sends nothing."""
         self._plan(hook, tensors, paths, info, (), background)
 
     def _plan(
@@ -322,7 +322,7 @@ class Strategy:
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:
-    """What of `hook` a graph that is compiled at `step` can hold."""
+    """The hook that a graph compiled at `step` can hold, for `hook`."""
     held = hook.in_graph(step)
     if held is None:
         raise UnsupportedError(

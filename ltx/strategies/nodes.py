@@ -1,11 +1,12 @@
 """Nodes: strategies and hooks that work within the nodes of an axis and among them (Bagua's "hierarchical").
 
-    1. Each rank of a node gets its part of the sum, or mean, over the node.        (reduce-scatter within the node)
+    1. Each rank of a node gets its part of the sum, or mean, over the node.        (psum_scatter within the node)
     2. Ranks with the same part do with it what they would do without nodes.        (among nodes)
-    3. Every rank of a node gets all parts.                                         (all-gather within the node)
+    3. Every rank of a node gets all parts.                                         (all_gather within the node)
 
-Bagua reduces to a leader, which alone talks to the other nodes' and broadcasts. Cut in parts, a node sends as much over
-the network (one buffer's worth, each of its m ranks an m-th), and all of its ranks do a part of the work.
+Bagua reduces to a leader, which alone communicates with the other nodes' leaders and broadcasts. With parts, a node
+sends the same amount over the network (one buffer; each of its m ranks sends 1/m of it), and all of its ranks share the
+work.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class NodeStrategy(Strategy):
     """A strategy that may be hierarchical.
 
     Args:
-        hierarchical: whether ranks of a node act as one towards the other nodes.
-        node_size: the number of ranks of each node; they are next to one another.
+        hierarchical: whether the ranks of a node act as one towards the other nodes.
+        node_size: the number of ranks of each node, which have consecutive ranks.
     """
 
     hierarchical: bool = False
@@ -76,7 +77,7 @@ def across(axis: Axis, size: int) -> Axis:
 
 @dataclass(frozen=True)
 class NodeHook(CommHook):
-    """A hook that asks for collectives within nodes of `node_size` ranks, and among them."""
+    """A hook with collectives within nodes of `node_size` ranks, and among nodes."""
 
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
@@ -89,7 +90,7 @@ class NodeHook(CommHook):
 
 @dataclass(frozen=True)
 class ByNode(NodeHook):
-    """What `hook`, which has no state, makes of the nodes' sums."""
+    """`hook`, which has no state, applied to the nodes' sums."""
 
     hook: CommHook
 
@@ -105,7 +106,7 @@ class ByNode(NodeHook):
         return self.hook.scale(axis_size)
 
     def derivative_scale(self, axis_size: int) -> float:
-        """What the sum over ranks is multiplied by in derivatives of the result."""
+        """The factor of the sum over ranks in derivatives of the result."""
         return self.hook.scale(axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -134,7 +135,7 @@ class ToParts(NodeHook):
 
 @dataclass(frozen=True)
 class AmongNodes(NodeHook):
-    """The second: what `hook` makes of the nodes' parts."""
+    """The second step by itself: `hook` applied to the nodes' parts."""
 
     exact: ClassVar[bool] = False
 
@@ -158,7 +159,7 @@ class AmongNodes(NodeHook):
 
 @dataclass(frozen=True)
 class FromParts(NodeHook):
-    """The third: all parts of the node's ranks."""
+    """The third step by itself: all parts of the node's ranks."""
 
     exact: ClassVar[bool] = False
 
@@ -185,7 +186,7 @@ def scattered(inputs: BucketInput, node_size: int) -> Steps:
 
 
 def gathered(mine: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
-    """What each rank of the node has, on a new first dimension."""
+    """The tensors of all ranks of the node, on a new first dimension."""
     assert inputs.axis is not None
     mates = node(inputs.axis, node_size)
     if mates.size == 1:
@@ -194,7 +195,7 @@ def gathered(mine: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
 
 
 def among_nodes(hook: CommHook, part: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
-    """What `hook` makes of a part, among the ranks that have the same one in their nodes."""
+    """`hook` applied to a part, among the ranks that have the same part in their nodes."""
     assert inputs.axis is not None
     nodes = across(inputs.axis, node_size)
     there = replace(
@@ -227,7 +228,7 @@ def part_of(flat: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Te
 
 
 def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
-    """m equal rows, filled up with zeros."""
+    """m equal rows, padded with zeros."""
     numel = flat.numel()
     return (torch.nn.functional.pad(flat, (0, -numel % m)) if numel % m else flat).view(m, -(-numel // m))
 

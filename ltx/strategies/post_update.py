@@ -1,16 +1,16 @@
-"""Steps whose ranks talk after the optimizer: what they say then, and what may be done to the state they began with.
+"""Steps whose ranks communicate after the optimizer: the hook for it, and when old memory may be overwritten.
 
     x_r = update_r(w_r, g_r)         of every parameter, on each rank
-    w_r = finish(w_r, talk(x))       by a hook among ranks, bucket by bucket
+    w_r = finish(w_r, reduce(x))     by a hook among ranks, bucket by bucket
 
-Two things drive the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
+Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket has its part of both as soon as its
-gradients are there (:class:`ltx.training.update_then_send.UpdateThenSend`), so that messages travel during the backward
+gradients are there (:class:`ltx.training.update_then_send.UpdateThenSend`), so messages travel during the backward
 pass.
 
-Until a bucket has landed, a peer that fails must find everybody's old parameters as they were, so the optimizer doesn't
-run in place on them. What is left then, such as to add differences that have arrived, can't fail any more: it may be
-done in the old state's memory where the step gives it away (:attr:`ltx.strategies.update.Update.may_overwrite`).
+Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
+doesn't run in place on them. What remains after that, such as adding the differences that have arrived, can't fail: it
+may be done in the old state's memory, if the step allows it (:attr:`ltx.strategies.update.Update.may_overwrite`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ Exchanging = Callable[..., Exchange]
 
 @dataclass(frozen=True)
 class Old:
-    """What a step began with: parameters, and the communication state of each.
+    """The parameters and communication states that a step began with.
 
     Attributes:
         axis_size: the number of ranks.
-        may_overwrite: whether the step gives :meth:`PostUpdateHook.written` away, to be written to when nothing can
-            fail any more.
+        may_overwrite: whether :meth:`PostUpdateHook.written` may be overwritten once nothing can fail any more.
     """
 
     params: Sequence[torch.Tensor]
@@ -51,7 +50,7 @@ class Old:
     may_overwrite: bool = False
 
     def of(self, bucket: Bucket) -> Old:
-        """That of a bucket."""
+        """The part of a bucket."""
         members = bucket.members
         return replace(self, params=[self.params[m] for m in members], states=[self.states[m] for m in members])
 
@@ -61,7 +60,7 @@ class PostUpdateResult:
     """A bucket's next parameters and communication states, each by leaf.
 
     Attributes:
-        finish: what is left to be done in the memory of the old ones, which may be the new ones'. It can't fail.
+        finish: what remains to be done in the memory of the old ones, which may be that of the new ones. It can't fail.
     """
 
     params: Sequence[torch.Tensor]
@@ -82,11 +81,11 @@ class PostUpdateHook(CommHook):
         return self
 
     def part(self, param: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """What of a parameter this rank's optimizer updates."""
+        """The part of a parameter that this rank's optimizer updates."""
         return param
 
     def own(self, opt_state: Tree, axis: Axis) -> Tree:
-        """This rank's optimizer state, as the optimizer knows it, of a train state's."""
+        """This rank's optimizer state, as the optimizer knows it, out of a train state's."""
         return opt_state
 
     def held(self, opt_state: Tree, axis: Axis) -> Tree:
@@ -94,15 +93,15 @@ class PostUpdateHook(CommHook):
         return opt_state
 
     def begun(self, old: Old) -> Sequence[LeafState]:
-        """What :meth:`reduce` has for the state of each parameter."""
+        """The state of each parameter that :meth:`reduce` gets."""
         return old.states
 
     def written(self, old: Old) -> Sequence[torch.Tensor]:
-        """What :meth:`settled` writes to where it may: the parameters."""
+        """What :meth:`finish_bucket` writes to where it may: the parameters."""
         return old.params
 
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
-        """What comes of a bucket, of which `old` is, and for which :meth:`reduce` has given `landed`."""
+        """The result for a bucket, of its part of `old` and what :meth:`reduce` returned."""
         raise NotImplementedError(f"{type(self).__name__} must define finish_bucket(bucket, reduced, old)")
 
 
@@ -115,7 +114,7 @@ def communicate_after_update(
     states: States,
     info: StepInfo,
 ) -> Updated:
-    """The end of a step, whose optimizer has made `given` (new parameters, or whatever `hook` talks about)."""
+    """The end of a step whose optimizer has made `given` (new parameters, or whatever `hook` reduces)."""
     starts, spec = tree.flatten(update.params)
     paths = tree.leaf_paths(update.params)
     old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
@@ -134,7 +133,7 @@ def communicate_after_update(
 
 
 def with_overwriting(hook: PostUpdateHook, old: Old, may_overwrite: bool, opt_state: Tree) -> Old:
-    """`old`, of a step that `may_overwrite` its old state away, if all that `hook` writes to may be written to."""
+    """`old`, which may be overwritten if `may_overwrite` and all that `hook` writes to is safe to write to."""
     return replace(old, may_overwrite=may_overwrite and may_be_written_to(hook.written(old), opt_state))
 
 
@@ -144,9 +143,9 @@ def collect_updates(
     old: Old,
     finish: Callable[[Callable[[], None]], object],
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
-    """The next parameters, and communication states by leaf, of buckets that land one after the other.
+    """The next parameters, and communication states by leaf, of buckets that complete one after the other.
 
-    `finish` is told what is left to be done of each.
+    `finish` gets what remains to be done for each.
     """
     params, states = list(old.params), dict[int, LeafState]()
     for bucket, result in reduced:
@@ -159,9 +158,9 @@ def collect_updates(
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
-    """Whether `tensors` are eager ones on the CPU, contiguous, and share no memory's start with each other or `others`.
+    """Whether `tensors` are eager CPU tensors, contiguous, and share no start of memory with each other or `others`.
 
-    An optimizer of one's own may well keep the parameters that it was given in its state.
+    A user's optimizer may keep the parameters that it was given in its state.
     """
     mine = [x for x in tensors if x.numel()]
     if not all(is_plain(x) and x.is_contiguous() for x in mine):

@@ -16,7 +16,7 @@ class StateLayout:
     Checkpoints, replica checks and changes of the number of ranks read this.
 
     Attributes:
-        strategy: whose these are, in the words of errors; "" where nobody has said.
+        strategy: the strategy that this layout is of, for errors; "" if unknown.
     """
 
     params: LeafLayout = "replicated"

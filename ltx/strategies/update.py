@@ -1,4 +1,4 @@
-"""The optimizer's part of a step, as strategies are given it and give it back."""
+"""The optimizer's part of a step, as strategies get it and return it."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer's part of a step, ready to be done.
+    """The optimizer's part of a step, before it is done.
 
     Attributes:
-        optimizer: whose part it is.
-        params, opt_state: as they are before it.
-        grads: as the hook has left them; one for each parameter.
+        optimizer: the step's.
+        params, opt_state: those before the update.
+        grads: the reduced gradients; one for each parameter.
         donate: whether :meth:`apply` overwrites `params` and `opt_state`.
         finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
             tensor under transforms); else None.
-        may_overwrite: whether the step gives its old state away once nothing can fail any more, for
-            :attr:`Updated.finish` to write to.
+        may_overwrite: whether :attr:`Updated.finish` may write into the old state, once nothing can fail any more.
     """
 
     optimizer: Optimizer
@@ -92,13 +91,12 @@ def _one_more(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class Updated:
-    """What :meth:`Strategy.update` gives: all that a step changes, and what it leaves under way.
+    """The result of :meth:`Strategy.update`: everything that a step changes, and what stays pending.
 
     Attributes:
-        finish: what is left to be done to tensors of the old state, which an update that `may_overwrite` them lends to
-            the new
-            one: a step whose ranks talk late writes to them when all has landed. It can't fail, and nothing is between
-            it and the step's end, an interrupt neither.
+        finish: writes into tensors of the old state that the new one takes over (see :attr:`Update.may_overwrite`),
+            when everything is complete. It can't fail, and nothing comes between it and the step's end, not even an
+            interrupt.
     """
 
     params: Tree

@@ -1,4 +1,4 @@
-"""What a step uses without being given it.
+"""Checks of what a step uses without getting it as an argument.
 
 Parameters, whose gradients would silently stay local; and values that a surrounding transform differentiates, which
 have no derivative where a step runs below that transform.
@@ -33,7 +33,7 @@ def nodes_made() -> int:
 def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
     """A leaf that requires gradients, that `outputs` depend on, and that isn't among `given`; None if there is none.
 
-    Leaves that were made on the way, such as inputs that a step differentiates with respect to, don't count.
+    Leaves that the step has made, such as inputs that it differentiates with respect to, don't count.
     """
     outputs = list(outputs)
     given = [x for x in given if isinstance(x, torch.Tensor)]
@@ -53,7 +53,7 @@ def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | Non
 
 
 def _is_kept(leaf: torch.Tensor, outputs: list[Any]) -> bool:
-    """Whether a leaf is a parameter, or something outside of the graph refers to it: it was there before the call."""
+    """Whether a leaf is a parameter, or is referred to from outside of the graph: it was there before the call."""
     if isinstance(leaf, torch.nn.Parameter):
         return True
     return any(holder is not outputs and not inspect.isframe(holder) for holder in gc.get_referrers(leaf))

@@ -1,7 +1,7 @@
-"""Whether parameters are the same bits on every rank, as ``ltx.debug_checks()`` asks at each call of a step.
+"""Comparison of parameters between ranks at each call of a step, under ``ltx.debug_checks()``.
 
-Ranks exchange a digest of each leaf. Only where these differ does anything move: rank 0's leaf, which each rank
-compares with its own to say by how much.
+Ranks exchange a digest of each leaf. Only where these differ does data move: rank 0's leaf, which each rank compares
+with its own to say by how much.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
         return
     found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
     leaves = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor)}
-    # The wire's own work: nothing of it is to be seen by the transforms around.
+    # Transforms around the step must not see this.
     with torch._C._DisableFuncTorch(), torch.no_grad():
         if axis.comm:
             _check_processes(axis.comm, {path: values(leaf) for path, leaf in leaves.items()})

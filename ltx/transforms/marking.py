@@ -1,6 +1,6 @@
-"""Marking: what comes between a step and its parameters, so that their gradients are reduced on the way back.
+"""Marking the parameters of a step, so that their gradients are reduced in the backward pass.
 
-Eagerly it is a schedule on the wire, in graphs an operator; nothing where nobody talks.
+An eager call gets a schedule, a compiled graph an operator; without communication there is no mark.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ltx.typing import Tree
 
 
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
-    """Whether an eager call will have a schedule on the wire; the arguments as in :meth:`StepSettings.hook`."""
+    """Whether an eager call will have a schedule of process groups; arguments as in :meth:`StepSettings.hook`."""
     axis, hook = comm.resolve(step_fn.axis), step_fn.hook(step, training)
     return axis.comm is not None and hook is not None and not _marks_nothing(step_fn, hook, axis)
 
@@ -52,7 +52,7 @@ def mark(
     step: int,
     options: CallOptions,
 ) -> Marked:
-    """The marked parameters of an eager call of `step_fn` at `step`, whose strategy says `hook`."""
+    """The marked parameters of an eager call of `step_fn` at `step`, for which the strategy gives `hook`."""
     axis, hook = comm.resolve(step_fn.axis), options.hook or hook
     if hook is None or _marks_nothing(step_fn, hook, axis):
         return _mark_nothing(step_fn, leaves, sync_state, axis)
@@ -61,7 +61,7 @@ def mark(
             f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
             "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
         )
-    # Whoever defers takes the gradients from the schedule, so nothing has to lead to the parameters themselves.
+    # A deferred caller takes the gradients from the schedule, so no graph has to lead to the parameters.
     source = torch.zeros((), requires_grad=True) if options.deferred and axis.comm is not None else None
     wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
@@ -80,7 +80,7 @@ def mark(
         'data_parallel with overlap="step"' if options.next_forward else "data_parallel",
         spec,
     )
-    # Ranks that share gradients start from the same parameters; those that talk after the optimizer needn't.
+    # Ranks that share gradients start from the same parameters; ranks that communicate after the optimizer needn't.
     if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         sharing = hook.within(axis) or axis
         check_in_debug(sharing, params)
@@ -100,7 +100,7 @@ def mark(
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
     if sync_state is None or not any(tracked(leaf) for leaf in leaves):
         return Marked(leaves)
-    # Blocked, the state passes through unchanged; else this was a step, if one in which nobody talked.
+    # Blocked, the state passes through unchanged; else this was a step, though without communication.
     if step_fn.blocked:
         kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
     else:

@@ -1,4 +1,4 @@
-"""What a data-parallel step is made of."""
+"""The arguments of :func:`ltx.data_parallel`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StepSettings:
         object.__setattr__(self, "__wrapped__", self.fn)
 
     def hook(self, step: int, training: bool = False) -> CommHook | None:
-        """What is done to the gradients of synchronised step `step`; `training`: in a whole training step."""
+        """The reduction of the gradients of synchronised step `step`; `training`: in a whole training step."""
         if self.blocked:
             return None
         hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
