@@ -269,11 +269,3 @@ def _differentiated(xs: list[torch.Tensor]) -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
     )
-
-
-# --- inside a compiled graph -----------------------------------------------------------------------------------------
-# Dynamo drops the backward of an autograd.Function that it traces into under torch.func.grad, so the Function is
-# entered through a function that Dynamo puts into the graph as it is (allow_in_graph). Registering that imports Dynamo,
-# so it happens while Dynamo traces: it runs functions marked as constant.
-
-# ---------------------------------------------------------------------------------------------------------------------

@@ -345,6 +345,3 @@ def _undisturbed(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
         yield
-
-
-# --- compiled functions ----------------------------------------------------------------------------------------------
