@@ -15,9 +15,9 @@ from ltx.comm.process_groups import as_bytes, from_bytes
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 
-# Dynamo drops the backward of an autograd.Function that it traces into under torch.func.grad, so the Function is entered
-# through a function that Dynamo puts into the graph as it is (allow_in_graph). Registering that imports Dynamo, so it
-# happens while Dynamo traces: it runs functions marked as constant.
+# Dynamo drops the backward of an autograd.Function that it traces into under torch.func.grad, so the Function is
+# entered through a function that Dynamo puts into the graph as it is (allow_in_graph). Registering that imports Dynamo,
+# so it happens while Dynamo traces: it runs functions marked as constant.
 _traced_axes: dict[str, Axis] = {}
 
 
