@@ -178,7 +178,7 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
     * parameters that aren't the same bits on every rank when a data-parallel step or a train step is called and
       gradients are wanted: the leaf, the ranks, by how much and where.
 
-    Without it, orders that differ are caught by the digest in the next step's header, after the fact; different lines
+    Without it, orders that differ are caught by the digest in the next step's summary, after the fact; different lines
     and different parameters not at all.
 
     Not seen: calls inside compiled graphs, where no Python runs (they are compared as the graph is traced, if at all);

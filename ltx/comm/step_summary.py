@@ -1,4 +1,4 @@
-"""The header: one small sum a step that carries loss, weights and the digest.
+"""The step summary: one small sum a step that carries loss, weights and the digest.
 
 It is issued between the forward and the backward pass, in float64. The digest is the running fingerprint of all that
 this rank has issued; all ranks have the same one iff its limbs have variance zero, which sums can tell: with limbs d
@@ -24,7 +24,7 @@ SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What the ranks' headers add up to.
+    """The sum of the ranks' summaries.
 
     Attributes:
         total: sum of the ranks' losses, or of their totals if they are weighted; 0-dim float64.
@@ -41,7 +41,7 @@ class StepSummary:
 
 
 class PendingSummary:
-    """A header under way."""
+    """A step summary that is pending."""
 
     def __init__(self, work: Work, size: int, axis_name: str):
         self._work: Work | None = work
@@ -50,7 +50,7 @@ class PendingSummary:
         self._summary: StepSummary | None = None
 
     def wait(self) -> StepSummary:
-        """The header; raises :class:`ltx.errors.RankMismatchError` if ranks have issued different things."""
+        """The summary; raises :class:`ltx.errors.RankMismatchError` if ranks have issued different things."""
         if self._summary is None:
             assert self._work is not None
             summed = self._work.wait()
@@ -68,8 +68,8 @@ class PendingSummary:
 
 
 def send_summary(channel: Channel, total: torch.Tensor, weight: torch.Tensor, digest: int) -> PendingSummary:
-    """Issue the header of this rank: `total` and `weight` are 0-dim tensors on the wire's device."""
+    """Issue this rank's part: `total` and `weight` are 0-dim tensors on the communicator's device."""
     limbs = [(digest >> (_LIMB_BITS * i)) & _MASK for i in range(_LIMBS)]
     marks = torch.tensor([y for d in limbs for y in (d, d * d)], dtype=torch.float64, device=total.device)
     buffer = torch.cat([total.detach().double().reshape(1), weight.detach().double().reshape(1), marks])
-    return PendingSummary(channel.issue("psum", buffer, "header"), channel.size, channel.axis_name)
+    return PendingSummary(channel.issue("psum", buffer, "summary"), channel.size, channel.axis_name)

@@ -116,7 +116,7 @@ class Watched(Exchange):
             )
             for bucket, asked in zip(self._plan.buckets, self._asked, strict=True)
         )
-        return Starts(self, rows, None if self._background else header(self._plan.axis.size))
+        return Starts(self, rows, None if self._background else summary(self._plan.axis.size))
 
 
 @dataclass
@@ -192,10 +192,10 @@ class Gradients:
     def only(self, hook: hooks.CommHook, step: int) -> Issues:
         """What a step with `hook` issues, where strategies do nothing besides."""
         buckets = self.buckets(hook, self.first_states(), step)
-        return Issues((), self._header(hook) if buckets else None, buckets)
+        return Issues((), self._summary(hook) if buckets else None, buckets)
 
-    def _header(self, hook: hooks.CommHook) -> Collective:
-        return header((hook.within(self.axis) or self.axis).size)
+    def _summary(self, hook: hooks.CommHook) -> Collective:
+        return summary((hook.within(self.axis) or self.axis).size)
 
     def _reduced(
         self, plan: Plan, hook: hooks.CommHook, bucket: Bucket, states: Sequence[LeafState]
@@ -277,7 +277,7 @@ class Steps(Gradients):
         post_update_hook = self._late_hook(info.step)
         hook = post_update_hook or in_dtype(strategy.hook_in_training(info.step), self._reduce_dtype)
         buckets = self._gradients(hook, carried.states, info.step) if hook is not None else ()
-        ahead = self._header(hook) if hook is not None and buckets else None
+        ahead = self._summary(hook) if hook is not None and buckets else None
         self._step += 1
         if post_update_hook is not None:
             self._carried = replace(carried, pending=pending)
@@ -316,7 +316,7 @@ def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:
     return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, ranks), ranks)
 
 
-def header(ranks: int) -> Collective:
+def summary(ranks: int) -> Collective:
     """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
     return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
 

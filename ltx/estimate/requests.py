@@ -78,11 +78,11 @@ class ExchangeExplanation(BucketExplanation):
 
 @dataclass(frozen=True)
 class Starts:
-    """An exchange starts. `header`: the small sum ahead of one in the foreground."""
+    """An exchange starts. `summary`: the small sum ahead of one in the foreground."""
 
     exchange: Exchange
     rows: tuple[ExchangeExplanation, ...]
-    header: Collective | None
+    summary: Collective | None
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class Issues:
 
     Attributes:
         begun: ahead of the forward pass.
-        header: the small sum ahead of the gradients, if any are sent.
+        summary: the small sum ahead of the gradients, if any are sent.
         buckets: of gradients, during the backward pass.
         updated: after it.
     """
 
     begun: tuple[Starts | Lands, ...] = ()
-    header: Collective | None = None
+    summary: Collective | None = None
     buckets: tuple[BucketExplanation, ...] = ()
     updated: tuple[Starts | Lands, ...] = ()
 
@@ -114,7 +114,7 @@ class Issues:
         return tuple(row for event in (*self.begun, *self.updated) if isinstance(event, Starts) for row in event.rows)
 
     @property
-    def headers(self) -> tuple[Collective, ...]:
-        """All headers of this step."""
-        started = (event.header for event in (*self.begun, *self.updated) if isinstance(event, Starts))
-        return tuple(header for header in (self.header, *started) if header is not None)
+    def summaries(self) -> tuple[Collective, ...]:
+        """All summaries of this step."""
+        started = (event.summary for event in (*self.begun, *self.updated) if isinstance(event, Starts))
+        return tuple(summary for summary in (self.summary, *started) if summary is not None)

@@ -14,7 +14,7 @@ class Traffic:
     """What one kind of traffic is in a mean step.
 
     Attributes:
-        kind: "gradients", "exchanges", "in the background", "headers".
+        kind: "gradients", "exchanges", "in the background", "summaries".
         nbytes: bytes that a rank sends.
         collectives: how many.
         link_s: how long they take on the link.
@@ -53,13 +53,13 @@ class Cost:
 
     @property
     def bytes_per_rank(self) -> float:
-        """Bytes that a rank sends a step, without headers: the mean of :attr:`Explanation.bytes`."""
-        return sum(t.nbytes for t in self.traffic if t.kind != "headers")
+        """Bytes that a rank sends a step, without step summaries: the mean of :attr:`Explanation.bytes`."""
+        return sum(t.nbytes for t in self.traffic if t.kind != "summaries")
 
     @property
     def collectives(self) -> float:
-        """Collectives a step, without headers."""
-        return sum(t.collectives for t in self.traffic if t.kind != "headers")
+        """Collectives a step, without step summaries."""
+        return sum(t.collectives for t in self.traffic if t.kind != "summaries")
 
     @property
     def link_s(self) -> float:

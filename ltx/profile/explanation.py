@@ -45,7 +45,7 @@ class Explanation:
         buckets: of gradients, in the order of launches; none where nothing is sent.
         exchanges: what the strategy sends besides gradients, in the order in which it starts it; None for a step that
             isn't a training step, where strategies do nothing besides.
-        headers: the small sums ahead of the gradients and of each exchange in the foreground.
+        summaries: the small sums ahead of the gradients and of each exchange in the foreground.
         plain_bytes: what this rank would send to all-reduce the same gradients as they are, in the same buckets.
         notes: what a reader should know besides.
     """
@@ -57,29 +57,29 @@ class Explanation:
     sync_step: int
     buckets: tuple[BucketExplanation, ...]
     exchanges: tuple[ExchangeExplanation, ...] | None
-    headers: tuple[Collective, ...]
+    summaries: tuple[Collective, ...]
     plain_bytes: int
     notes: tuple[str, ...]
 
     @property
     def rows(self) -> tuple[BucketExplanation, ...]:
-        """All that is sent but the headers: buckets of gradients, then of exchanges."""
+        """All that is sent but the step summaries: buckets of gradients, then of exchanges."""
         return (*self.buckets, *(self.exchanges or ()))
 
     @property
     def bytes(self) -> int:
-        """Bytes that this rank sends in a step, without the headers'."""
+        """Bytes that this rank sends in a step, without the step summaries'."""
         return sum(c.nbytes for row in self.rows for c in row.collectives)
 
     @property
     def collectives(self) -> int:
-        """The number of collectives a step, without the headers."""
+        """The number of collectives a step, without the step summaries."""
         return sum(len(row.collectives) for row in self.rows)
 
     @property
-    def header_bytes(self) -> int:
-        """Bytes that this rank sends for headers: loss, weights and digest ahead of gradients, digests of exchanges."""
-        return sum(c.nbytes for c in self.headers)
+    def summary_bytes(self) -> int:
+        """Bytes that this rank sends for step summaries: loss, weights and digest of a step, digests of exchanges."""
+        return sum(c.nbytes for c in self.summaries)
 
     @property
     def compression(self) -> float:
@@ -136,13 +136,13 @@ class Explanation:
             return [plain] if self.plain_bytes else []
         if math.isfinite(self.compression) and self.bytes != self.plain_bytes:
             plain += f", {self.compression:.2f} times as much"
-        headers = f"header            {format_bytes(self.header_bytes)} besides, for loss, weights and digest"
-        if not self.buckets or len(self.headers) > 1:
-            headers = f"headers           {format_bytes(self.header_bytes)} besides, {len(self.headers)} in all"
+        summaries = f"step summary      {format_bytes(self.summary_bytes)} besides, for loss, weights and digest"
+        if not self.buckets or len(self.summaries) > 1:
+            summaries = f"step summaries    {format_bytes(self.summary_bytes)} besides, {len(self.summaries)} in all"
         return [
             f"sent a step       {format_bytes(self.bytes)} in {_many(self.collectives, 'collective')}",
             plain,
-            *([headers] if self.headers else []),
+            *([summaries] if self.summaries else []),
         ]
 
 
@@ -224,7 +224,7 @@ def explain(
         <BLANKLINE>
         sent a step       90.1 kB in 1 collective
         plain all-reduce  180 kB, 2.00 times as much
-        header            96 B besides, for loss, weights and digest
+        step summary      96 B besides, for loss, weights and digest
         note: under second derivatives BF16() counts as the exact mean, and sends that
     """
     inner = step.step if isinstance(step, TrainStep) else step
@@ -264,7 +264,7 @@ def explain(
     notes = (*chosen, *_notes(inner, hook, size), *_at_other_times(inner, hook, number, trains))
     if post_update_hook is not None:
         notes = (*notes, 'with overlap="update" a bucket is sent once the optimizer has run on it')
-    rows = issues.buckets, exchanges, issues.headers
+    rows = issues.buckets, exchanges, issues.summaries
     return Explanation(given, post_update_hook or hook, size, rank, number, *rows, plain_bytes, notes)
 
 

@@ -82,8 +82,8 @@ class _Clock:
         for event in issues.begun:
             self._event(event)
         self.now += FORWARD * self.compute_s
-        if issues.header is not None:
-            self._carry(issues.header, "headers", self.now)
+        if issues.summary is not None:
+            self._carry(issues.summary, "summaries", self.now)
         self._backward(issues.buckets)
         updated = list(issues.updated)
         while updated and isinstance(updated[0], Lands):
@@ -115,10 +115,10 @@ class _Clock:
         if isinstance(event, Lands):
             self._land(*self.landing.pop(event.exchange, ([], "")))
             return
-        if event.header is not None:
-            self._carry(event.header, "headers", self.now)
+        if event.summary is not None:
+            self._carry(event.summary, "summaries", self.now)
         pending: list[_PendingReduction] = []
-        kind = "exchanges" if event.header is not None else "in the background"
+        kind = "exchanges" if event.summary is not None else "in the background"
         for row in event.rows:
             self._launch(pending, row, kind)
         self.landing[event.exchange] = pending, kind
@@ -229,7 +229,7 @@ def plan(
         <BLANKLINE>
         traffic      sent  collectives  on the link
         ---------  ------  -----------  -----------
-        headers     127 B            1      99.9 ms
+        summaries   127 B            1      99.9 ms
         gradients  200 MB            1       260 ms
         <BLANKLINE>
         computing 100 ms, packing and encoding 10 ms, waiting 295 ms

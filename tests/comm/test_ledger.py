@@ -74,7 +74,7 @@ def test_events_of_a_step(ranks: Ranks) -> None:
 
     for outer, inner in ranks(2).run(run):
         labels = [event.label for event in inner.events]
-        assert labels == ["header", "bucket 0", "bucket 1", "psum"]
+        assert labels == ["summary", "bucket 0", "bucket 1", "psum"]
         assert [event.label for event in outer.events] == labels[:3] + labels
         assert [event.channel for event in inner.events] == ["buckets 0"] * 3 + ["user"]
         for event in outer.events:

@@ -67,7 +67,7 @@ def test_spans_of_a_step(ranks: Ranks, overlap: Literal["backward", "update"]) -
         assert trace.rank == rank
         step, forward, backward = trace.spans[:3]
         header, *buckets = trace.events
-        assert header.label == "header"
+        assert header.label == "summary"
         assert forward.ended_s is not None
         assert step.ended_s is not None
         assert forward.ended_s <= header.issued_s <= backward.began_s

@@ -245,7 +245,7 @@ def test_the_first_call_measures_without_a_state_too(ranks: Ranks) -> None:
         for _ in range(2):
             with ltx.profile.record() as trace:
                 value = grad(torch.ones(3))
-            labels.append([event.label for event in trace.events if event.label != "header"])
+            labels.append([event.label for event in trace.events if event.label != "summary"])
         network = axis_comm.network
         comm.close_axis(axis)
         return value, network, labels

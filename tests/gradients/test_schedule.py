@@ -289,7 +289,7 @@ def test_issues_go_out_in_bucket_order_on_each_channel(ranks: Ranks, seed: int) 
 
     by_channel = ranks(2).run(run).replicated()
     in_order = [f"bucket {i}" for i in range(len(NAMES))]
-    assert by_channel == {"buckets 0": ["header", *in_order], "buckets 1": in_order, "buckets 2": in_order}
+    assert by_channel == {"buckets 0": ["summary", *in_order], "buckets 1": in_order, "buckets 2": in_order}
 
 
 @pytest.mark.parametrize("functional", [True, False], ids=["torch.func.grad", "backward"])
@@ -317,8 +317,8 @@ def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, functional: boo
 
     order = [label for i, name in enumerate(reversed(NAMES)) for label in (f"bucket {i}", name)]
     for seen in ranks(2).run(run):
-        assert [label for label in seen if label != "header"] == [label for label in order if label in seen]
-        assert seen.index("header") < seen.index("bucket 0")
+        assert [label for label in seen if label != "summary"] == [label for label in order if label in seen]
+        assert seen.index("summary") < seen.index("bucket 0")
         assert len([label for label in seen if label.startswith("bucket")]) == len(NAMES)
 
 

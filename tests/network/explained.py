@@ -91,7 +91,7 @@ def measured(row: Row, rank: int, size: int) -> dict[str, object]:
         "matches": explained.matches(trace, STEPS),
         "explained": explained.bytes,
         "recorded": sum(event.nbytes for event in trace.buckets) / STEPS,
-        "header": explained.header_bytes,
+        "header": explained.summary_bytes,
         "sent": (after - before) / STEPS,
     }
 

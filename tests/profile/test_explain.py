@@ -158,7 +158,7 @@ def test_is_what_is_recorded(ranks: Ranks, hook: CommHook, n: int, seed: int) ->
             assert found[-1].matches(trace), (name, str(found[-1]), trace)
             assert sum(event.nbytes for event in trace.buckets) == found[-1].bytes
             assert len(trace.buckets) == found[-1].collectives
-            assert [event.nbytes for event in trace.events if event.label == "header"] == [found[-1].header_bytes]
+            assert [event.nbytes for event in trace.events if event.label == "summary"] == [found[-1].summary_bytes]
             with ltx.profile.record() as trace:
                 for _ in range(3):
                     way(step, params, x)
@@ -243,7 +243,7 @@ def test_by_hand() -> None:
         assert [bucket.dtype for bucket in found.buckets] == [torch.float64, torch.float32, torch.float32]
         assert all(bucket.hook is hook for bucket in found.buckets)
         total = sum(nbytes for bucket in issued for _, nbytes in bucket)
-        assert (found.bytes, found.plain_bytes, found.header_bytes) == (total, 372, 96)
+        assert (found.bytes, found.plain_bytes, found.summary_bytes) == (total, 372, 96)
         assert found.compression == 372 / total
         assert found.collectives == sum(map(len, issued))
 
@@ -319,7 +319,7 @@ bucket  parameters                          elements       gradients  collective
 
 sent a step       120 kB in 7 collectives
 plain all-reduce  240 kB, 2.00 times as much
-header            64 B besides, for loss, weights and digest
+step summary      64 B besides, for loss, weights and digest
 note: under second derivatives InThreePhases() counts as the exact mean, and sends that"""
 
 
@@ -349,7 +349,7 @@ def test_no_gradients_on_the_wire() -> None:
     step = ltx.data_parallel(_loss, Local())
     assert ltx.profile.explain(step, params, world=2).bytes == 400
     found = ltx.profile.explain(step, params, world=2, sync_step=2)
-    assert (found.buckets, found.hook, found.bytes, found.collectives, found.header_bytes) == ((), None, 0, 0, 0)
+    assert (found.buckets, found.hook, found.bytes, found.collectives, found.summary_bytes) == ((), None, 0, 0, 0)
     assert (found.plain_bytes, found.compression) == (400, math.inf)
     assert found.matches(comm.Trace())
     assert "Local on 2 ranks, synchronised step 2: no gradients on the wire" in str(found)
@@ -357,7 +357,7 @@ def test_no_gradients_on_the_wire() -> None:
     assert found.exchanges is None
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
     trained = ltx.profile.explain(train, params, world=2, sync_step=2)
-    assert (trained.bytes, trained.collectives, trained.header_bytes) == (200, 1, 64)
+    assert (trained.bytes, trained.collectives, trained.summary_bytes) == (200, 1, 64)
     blocked = ltx.profile.explain(ltx.block_backward_sync(step), params, world=2)
     assert (blocked.bytes, blocked.notes) == (0, ("the step's gradients are blocked (block_backward_sync)",))
     alone = ltx.profile.explain(step, params)
@@ -402,10 +402,10 @@ def test_training_steps_send_what_is_explained(ranks: Ranks, name: str, n: int) 
                 state, _ = train(state, x[ltx.world().rank])
                 ltx.psum(x)
             assert explained.matches(trace), (str(explained), trace)
-            headers = [event.nbytes for event in trace.events if event.label == "header"]
-            assert headers == [c.nbytes for c in explained.headers]
+            headers = [event.nbytes for event in trace.events if event.label == "summary"]
+            assert headers == [c.nbytes for c in explained.summaries]
             assert explained.matches(replace(trace, events=[])) == (explained.bytes == 0)
-            seen.append((explained.bytes, explained.collectives, explained.header_bytes))
+            seen.append((explained.bytes, explained.collectives, explained.summary_bytes))
         return seen
 
     share, header = 2 * (n - 1) * 16 // n, 128 * (n - 1) // n  # four numbers; eight in double precision
@@ -429,7 +429,7 @@ def test_exchanges_in_rows() -> None:
         ("psum", "float32[3]", 18, 4),
         ("psum", "float32[1]", 6, 4),
     ]
-    assert (found.buckets, found.bytes, found.header_bytes, found.plain_bytes) == ((), 24, 0, 24)
+    assert (found.buckets, found.bytes, found.summary_bytes, found.plain_bytes) == ((), 24, 0, 24)
     assert ltx.profile.explain(step, params, world=4).bytes == 0  # a strategy does nothing besides in a bare step
     assert found.matches(comm.Trace()) is False
     assert ltx.profile.explain(step, params, world=4).matches(comm.Trace())
@@ -462,7 +462,7 @@ exchange 0  w, b               4  16 B float32  psum        float32[4]  16 B
 
 sent a step       16 B in 1 collective
 plain all-reduce  16 B
-headers           64 B besides, 1 in all
+step summaries    64 B besides, 1 in all
 note: LocalSGD"""
 
 

@@ -261,8 +261,8 @@ def test_bytes_are_those_that_are_explained(name: str) -> None:
         found = [ltx.profile.explain(train, params, world=world, sync_step=first + length + k) for k in range(length)]
         assert cost.bytes_per_rank == sum(x.bytes for x in found) / length
         assert cost.collectives == sum(x.collectives for x in found) / length
-        headers = [t.nbytes for t in cost.traffic if t.kind == "headers"]
-        assert sum(headers) == pytest.approx(sum(x.header_bytes for x in found) / length)
+        headers = [t.nbytes for t in cost.traffic if t.kind == "summaries"]
+        assert sum(headers) == pytest.approx(sum(x.summary_bytes for x in found) / length)
 
 
 @pytest.mark.full(but=1)
@@ -288,7 +288,7 @@ DDPStrategy(comm_hook=FP16()) on 4 ranks, a step: 1.13 s
 
 traffic      sent  collectives  on the link
 ---------  ------  -----------  -----------
-headers      96 B            1       6.1 ms
+summaries    96 B            1       6.1 ms
 gradients  120 kB            1       126 ms
 
 computing 1 s, packing and encoding 0 us, waiting 126 ms"""

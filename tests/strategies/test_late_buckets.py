@@ -279,7 +279,7 @@ def test_explain_says_what_is_sent(
             if not said.matches(trace):
                 wrong.append(f"{said}\n{trace.events}")
             sent += said.bytes
-            headers += said.header_bytes - sum(e.nbytes for e in trace.events if e.kind == "header")
+            headers += said.summary_bytes - sum(e.nbytes for e in trace.events if e.kind == "summary")
         return wrong, sent, headers
 
     for wrong, sent, headers in ranks(2).run(run):

@@ -166,7 +166,7 @@ def sizes_on_a_rank(strategy: ltx.Strategy) -> tuple[int, int, dict[str, int]]:
         state, _ = train(state, torch.ones(4, 60))
     sent: dict[str, int] = {}
     for event in trace.events:
-        if event.label != "header":
+        if event.label != "summary":
             sent[event.operation] = sent.get(event.operation, 0) + event.nbytes
     return before, elements(state.opt_state), sent
 

@@ -45,7 +45,7 @@ def test_equal_to_the_whole_batch_with_one_synchronisation(
     module, batches = CASES["mlp"].build(seed, 2)
     assert_close(grads, gradient(module, CASES["mlp"].loss(module, batches)))
     assert issued[0] == issued[1]
-    assert [label for label, *_ in issued[0]] == ["header", "bucket 0", "bucket 1", "bucket 2"]
+    assert [label for label, *_ in issued[0]] == ["summary", "bucket 0", "bucket 1", "bucket 2"]
 
 
 @pytest.mark.parametrize("way", FUNC_WAYS)
