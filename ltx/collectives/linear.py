@@ -35,17 +35,17 @@ class Rule:
 
     Attributes:
         name: the collective's name; also its key in :data:`RULES`.
-        operation: what the wire issues (:mod:`ltx.comm.operations`); None if nothing moves.
-        before: ``(x, n, static)`` -> a contiguous buffer that the wire may overwrite.
+        operation: the operation that a channel issues (:mod:`ltx.comm.operations`); None if nothing moves.
+        before: ``(x, n, static)`` -> a contiguous buffer that the channel may overwrite.
         after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
         stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
             `per_rank` the result is a stack again, else it is the one value that all ranks get.
         alone: ``(x, static)`` -> the value on an axis of size 1.
         transpose: ``(shape of x, static)`` -> name and static arguments of the transpose.
-        batched: `static` once x has got one more dimension in front.
-        arguments: the wire operation's arguments from `static`.
-        keeps_strides: the value, of x's shape, lies in memory as x does on that rank (channels last, say). What is sent
-            is contiguous, as ranks' tensors may lie differently.
+        batched: `static` for an x with one more dimension in front.
+        arguments: the operation's arguments, from `static`.
+        keeps_strides: the value, of x's shape, has x's memory layout on that rank (channels last, for example). What is
+            sent is contiguous, because ranks' tensors may have different layouts.
     """
 
     name: str
@@ -228,7 +228,7 @@ def _begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static
         lambda: comm.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else ""),
     )
     buffer = rule.before(x, axis_comm.size, static)
-    if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so nobody waits
+    if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
         empty = OPERATIONS[rule.operation].new_result(buffer, axis_comm.size)
         return lambda: empty
     return axis_comm.user.issue(rule.operation, buffer, rule.name, rule.arguments(static)).wait
@@ -263,7 +263,7 @@ def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compile
 
 
 def _differentiated(xs: list[torch.Tensor]) -> bool:
-    """Whether anybody may look through a Function, which to enter takes 40 µs."""
+    """Whether anything may differentiate or transform the call: entering a Function takes 40 µs."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0

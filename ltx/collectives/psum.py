@@ -143,5 +143,5 @@ def axis_size(axis: Any = None) -> int:
 
 
 def countable(value: Tree) -> Tree:
-    """Booleans as int64, by torch.sum's rule; a backend's sum of booleans is anybody's guess."""
+    """Booleans as int64, by torch.sum's rule; backends differ in their sums of booleans."""
     return tree.map(lambda x: x.long() if isinstance(x, torch.Tensor) and x.dtype == torch.bool else x, value)

@@ -1,7 +1,7 @@
 """The table of collectives: what each computes, its gradient, and what it sends.
 
-``python -m ltx.collectives.table`` prints it as Markdown; ``docs/reference/collectives.md`` is that page. What a rule
-of :mod:`ltx.collectives.linear` says of itself (its transpose, its operation on the wire) is read from the rule.
+``python -m ltx.collectives.table`` prints it as Markdown; ``docs/reference/collectives.md`` is that page. Transposes
+and operations are read from the rules of :mod:`ltx.collectives.linear`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Row:
         forward: what rank r gets, from x_s of every rank s.
         gradient: the cotangent of x_r, from ȳ_s of every rank s, where it isn't that of the rule's transpose.
         rule: the linear rule it follows, if it is one.
-        operation: what it issues on the wire, where that isn't the rule's.
+        operation: the operation that it issues, where that isn't the rule's.
         static: arguments with which the rule is shown.
         simulated: whether simulated ranks have it.
     """

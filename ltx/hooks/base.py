@@ -28,15 +28,15 @@ class CommHook:
         averages: the result stands for the sum of the shares, exactly or not. Hooks of which that isn't true have no
             derivative, and can't do another hook's sums.
         elementwise: each element's result depends on that element alone.
-        sums: whether it asks for sums of floating numbers, which another hook may answer (:func:`ltx.hooks.chain`).
+        sums: whether it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
-            :class:`ltx.Weighted` divides the result by the sum of the weights, which it doesn't know before.
-        reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, be it for randomness.
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before.
+        reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, for randomness too.
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1
-            where far less than the gradients is sent, so that the arithmetic comes in fewer and longer runs.
-        phases: the most asks that :meth:`reduce` yields for a bucket. Each has a channel of its own, which ranks open
-            together when they meet a plan; in the backward pass they couldn't, as they arrive in any order. Where
-            it depends on the number of ranks, :meth:`phases_on` says so.
+            where far less than the gradients is sent, so that the arithmetic works on fewer and longer buffers.
+        phases: the largest number of requests that :meth:`reduce` yields for a bucket. Each has a channel of its own,
+            which ranks open together when they meet a plan; in the backward pass they couldn't, as they arrive in any
+            order. Where it depends on the number of ranks, :meth:`phases_on` says so.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

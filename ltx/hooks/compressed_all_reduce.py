@@ -72,7 +72,7 @@ class CompressedAllReduce(LossyHook):
         return sent, sent.remainder(inputs.flat)
 
     def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
-        """:meth:`send`; `in_place`, codecs leave in the share what they don't say, and nobody may ask for `own`."""
+        """:meth:`send`. `in_place`: the codec leaves what it doesn't send in the input; `own` must not be called."""
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
         if not numel:
             return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
@@ -83,7 +83,7 @@ class CompressedAllReduce(LossyHook):
         first, second = self.keys(inputs)
         encode = self.encode_and_keep if in_place else self.encode
         outgoing = encode(rows, first)
-        # Decoded before it is sent: the wire may do with a buffer what it likes.
+        # Decoded before it is sent: the channel may overwrite the buffer.
         mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
         incoming = yield CollectiveRequest("all_to_all", outgoing)
         # One message after the other, each while it is in the cache.

@@ -71,7 +71,7 @@ class FromTorch(CommHook):
 
     exact: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
-    phases: ClassVar[int] = 0  # on the wire; what the hook asks its own group for isn't the wire's to know
+    phases: ClassVar[int] = 0  # collectives of ltx; those of the hook's own group don't count
 
     def __post_init__(self) -> None:
         if not callable(self.hook):
@@ -115,7 +115,7 @@ class FromTorch(CommHook):
             if bucket.refused is None or bucket.refused is error:
                 raise
             raise bucket.refused from error
-        yield from ()  # nothing is asked of the wire
+        yield from ()  # no collective of ltx
         return self._checked(result, inputs, label, axis_comm), inputs.states
 
     def _comm(self, inputs: BucketInput) -> comm.AxisComm:

@@ -43,7 +43,7 @@ class FromFunctions(LossyHook):
                     f"its argument. For {describe(inputs.flat)} it gave {_said(got)}, and for as many zeros "
                     f"{_said(wanted)}."
                 )
-        # Decompressed before it is sent: the wire may do with a buffer what it likes.
+        # Decompressed before it is sent: the channel may overwrite the buffer.
         mine = self._decompressed(given, inputs.flat) if feedback else None
         message = torch.cat([as_bytes(part.reshape(1, -1)) for part in parts], 1)[0]
         messages = yield CollectiveRequest("all_gather", message)

@@ -22,8 +22,10 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class HalfHook(CompressedAllReduce):
-    """The sum of shares rounded to `short`. With error feedback they are added up in their own dtype (as messages of
-    2 bytes a number), since what a sum in half precision rounds off would be nobody's to feed back.
+    """The sum of inputs rounded to `short`.
+
+    With error feedback they are added up in their own dtype (as messages of 2 bytes a number), because no rank could
+    feed back what a sum in half precision rounds off.
     """
 
     elementwise: ClassVar[bool] = True

@@ -86,7 +86,7 @@ class LossyHook(CommHook):
         return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        """Send what this hook sends of a share. `feedback`: somebody will ask for `own`."""
+        """Send what this hook sends of its input. `feedback`: the caller will call `own`."""
         raise NotImplementedError(f"{type(self).__name__} must define send(share)")
 
     def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:

@@ -1,5 +1,6 @@
-"""Noop: nothing is sent. Each rank goes on with its own gradients, so ranks drift apart: to measure what a step would
-take if communication cost nothing (``noop_hook`` of torch.distributed).
+"""Noop: nothing is sent. Each rank continues with its own gradients, so ranks drift apart.
+
+It measures what a step would take if communication cost nothing (``noop_hook`` of torch.distributed).
 
     g^_r = g_r
 """

@@ -94,7 +94,7 @@ class ToTorch:
             raise
 
     def _refuse_another(self, bucket: GradBucket) -> None:
-        """Raise if this isn't the next bucket of the pass under way, nor the first of a new one."""
+        """Raise if this is neither the next bucket of the current pass nor the first of a new one."""
         expected = len(self._pass.pending) if self._pass is not None and self._pass.going_on else 0
         if bucket.index() != expected:
             raise StrategyError(
@@ -172,7 +172,7 @@ class ToTorch:
         axis_comm.open_phases(hook.phases_on(axis_comm.size))
 
     def _settle(self, now: _Pass) -> None:
-        """Complete the futures of what has landed."""
+        """Complete the futures of the buckets that are complete."""
         for place, future in enumerate(now.futures):
             reduced = now.pending.completed(place)
             if reduced is not None and not future.done():
