@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ltx import tree
+from ltx.collectives.calls import tensors_of
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.index import axis_index
 from ltx.collectives.psum import axis_size
@@ -37,6 +38,7 @@ def pargmax(value: Tree, axis: Any = None) -> Tree:
         tensor([[1, 0],
                 [1, 0]])
     """
+    value = tensors_of(value, axis)
     return _first(value, pmax(tree.map(_apart, value), axis), axis)
 
 
@@ -49,6 +51,7 @@ def pargmin(value: Tree, axis: Any = None) -> Tree:
         tensor([[0, 0],
                 [0, 0]])
     """
+    value = tensors_of(value, axis)
     return _first(value, pmin(tree.map(_apart, value), axis), axis)
 
 

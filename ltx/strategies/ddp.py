@@ -50,7 +50,7 @@ class DDPStrategy(Strategy):
             takes it from a ``PostLocalSGDState``, and that all-reduces gradients within each node:
             ``ltx.LocalSGDStrategy(period, start, subgroup=...)`` does.
         start_method: how ``ltx.launch(..., strategy=strategy)`` starts processes: "popen", "spawn", "fork" or
-            "forkserver". Checked and carried here; nothing in ltx reads it yet.
+            "forkserver".
         bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in :class:`Strategy`.
 
     A hook pays if it takes a rank less time to encode and decode than it saves on the link. Of B bytes of float32 a sum

@@ -6,7 +6,6 @@ The formula is that of the global function of all ranks' values, as ``pmap`` and
 
 Left out, as ltx has no way to say it:
 
-* ``psum`` of a Python number, which JAX takes for the axis' size: ``ltx.axis_size`` is that; numbers are refused.
 * ``pmax`` and ``pmin`` in forward mode over their indices, ``pgather``, ``pdot``, ``pshuffle``: no such operations
   (``pshuffle`` is a ``ppermute``).
 * replication types (``check_vma``), shardings, layouts, donated buffers of the runtime: ranks are processes.
@@ -229,6 +228,7 @@ MORE: dict[str, Case | Refusal] = {
         lambda x: ltx.axis_index() + x, lambda xs: [r + x for r, x in enumerate(xs)], whole(3, dtype=torch.int64)
     ),
     "axis_size": Case(lambda x: x * ltx.axis_size(), lambda xs: [len(xs) * x for x in xs], randn(3)),
+    "psum of one counts the ranks": Case(lambda x: x * ltx.psum(1), lambda xs: [len(xs) * x for x in xs], randn(3)),
     "psum of integers": Case(ltx.psum, lambda xs: on_all(total(xs), len(xs)), whole(5, dtype=torch.int32), tolerance=0),
     "pmean of integers": Case(
         ltx.pmean, lambda xs: on_all(total(xs).float() / len(xs), len(xs)), whole(5, dtype=torch.int32)
@@ -313,7 +313,7 @@ REFUSALS: dict[str, Case | Refusal] = {
     "trees that differ": Refusal(
         lambda r: ltx.psum({"ab"[r]: torch.ones(1, 1, 31)}), RankMismatchError, ("leaf 'a'", "rank 1: no such leaf")
     ),
-    "a Python number": Refusal(lambda r: ltx.psum(1.0), TreeError, ("tensor",)),
+    "a string": Refusal(lambda r: ltx.psum("1.0"), TreeError, ("tensor",)),
 }
 
 TABLES: dict[str, Cases] = {

@@ -386,7 +386,7 @@ REFUSALS: dict[str, Case | Refusal] = {
     "gather_all_tensors of a collection": Refusal(
         lambda r: ltx.gather_all_tensors({"a": torch.ones(2)}), TreeError, ("one tensor",)
     ),
-    "all_gather of a number": Refusal(lambda r: ltx.all_gather({"a": 1}), TreeError, ("'a'",)),
+    "all_gather of a string": Refusal(lambda r: ltx.all_gather({"a": "b"}), TreeError, ("'a'",)),
     "averaging without its start": Refusal(
         lambda r: ltx.DDPStrategy(model_averaging_period=4), StrategyError, ("start_local_sgd_step",)
     ),
