@@ -14,7 +14,7 @@ from ltx.comm.recovery import BackwardPass, nested_run
 from ltx.comm.registry import axis_from_group, close_axis, open_axes, open_axis, resolve, size_and_rank
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
-from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, send_summary
+from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass
 from ltx.comm.timeline import Trace
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Trace",
     "Work",
     "axis_from_group",
+    "begin_pass",
     "bytes_sent",
     "close_axis",
     "debug_checks",
@@ -49,7 +50,6 @@ __all__ = [
     "record",
     "resolve",
     "sealed",
-    "send_summary",
     "size_and_rank",
     "span",
 ]

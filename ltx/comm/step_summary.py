@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ltx.comm.axis_comm import AxisComm
 from ltx.comm.channel import Channel, Work
+from ltx.comm.signature import Agreement
 from ltx.errors import RankMismatchError
 
 _LIMB_BITS = 20
@@ -67,9 +69,39 @@ class PendingSummary:
         return self._summary
 
 
-def send_summary(channel: Channel, total: torch.Tensor, weight: torch.Tensor, digest: int) -> PendingSummary:
-    """Issue this rank's part: `total` and `weight` are 0-dim tensors on the communicator's device."""
+def begin_pass(
+    axis_comm: AxisComm,
+    among: AxisComm,
+    name: str,
+    agreement: Agreement | None,
+    total: torch.Tensor | float = 0.0,
+    weight: torch.Tensor | float = 0.0,
+) -> PendingSummary:
+    """Begin a pass over buckets: wait until the last one is out of the way, then issue this rank's step summary.
+
+    Args:
+        axis_comm: on whose bucket channels the pass goes out.
+        among: the ranks that are in the pass: `axis_comm`, or a part of it.
+        name: what errors call the pass.
+        agreement: what the ranks have compared of it.
+        total, weight: the loss and its weight on this rank, 0-dim tensors; 0 where nobody asks for them.
+    """
+    axis_comm.wait_for_earlier()
+    among.recovery.recover()
+    channel = among.bucket_channel(0)
+    axis_comm.under_way = among.under_way = name
+    if agreement is not None:
+        channel.advance(agreement)
+    digest = axis_comm.user.digest ^ (channel.digest << 1)
+    return send_summary(channel, total, weight, digest, axis_comm.device)
+
+
+def send_summary(
+    channel: Channel, total: torch.Tensor | float, weight: torch.Tensor | float, digest: int, device: torch.device
+) -> PendingSummary:
+    """Issue this rank's part."""
     limbs = [(digest >> (_LIMB_BITS * i)) & _MASK for i in range(_LIMBS)]
-    marks = torch.tensor([y for d in limbs for y in (d, d * d)], dtype=torch.float64, device=total.device)
-    buffer = torch.cat([total.detach().double().reshape(1), weight.detach().double().reshape(1), marks])
-    return PendingSummary(channel.issue("psum", buffer, "summary"), channel.size, channel.axis_name)
+    marks = torch.tensor([y for d in limbs for y in (d, d * d)], dtype=torch.float64, device=device)
+    numbers = [torch.as_tensor(x, dtype=torch.float64, device=device).detach().reshape(1) for x in (total, weight)]
+    work = channel.issue("psum", torch.cat([*numbers, marks]), "summary")
+    return PendingSummary(work, channel.size, channel.axis_name)

@@ -6,25 +6,23 @@ out in bucket order, so all ranks issue alike, whatever the order in which gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ltx import comm
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import BucketInput, LeafState, Reducer, Reduction, collective_alone
-
-#: (sum of the shares, next states)
-Reduced = tuple[torch.Tensor, Sequence[LeafState]]
+from ltx.gradients.programs import advance, collective_alone
+from ltx.gradients.reduction import CollectiveRequest, Reduced, Reducer, Reduction
 
 
 @dataclass
 class _PendingReduction:
-    """A pending bucket: its reduction, and the collective that it waits for."""
+    """A pending bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
 
     hook: Reducer
-    reduction: Reduction
+    program: Reduction
     work: comm.Work | None = None
     phase: int = 0
     completed: Reduced | None = None
@@ -55,13 +53,13 @@ class PendingReductions:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def launch(self, hook: Reducer, inputs: BucketInput) -> None:
-        """Start the next bucket in order.
+    def launch(self, program: Reduction, hook: Reducer) -> None:
+        """Start the program of the next bucket in order, which is that of `hook`.
 
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
         can't be made to wait for that, so such a hook runs when the bucket is waited for.
         """
-        pending = _PendingReduction(hook, hook.reduce(inputs))
+        pending = _PendingReduction(hook, program)
         self._pending.append(pending)
         if hook.phases_on(self._comm.size) > 0:
             self._advance(len(self) - 1)
@@ -76,14 +74,7 @@ class PendingReductions:
 
     def _run_on(self, pending: _PendingReduction, place: int, result: torch.Tensor | None) -> None:
         arrived, version = result, -1 if result is None else result._version
-        while True:
-            try:
-                request = next(pending.reduction) if result is None else pending.reduction.send(result)
-            except StopIteration as end:
-                if pending.work is not None and end.value[0] is arrived and version == arrived._version:
-                    pending.total = pending.work.total  # the transport's sum is that of the hook's result
-                pending.completed, pending.work = end.value, None
-                return
+        while isinstance(request := advance(pending.program, result), CollectiveRequest):
             if pending.phase == pending.hook.phases_on(self._comm.size):
                 raise StrategyError(
                     f"rank {self._comm.rank}: {pending.hook!r} asks for more than {pending.phase} collectives in "
@@ -102,6 +93,9 @@ class PendingReductions:
                 pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
+        if pending.work is not None and request[0] is arrived and version == arrived._version:
+            pending.total = pending.work.total  # the transport's sum is that of the hook's result
+        pending.completed, pending.work = request, None
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""

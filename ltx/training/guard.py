@@ -17,7 +17,6 @@ import torch
 from ltx import comm, tree
 from ltx.errors import NotFiniteError
 from ltx.strategies.update import StepInfo
-from ltx.training.backward_update import any_not_finite
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import TrainState
@@ -57,6 +56,15 @@ def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | floa
     suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
     # Sums of finite numbers overflow, too.
     return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
+
+
+def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether any element isn't finite: a 0-dim bool tensor."""
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.tensor(False)
+    found = [g.isfinite().all().logical_not().to(grads[0].device) for g in grads]
+    return torch.stack(found).any()
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def test_what_lands_first_waits_for_the_buckets_before_it() -> None:
         lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
     )
     for _ in range(3):
-        pending.launch(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2))
+        pending.launch(Twice().reduce(BucketInput(torch.ones(2), cast(Bucket, None), 2)), Twice())
     assert first.issued == ["bucket 0", "bucket 1", "bucket 2"]
     first.works[2].done = first.works[1].done = True
     pending.poll()
@@ -77,7 +77,7 @@ def test_one_that_is_asked_for_takes_those_before_it_along() -> None:
         lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
     )
     for _ in range(3):
-        pending.launch(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2))
+        pending.launch(Twice().reduce(BucketInput(torch.ones(2), cast(Bucket, None), 2)), Twice())
     first.works[1].done = True
     assert pending.wait(1)[0].tolist() == [1.0, 1.0]
     assert second.issued == ["bucket 0", "bucket 1"]
