@@ -108,7 +108,7 @@ def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tenso
 
 def _compiled(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:
     # What is done may not depend on values here, so the places of NaN always travel too.
-    n, group = axis_comm.size, axis_comm.user.group.group_name
+    n, group = axis_comm.size, axis_comm.user.group_for(x.device).group_name
     value = OPERATIONS[which].begin_in_graph(x.clone(memory_format=torch.contiguous_format), n, group)()
     if not x.is_floating_point():
         return value

@@ -242,7 +242,7 @@ def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
 def _begin_compiled(
     axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static
 ) -> Callable[[], torch.Tensor]:
-    n, name = axis_comm.size, axis_comm.user.group.group_name
+    n, name = axis_comm.size, axis_comm.user.group_for(x.device).group_name
     buffer = rule.before(x, n, static)
     if rule.operation is None:
         return lambda: buffer

@@ -1,7 +1,7 @@
 """The one door to the network: every collective of every layer is issued through here."""
 
 from ltx.comm.axis_comm import AxisComm
-from ltx.comm.channel import Channel, Work
+from ltx.comm.channel import Channel
 from ltx.comm.debug import Checks, debug_checks
 from ltx.comm.events import Event, Span
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
@@ -14,8 +14,9 @@ from ltx.comm.recovery import BackwardPass, nested_run
 from ltx.comm.registry import axis_from_group, close_axis, open_axes, open_axis, resolve, size_and_rank
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
-from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass
+from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass
 from ltx.comm.timeline import Trace
+from ltx.comm.work import Work
 
 __all__ = [
     "DEFAULT_HEARTBEAT_S",
@@ -39,6 +40,7 @@ __all__ = [
     "bytes_sent",
     "close_axis",
     "debug_checks",
+    "end_pass",
     "list_values",
     "measure_network",
     "measured",

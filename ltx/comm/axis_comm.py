@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis
 from ltx.backings import GroupBacking, MeshPart, Part
+from ltx.comm.backends import backends_of
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.debug import under_way
@@ -33,9 +33,10 @@ from ltx.comm.negotiation import Negotiation
 from ltx.comm.network import Network
 from ltx.comm.notes import Notes
 from ltx.comm.posts import StorePosts
-from ltx.comm.process_groups import open_group, unregister
+from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
+from ltx.comm.streams import CommStream
 from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
@@ -51,16 +52,25 @@ class Later(Protocol):
         ...
 
 
+class Unread(Protocol):
+    """Something on the device that the host has to look at sooner or later."""
+
+    def wait(self) -> object:
+        """Look at it; raises what is wrong with it."""
+        ...
+
+
 class AxisComm:
     """Channels and known signatures of one axis in this process."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, timeout: timedelta, heartbeat_s: float):
         self.name = name
-        self.group = group
+        self.group: Any = group  # None once the world is gone
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout.total_seconds()
         self.global_ranks = dist.get_process_group_ranks(group)
+        self.backends = backends_of(group)
         self._timeout = timeout
         # The label has the ranks, the name, and how many times this rank has opened them, which the store counts. So a
         # communicator that is opened again after a shutdown doesn't find what the earlier one left.
@@ -81,12 +91,15 @@ class AxisComm:
         self._parts: dict[Part | MeshPart, Axis] = {}
         #: Backward passes that land later (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
+        self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self.recovery = Recovery(
             self._store, self.posts.holds, self.rank, self.size, name, self.timeout_s, self._fail_channels, self._renew
         )
         self.negotiation = Negotiation(self)
+        self._streams: dict[torch.device, CommStream] = {}
+        self._stream_group = self._open_stream_group()
         self.user = self._open_channel("user", transports=True)
         self.background = self._open_background()
         self.open_phases(1)
@@ -96,18 +109,33 @@ class AxisComm:
 
     def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
         address = f"{name}.{generation}" if generation else name
-        group = open_group(
-            self.global_ranks,
-            f"{self.label}/{address}",
-            dist.get_backend(self.group),
-            self._timeout,
-            f"ltx:{self.name}:{name}",
-            in_turn,
-        )
+        host = self.backends.host
+        label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
+        group = open_group(self.global_ranks, label, host, self._timeout, described, in_turn)
         transport = None
-        if transports and self.size > 1 and dist.get_backend(self.group) == "gloo":
+        # Where tensors on the host are ordered by streams, none goes through shared memory.
+        if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
-        return Channel(name, address, self.name, group, self.timeout_s, self.negotiation, transport)
+        return Channel(
+            name,
+            address,
+            self.name,
+            group,
+            self.timeout_s,
+            self.negotiation,
+            transport,
+            None if name == "background" else self._stream_group,
+            self.backends,
+        )
+
+    def _open_stream_group(self) -> dist.ProcessGroup | None:
+        """The one communicator of this axis for tensors on the device. Opening waits for all ranks."""
+        stream, device_type = self.backends.stream, self.backends.device_type
+        if stream is None:
+            return None
+        label = f"{self.label}/stream.{self.recovery.generation}"
+        backend, device = f"{device_type}:{stream}", self.device
+        return open_group(self.global_ranks, label, backend, self._timeout, f"ltx:{self.name}", device=device)
 
     def _open_background(self) -> Channel:
         channel = self._open_channel("background", generation=self.recovery.generation)
@@ -121,12 +149,21 @@ class AxisComm:
             made = self._open_channel(name, transports=True, generation=self.recovery.generation, in_turn=True)
             self._phases.append(made)
 
+    def stream_of(self, device: torch.device) -> CommStream | None:
+        """The stream on which buckets on `device` are reduced; None where waits block the host."""
+        if not self.user.orders_streams(device):
+            return None
+        if device not in self._streams:
+            self._streams[device] = CommStream(device)
+        return self._streams[device]
+
     def part(self, name: str, part: Part | MeshPart) -> Axis:
         """The axis of those ranks of this one that `part` puts together with this rank. All ranks open it together."""
         if part not in self._parts:
             ranks = [self.global_ranks[member] for member in part.members(self.rank)]
             label = f"{self.label}/{name} of ranks {ranks}"
-            group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
+            backend = dist.get_backend_config(self.group)
+            group = open_group(ranks, label, backend, self._timeout, name)
             axis_comm = AxisComm(name, group, self._timeout, self.heartbeat.heartbeat_s)
             self._parts[part] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
         return self._parts[part]
@@ -149,6 +186,9 @@ class AxisComm:
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
             unregister(channel.group)
+        if self._stream_group is not None:
+            abort(self._stream_group)
+            unregister(self._stream_group)
         for part in self._part_lines:
             part.recovery.abort(error)
 
@@ -160,12 +200,16 @@ class AxisComm:
         """Replace the failed channels. Their process groups stay open until the next time: a schedule may still refer
         to them.
         """
-        _let_go(self._left)
-        self._left = [*self._phases, self.background]
+        left, self._left = self._left, [*self._phases, self.background]
+        groups = [group for channel in left for group in channel.release()]
+        drop_groups(groups)
         for channel in self._phases:
             if channel.transport is not None:
                 channel.transport.close()
         count, self._phases = len(self._phases), []
+        if self._stream_group is not None:
+            self._streams = {}
+            self._stream_group = self.user.stream_group = self._open_stream_group()
         self.background = self._open_background()
         self.open_phases(count)
         for part in self._part_lines:
@@ -178,9 +222,11 @@ class AxisComm:
 
     @property
     def device(self) -> torch.device:
-        """Where the backend needs its tensors: the current CUDA device for NCCL, else the CPU."""
-        nccl = dist.get_backend(self.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        """Where this rank's gradients are: on its accelerator, if the axis has a backend for that; else on the CPU."""
+        kind = self.backends.device_type
+        if kind is None or kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.accelerator.current_device_index())
 
     @property
     def channels(self) -> list[Channel]:
@@ -211,7 +257,15 @@ class AxisComm:
         for channel in self.channels:
             if channel.transport is not None:
                 channel.transport.close()
-            dist.destroy_process_group(channel.group)
+        opened = [group for channel in self.channels for group in (channel.group, channel.stream_group)]
+        for group in {id(group): group for group in opened if group is not None}.values():
+            dist.destroy_process_group(group)
+
+    def release(self) -> list[dist.ProcessGroup]:
+        """The process groups that this holds besides its channels, and holds no longer."""
+        groups = [group for group in (self.group, self._stream_group) if group is not None]
+        self.group = self._stream_group = None
+        return groups
 
     def negotiate(
         self,
@@ -315,17 +369,3 @@ class AxisComm:
         """
         silent = [self.global_ranks.index(rank) for rank in self.heartbeat.look(self.global_ranks)]
         return sorted({*self.lost(), *silent})
-
-
-def _let_go(channels: list[Channel]) -> None:
-    """Drop the process groups of channels that are no longer used.
-
-    A group ends with its last reference, and waits then for its pending collectives: forever, if a peer never joins
-    them. So a thread drops it.
-    """
-    groups = []
-    for channel in channels:
-        dist.destroy_process_group(channel.group)
-        groups.append(channel.group)
-        channel.group = None
-    Thread(target=groups.clear, name="ltx-let-go", daemon=True).start()

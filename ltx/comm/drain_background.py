@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from ltx.comm.channel import Channel, Work
+from ltx.comm.channel import Channel
 from ltx.comm.heartbeat import TimeoutStore
+from ltx.comm.work import Work
 from ltx.errors import LtxError
 
 #: How long a rank waits for its peers to come to the end too.

@@ -121,7 +121,7 @@ def _group_of(ranks: list[Any]) -> dist.ProcessGroup:
     store: Any = c10d._get_default_store()
     told = f"ltx/ranks {ranks}"
     number = store.add(f"{told}/opened by {mine}", 1)
-    return open_group(ranks, f"{told}, {number}", dist.get_backend(), _DEFAULT_TIMEOUT, f"ranks {ranks}")
+    return open_group(ranks, f"{told}, {number}", dist.get_backend_config(), _DEFAULT_TIMEOUT, f"ranks {ranks}")
 
 
 def _outsider() -> str:

@@ -16,7 +16,7 @@ from ltx.errors import LtxError, StrategyError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import pack, pack_pure, unpack
 from ltx.gradients.pending import PendingReductions
-from ltx.gradients.programs import reduce_at_once
+from ltx.gradients.programs import program_of, reduce_at_once
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
 
@@ -82,7 +82,7 @@ class Exchange:
         for bucket in plan.buckets:
             mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
             flat = pack(mine, bucket, hook, plan.axis.size, states)
-            self._pending.launch(hook.reduce(plan.bucket_input(bucket, flat, states)), hook)
+            self._pending.launch(program_of(hook, plan.bucket_input(bucket, flat, states)), hook)
             self._pending.poll()
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
@@ -131,7 +131,7 @@ class Exchange:
             return
         self._completed = list(self._pending.wait_each())
         if self._summary is not None:
-            self._summary.wait()
+            comm.end_pass(self._comm, self._summary)
         if not self._midway:
             self._comm.recovery.complete()
         self._pending = None

@@ -42,7 +42,7 @@ class GraphSchedule(Schedule):
         if axis.backing is None:
             return lambda: collective_alone(request)
         assert axis.comm
-        group = axis.comm.bucket_channel(0).group.group_name
+        group = axis.comm.bucket_channel(0).group_for(buffer.device).group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
         return OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)

@@ -15,8 +15,8 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.packing import pack, unpack
 from ltx.gradients.pending import PendingReductions
-from ltx.gradients.programs import ProgramOf
-from ltx.gradients.reduction import LeafState, Reduced, Reduction
+from ltx.gradients.programs import Program, ProgramOf, program_of
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Dims, Plan, Schedule
 
 
@@ -91,7 +91,7 @@ class ProcessSchedule(Schedule):
     def _reset(self) -> None:
         self._pending = PendingReductions(self.comm, summed=self.options.sums)
         self._batches: dict[int, torch.Size] = {}
-        self._ready: dict[int, Reduction] = {}
+        self._ready: dict[int, Program] = {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
@@ -130,12 +130,12 @@ class ProcessSchedule(Schedule):
         tensors: Sequence[torch.Tensor],
         states: Sequence[LeafState],
         update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
-    ) -> Reduction:
+    ) -> Program:
         """The reduction of `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
         hook, plan, batch = self.hook, self.plan, self._batches[bucket.index]
         room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
-        return hook.reduce(plan.bucket_input(bucket, flat.view(-1), states, update))
+        return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
         """The buckets in order, each as soon as it is complete, with what its program returned."""
@@ -186,11 +186,11 @@ class ProcessSchedule(Schedule):
         self._pending.flush()
 
     def finish(self) -> comm.StepSummary | None:
-        """After the last bucket: return the step summary, checked, and forget this pass, so another may follow."""
+        """After the last bucket: return the step summary, and forget this pass, so another may follow."""
         summary = self.summary
         self._forget()
         self.among.recovery.complete()
-        return summary.wait() if summary is not None else None
+        return comm.end_pass(self.among, summary) if summary is not None else None
 
     def _forget(self) -> None:
         self.summary = None

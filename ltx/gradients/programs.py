@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,26 @@ from ltx.collectives.linear import Static, apply
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reducer, Reduction
 
+
+class Program(NamedTuple):
+    """The program of a bucket.
+
+    Attributes:
+        requests: the generator.
+        reads: the tensors that it reads; they are kept until it is complete.
+    """
+
+    requests: Reduction
+    reads: Sequence[torch.Tensor]
+
+
 #: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.
-ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Reduction]
+ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Program]
+
+
+def program_of(hook: Reducer, inputs: BucketInput) -> Program:
+    """The reduction of one bucket by `hook`."""
+    return Program(hook.reduce(inputs), [inputs.flat, *(x for state in inputs.states for x in state.values())])
 
 
 def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:

@@ -18,6 +18,7 @@ from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, Unsu
 from ltx.gradients.buckets import Bucket, leaves_of
 from ltx.gradients.packing import pack
 from ltx.gradients.pending import PendingReductions
+from ltx.gradients.programs import program_of
 from ltx.gradients.reduction import BucketInput, LeafState
 from ltx.hooks.base import CommHook
 
@@ -142,7 +143,7 @@ class ToTorch:
         now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))
         size, rank, last = now.axis.size, now.axis_comm.rank, bucket.is_last()
         inputs = BucketInput(flat, mine, size, rank, states, self.step, last, now.axis)
-        now.pending.launch(hook.reduce(inputs), hook)
+        now.pending.launch(program_of(hook, inputs), hook)
         now.pending.poll()
         self._settle(now)
         return now.futures[-1]

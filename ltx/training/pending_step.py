@@ -254,7 +254,7 @@ class PendingStep:
                 self._finish()
 
     def _complete_and_update(self, index: int) -> None:
-        self._summary.wait()  # ranks that have issued different things: before anything is applied
+        self._summary.enqueued()  # ranks that have issued different things: before anything is applied
         bucket, reduced = self._schedule.wait_bucket(index)
         try:
             self._updates.complete(bucket, reduced)

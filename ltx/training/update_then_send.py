@@ -11,7 +11,8 @@ from ltx import comm, tree
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import refuse_sparse
 from ltx.gradients.process_schedule import ProcessSchedule
-from ltx.gradients.reduction import LeafState, Reduced, Reduction
+from ltx.gradients.programs import Program
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.strategies.post_update import Old, PostUpdateHook, with_overwriting
 from ltx.training.backward import Backward, mean_at_once
 from ltx.training.completion import BackwardResult, scaled
@@ -66,7 +67,7 @@ class UpdateThenSend:
         else:
             self.mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
 
-    def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Reduction:
+    def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Program:
         """The program of a bucket. The optimizer runs inside it, on shared gradients; or now, on this rank's own."""
         if self._hook.shares_gradients:
             return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
