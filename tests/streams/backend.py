@@ -127,15 +127,19 @@ class StreamGroup(dist.ProcessGroup):
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
         return self._issue("allgather", [output], lambda: self._inner._allgather_base(output, given, opts))
 
-    allgather_into_tensor = _allgather_base
+    all_gather_single = _allgather_base
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
         return self._issue("reduce_scatter", [output], lambda: self._inner._reduce_scatter_base(output, given, opts))
+
+    reduce_scatter_single = _reduce_scatter_base
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int], opts: Any = None
     ) -> StreamWork:
         return self._issue("alltoall", [output], lambda: self._inner.alltoall_base(output, given, got, sent, opts))
+
+    all_to_all_single = alltoall_base
 
     def abort(self) -> None:
         self._aborted = True
@@ -166,6 +170,8 @@ class Host(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        for work in [] if error[0] else list(_pending.values()):  # whoever takes the results has them on the host
+            work.done.wait()
         self._patch.undo()
         super().__exit__(*error)
 
