@@ -31,11 +31,10 @@ from ltx.comm.drain_background import drain_background
 from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.network import Network
-from ltx.comm.notes import Notes
-from ltx.comm.posts import StorePosts
 from ltx.comm.process_groups import open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
+from ltx.comm.store_exchange import StoreExchange
 from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
@@ -69,7 +68,7 @@ class AxisComm:
         self.label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
         self.heartbeat = hold_heartbeat(store, dist.get_rank(), heartbeat_s)
         self._store = TimeoutStore(PrefixStore(f"{self.label}/", store), self.heartbeat)
-        self.posts = StorePosts(self._store, self.rank, self.size)
+        self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
         self.closed = False
@@ -84,14 +83,13 @@ class AxisComm:
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self.recovery = Recovery(
-            self._store, self.posts.holds, self.rank, self.size, name, self.timeout_s, self._fail_channels, self._renew
+            self._store, self._store.check, self.rank, self.size, name, self.timeout_s, self._fail_channels, self._renew
         )
         self.negotiation = Negotiation(self)
         self.user = self._open_channel("user", transports=True)
         self.background = self._open_background()
         self.open_phases(1)
         self.heartbeat.reports[self.label] = lambda: {channel.address: channel.issued for channel in self.channels}
-        self.notes = Notes(self._store, self.posts.holds, self.gone, self.rank, self.size, self.timeout_s)
         self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
 
     def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
@@ -191,17 +189,17 @@ class AxisComm:
         """Close the channels and the parts, and destroy their process groups."""
         if self.closed:
             return
-        self.notes.finish()
+        self.store_exchange.finish()
         self.closed = True
         self.buffer_pool.clear()
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
-        drain_background(self.background, self._store, self.posts.holds, self.lost)
+        drain_background(self.background, self._store, self._store.check, self.lost)
         for work in list(self.background.works):
             work.give_up()
         with suppress(PeerLostError):  # the store is gone
-            self.posts.leave()
+            self.negotiation.end()
         self.heartbeat.reports.pop(self.label, None)
         self.heartbeat.deadlocks.counts.pop(self.label, None)
         release_heartbeat(self.heartbeat)
@@ -285,15 +283,16 @@ class AxisComm:
         channel.compared += 1
         return self.negotiation.exchange(place, Post(signature, offer))[0].value
 
-    def notes_without_store(self, folder: Path) -> Notes:
-        """Notes in a file in `folder` that all ranks see, for when the store is gone."""
+    def exchange_in(self, folder: Path) -> StoreExchange:
+        """An exchange through a file in `folder`, which all ranks see, for when the store is gone."""
         name = hashlib.sha1(f"{self.label} of {self.heartbeat.world}".encode()).hexdigest()[:12]
-        return self.notes.through(folder / f".ltx-notes-{name}", self.lost)
+        return self.store_exchange.in_file(folder / f".ltx-exchange-{name}", self.lost)
 
-    def exchange_values(self, place: str, signature: Signature, value: Any) -> list[Any]:
-        """Every rank's `value`, as JSON, at a place that `notes` began. No collective is issued. For the main thread.
+    def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
+        """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
 
-        If a peer waits in a collective instead, both ranks raise.
+        If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
+        has returned on all ranks, or below it; None for a new one.
 
         Raises:
             RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Negotiation.exchange`.
@@ -301,7 +300,8 @@ class AxisComm:
         if self._foreign is not None:
             raise self._foreign
         issued = {channel.address: channel.issued for channel in self.channels}
-        return [post.value for post in self.negotiation.exchange(place, Post(signature, value, issued=issued))]
+        post = Post(signature, value, issued=issued)
+        return [theirs.value for theirs in self.negotiation.exchange(place or self.store_exchange.new_place(), post)]
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""

@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +96,10 @@ class Checks:
             self._met = error
             if not isinstance(error, RankMismatchError):
                 with suppress(LtxError, dist.DistError):
-                    axis_comm.posts.withdraw(
-                        place, replace(post, signature=Signature(f"nothing: {_briefly(error)}", ()))
-                    )
+                    axis_comm.negotiation.withdraw(place, post, f"nothing: {_briefly(error)}")
             raise
         if call:
-            axis_comm.posts.forget(before)
+            axis_comm.store_exchange.forget(before, [axis_comm.rank])
         return posts
 
     def _exchange(self, axis_comm: AxisComm, place: str, before: str, post: Post) -> list[Post]:
@@ -110,8 +107,8 @@ class Checks:
             return axis_comm.negotiation.exchange(place, post)
         except CollectiveTimeoutError as error:
             text = f"{error} This is {post.call}."
-            for rank in axis_comm.posts.absent(place):
-                last = axis_comm.posts.read(before, rank)
+            for rank in axis_comm.store_exchange.absent(place):
+                last = axis_comm.negotiation.peek(before, rank)
                 text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
             raise CollectiveTimeoutError(text) from None
 
@@ -149,7 +146,7 @@ class Checks:
             session, call = axis_comm.negotiation.next_check
             axis_comm.negotiation.next_check = (session, call + 1)
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
-                axis_comm.posts.post(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
+                axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
     def _open(self) -> list[AxisComm]:
         return [axis_comm for axis_comm in self._lines if not axis_comm.closed]
