@@ -82,9 +82,7 @@ class AxisComm:
         self.pending_steps: list[Later] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
-        self.recovery = Recovery(
-            self._store, self._store.check, self.rank, self.size, name, self.timeout_s, self._fail_channels, self._renew
-        )
+        self.recovery = Recovery(self.store_exchange, name, self._fail_channels, self._renew)
         self.negotiation = Negotiation(self)
         self.user = self._open_channel("user", transports=True)
         self.background = self._open_background()
@@ -195,7 +193,7 @@ class AxisComm:
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
-        drain_background(self.background, self._store, self._store.check, self.lost)
+        drain_background(self.background, self.store_exchange)
         for work in list(self.background.works):
             work.give_up()
         with suppress(PeerLostError):  # the store is gone
