@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ltx.comm.deadlock import Deadlocks
+from ltx.comm.store_exchange import poll_until
 from ltx.errors import PeerLostError, StoreGoneError
 
 T = TypeVar("T")
@@ -152,12 +153,15 @@ class Heartbeat:
         Raises:
             PeerLostError: the store is gone or doesn't answer.
         """
-        before, deadline, quiet = self.last(ranks), time.monotonic() + 1.3 * self._pause_s, list(ranks)
-        while quiet and time.monotonic() < deadline:
-            time.sleep(self._pause_s / 20)
-            beaten = {rank for rank, old, new in zip(ranks, before, self.last(ranks), strict=False) if old != new}
-            quiet = [rank for rank in quiet if rank not in beaten]
-        return quiet
+        before, silent = self.last(ranks), set(ranks)
+
+        def all_have_beaten() -> bool:
+            beats = zip(ranks, before, self.last(ranks), strict=False)
+            silent.difference_update(rank for rank, old, new in beats if old != new)
+            return not silent
+
+        poll_until(all_have_beaten, 1.3 * self._pause_s)
+        return sorted(silent)
 
     @property
     def _limit_s(self) -> float:

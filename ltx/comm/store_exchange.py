@@ -28,8 +28,12 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
 def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Callable[[], object] = lambda: None) -> bool:
     """Call `ready` until it returns True; returns whether it did within `timeout_s`.
 
-    The pauses between two calls double from 0.5 ms to 50 ms. This rank advances shared memory meanwhile: peers may need
-    that to come.
+    Every wait for peers in the store goes through here. The pauses between two calls double from 0.5 ms to 50 ms. This
+    rank advances shared memory meanwhile: peers may need that to come.
+
+    Waits for a collective are elsewhere, because something better than a pause ends them: the backend's own wait
+    (:class:`ltx.comm.channel.Work`), a counter in memory that changes within microseconds
+    (:func:`ltx.comm.transports.shared_memory.wait_for`), or a future (:mod:`ltx.comm.external_collectives`).
 
     Args:
         while_waiting: called every 50 ms. It raises if what this rank waits for won't come.

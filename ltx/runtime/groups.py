@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import sys
-import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx.axis import Axis
 from ltx.comm import open_axis
 from ltx.comm.process_groups import connect_limit
+from ltx.comm.store_exchange import poll_until
 from ltx.errors import WorldError
 from ltx.runtime.launchers import UNSURE
 from ltx.runtime.placement import Placement, is_loopback, loopback_listener
@@ -165,23 +165,22 @@ def _open_store(address: str, port: int, world: World, timeout: timedelta) -> St
 def _gather(meeting: Store, world: World, timeout: timedelta) -> None:
     """Wait until all ranks are here. Raises WorldError if they don't agree on their number, or don't come."""
     meeting.append("here", f"{world.rank} {world.size}\n")  # type: ignore[attr-defined]
-    deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.001
-    while True:
-        said = [axis_comm.split() for axis_comm in meeting.get("here").decode().splitlines()]
-        here = {int(rank): int(size) for rank, size in said}
+    here: dict[int, int] = {}
+
+    def all_are_here() -> bool:
+        entries = [line.split() for line in meeting.get("here").decode().splitlines()]
+        here.update((int(rank), int(size)) for rank, size in entries)
         if len(set(here.values())) > 1:
             told = "; ".join(f"rank {rank} says {size}" for rank, size in sorted(here.items()))
             raise WorldError(
                 f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with the "
                 "same WORLD_SIZE, or size= of ltx.init."
             )
-        if len(here) >= world.size:
-            return
-        if time.monotonic() > deadline:
-            absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
-            raise TimeoutError(f"rank {absent} hasn't come")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
+        return len(here) >= world.size
+
+    if not poll_until(all_are_here, timeout.total_seconds()):
+        absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
+        raise TimeoutError(f"rank {absent} hasn't come")
 
 
 def settle(meeting: PrefixStore, world: World, placement: Placement) -> None:
