@@ -125,7 +125,7 @@ def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _C
     if getattr(state.pending, "mean", state.pending) is not None:
         raise InputError(
             f"checkpoint: {state.layout.strategy} has an exchange under way between two steps, which a file can't "
-            "hold. Land it first, on all ranks: state = train.finish(state)."
+            "hold. Finish it first, on all ranks: state = train.finish(state)."
         )
     rank, own, common = together.rank, [], []
     for leaf in leaves_of(state):

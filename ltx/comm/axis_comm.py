@@ -73,12 +73,12 @@ class AxisComm:
         self._phases: list[Channel] = []
         self.closed = False
         self._pid = os.getpid()
-        self._foreign: WorldError | None = None  # in a fork of the rank's process: why it can't be used
+        self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
         self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[Part | MeshPart, Axis] = {}
-        #: Backward passes that land later (see ltx.training.pending_step), oldest first.
+        #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
@@ -145,11 +145,11 @@ class AxisComm:
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
             unregister(channel.group)
-        for part in self._part_lines:
+        for part in self._part_comms:
             part.recovery.abort(error)
 
     @property
-    def _part_lines(self) -> list[AxisComm]:
+    def _part_comms(self) -> list[AxisComm]:
         return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _renew(self) -> None:
@@ -164,7 +164,7 @@ class AxisComm:
         count, self._phases = len(self._phases), []
         self.background = self._open_background()
         self.open_phases(count)
-        for part in self._part_lines:
+        for part in self._part_comms:
             part.recovery.recover()
 
     def wait_for_earlier(self) -> None:
@@ -201,7 +201,7 @@ class AxisComm:
         self.heartbeat.reports.pop(self.label, None)
         self.heartbeat.deadlocks.counts.pop(self.label, None)
         release_heartbeat(self.heartbeat)
-        for axis_comm in self._part_lines:
+        for axis_comm in self._part_comms:
             axis_comm.close()
             dist.destroy_process_group(axis_comm.group)
         for channel in self.channels:
@@ -227,8 +227,8 @@ class AxisComm:
         Raises:
             RankMismatchError: on every rank, before any data has moved.
         """
-        if self._foreign is not None:
-            raise self._foreign
+        if self._fork_error is not None:
+            raise self._fork_error
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
@@ -268,13 +268,13 @@ class AxisComm:
 
         A fork has copies of the rank's connections and shares its memory, so peers would take it for the rank.
         """
-        self._foreign = WorldError(
+        self._fork_error = WorldError(
             f"rank {self.rank}: this process ({os.getpid()}) is a fork of the rank's own ({self._pid}), and can't take "
             f"part in collectives on axis {self.name!r}: its peers would take it for the rank. Call them in the rank's "
             "own process. Forks that only compute, such as workers of a DataLoader, are fine."
         )
         for channel in self.channels:
-            channel.failed = self._foreign
+            channel.failed = self._fork_error
 
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
@@ -295,8 +295,8 @@ class AxisComm:
         Raises:
             RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Negotiation.exchange`.
         """
-        if self._foreign is not None:
-            raise self._foreign
+        if self._fork_error is not None:
+            raise self._fork_error
         issued = {channel.address: channel.issued for channel in self.channels}
         post = Post(signature, value, issued=issued)
         return [theirs.value for theirs in self.negotiation.exchange(place or self.store_exchange.new_place(), post)]
@@ -311,7 +311,7 @@ class AxisComm:
         Raises:
             PeerLostError: the store is gone or doesn't answer.
         """
-        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.look(self.global_ranks)]
+        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.stale_ranks(self.global_ranks)]
         return sorted({*self.lost(), *silent})
 
 

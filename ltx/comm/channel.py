@@ -87,7 +87,7 @@ class Work:
         self._label = label
         self._event = event
         self._given_up: LtxError | None = None
-        #: Once it has landed: the sum of the result's elements, or NaN, where it was asked for and is known.
+        #: Once it is complete: the sum of the result's elements, or NaN, where it was asked for and is known.
         self.total: float | None = None
 
     def give_up(self) -> None:
@@ -96,7 +96,7 @@ class Work:
             self._work = None
             self._given_up = AxisError(
                 f"{self._label} was under way on axis {self._channel.axis_name!r} when that was closed, and was given "
-                "up. Land it before ltx.shutdown(): train.finish(state)."
+                "up. Finish it before ltx.shutdown(): train.finish(state)."
             )
 
     @property
@@ -318,15 +318,15 @@ class Channel:
                 f"({error})"
             ) from error
         if event is not None:
-            _stamp_landing(work, event)
+            _stamp_completion(work, event)
         both = finish if restored is as_it_is else lambda completed: restored(finish(completed))
-        ticket = Work(self, work, value, label, event, both)
+        started = Work(self, work, value, label, event, both)
         if self.history is not None:
-            self.works.add(ticket)
-        return ticket
+            self.works.add(started)
+        return started
 
 
-def _stamp_landing(work: dist.Work, event: Event) -> None:
+def _stamp_completion(work: dist.Work, event: Event) -> None:
     def completed(_future: object) -> None:
         event.completed_s = time.perf_counter()
 

@@ -147,7 +147,7 @@ class Deadlocks:
         }
         return asdict(Told(waits, counts, self._found))
 
-    def look(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
+    def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
         """Called now and then by a thread that has waited for :data:`PATIENCE_S`: will it for ever?
 
         Raises:

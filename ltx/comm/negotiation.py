@@ -60,7 +60,7 @@ class Negotiation:
             announced = self._store.collect(
                 place,
                 f"{post.signature.operation} on axis {self._name!r}",
-                while_waiting=partial(self._look_while_comparing, place, post, time.monotonic()),
+                while_waiting=partial(self._check_while_comparing, place, post, time.monotonic()),
                 to="compare it",
                 fix=" Every rank must call the same collectives.",
             )
@@ -85,14 +85,14 @@ class Negotiation:
         fields = self._store.peek(place, rank)
         return None if fields is None else Post.of(fields)
 
-    def _look_while_comparing(self, place: str, post: Post, began: float) -> None:
+    def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
         self._recovery.check_abandoned()
         self._refuse_silent()
         self._refuse_elsewhere(place, post)
         self._refuse_lost(place, post)
         if self._recovery.inside:
-            self._recovery.look()
+            self._recovery.check_aborted()
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)
 
@@ -132,7 +132,7 @@ class Negotiation:
             return f"{called(what)} on axis {self._name!r} ({where})"
 
         with suppress(StoreGoneError):  # as in answer_peers()
-            self.deadlocks.look(key, number, self._comm.global_ranks, describe)
+            self.deadlocks.check(key, number, self._comm.global_ranks, describe)
 
     def _refuse_deadlock(self, place: str, post: Post) -> None:
         """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
@@ -198,7 +198,7 @@ class Negotiation:
 
     def _refuse_silent(self) -> None:
         """Raise if the heartbeat of a peer has stopped."""
-        if silent := self._heartbeat.look(self._comm.global_ranks):
+        if silent := self._heartbeat.stale_ranks(self._comm.global_ranks):
             peers = ", ".join(str(self._comm.global_ranks.index(rank)) for rank in silent)
             raise PeerLostError(
                 f"rank {self._rank}: rank {peers} on axis {self._name!r} has shown no sign of life for "
@@ -259,7 +259,7 @@ class Negotiation:
             return  # pending collectives need no store; a peer that is gone too breaks its connections
 
     def _look_for_trouble(self) -> None:
-        self._recovery.look()
+        self._recovery.check_aborted()
         self._refuse_silent()
         for rank in range(self._size):
             place = self._waits_at(rank)
@@ -299,7 +299,7 @@ class Negotiation:
         self._refuse(posts)
 
     def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call that only some ranks came to counts for all: so their next calls meet."""
+        """Raise if `posts` disagree. A call of some ranks alone counts for all: their next calls are compared next."""
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):
             raise error

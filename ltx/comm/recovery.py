@@ -146,7 +146,7 @@ class Recovery:
                     f"({why}), so what this rank waits for won't come."
                 )
 
-    def look(self) -> None:
+    def check_aborted(self) -> None:
         """Called during a wait: raise if a peer has aborted the pass, so that what this rank waits for won't come."""
         self.check_abandoned()
         if self._has_left:

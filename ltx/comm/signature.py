@@ -1,7 +1,7 @@
 """Signatures: what ranks must agree on before any data moves.
 
-A rank that meets a new signature compares it with its peers through the store, out of band, so that a disagreement is
-the same named error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
+A rank compares a new signature with its peers through the store, out of band, so that a disagreement is the same named
+error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
 known and costs a dictionary look-up.
 """
 

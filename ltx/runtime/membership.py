@@ -104,7 +104,7 @@ class Membership:
 
     def gone(self, some: Sequence[int]) -> list[int]:
         """Those of `some` that have shown no sign of life for too long. Raises PeerLostError if the store is gone."""
-        return self._heartbeat.look(some)
+        return self._heartbeat.stale_ranks(some)
 
     def meet(
         self,

@@ -148,7 +148,7 @@ def test_equal_calls_from_different_lines(torn: OnFreshAxis) -> None:
     assert sums == []
     assert re.search(
         r"ranks disagree on the line that calls psum: rank 0: test_debug.py:\d+; rank 1: test_debug.py:\d+\. Fix: call "
-        r"the same collectives in the same order; if these calls are meant to meet, "
+        r"the same collectives in the same order; if these calls belong together, "
         r"ltx.debug_checks\(same_lines=False\)\.",
         text,
     ), text

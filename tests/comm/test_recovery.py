@@ -1,4 +1,4 @@
-"""A backward pass that was left halfway, seen from the wire."""
+"""A backward pass that was left halfway, seen from ltx.comm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects in the wire: shared memory, what ranks compare, what they find out about one another."""
+"""Defects in ltx.comm: shared memory, what ranks compare, what they find out about one another."""
 
 from tests.mutants.mutant import Mutant
 
@@ -12,7 +12,7 @@ MUTANTS = (
         tests=("tests/comm/test_shared_memory.py",),
     ),
     Mutant(
-        name="comm: a piece is reduced before all have filled it",
+        name="comm: a chunk is reduced before all have filled it",
         file="comm/transports/shared_memory.py",
         old="if entry is None or self._least(FILLED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][FILLED] <= entry.place:",
@@ -20,7 +20,7 @@ MUTANTS = (
         tests=("tests/comm/test_shared_memory.py",),
     ),
     Mutant(
-        name="comm: a piece is taken before all have reduced it",
+        name="comm: a chunk is taken before all have reduced it",
         file="comm/transports/shared_memory.py",
         old="if entry is None or self._least(REDUCED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][REDUCED] <= entry.place:",
@@ -55,7 +55,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="comm: the header's digests aren't compared",
+        name="comm: the step summary's digests aren't compared",
         file="comm/step_summary.py",
         old="if self._size * second != first * first:",
         new="if self._size * second < 0:",
