@@ -8,13 +8,13 @@ from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.comm.ledger import record, span
 from ltx.comm.measure import measure_network, measured
 from ltx.comm.network import Network
-from ltx.comm.notes import Notes
 from ltx.comm.operations import bytes_sent
 from ltx.comm.recovery import BackwardPass, nested_run
 from ltx.comm.registry import axis_from_group, close_axis, open_axes, open_axis, resolve, size_and_rank
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass
+from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.timeline import Trace
 from ltx.comm.work import Work
 
@@ -28,11 +28,11 @@ __all__ = [
     "Checks",
     "Event",
     "Network",
-    "Notes",
     "PendingSummary",
     "Signature",
     "Span",
     "StepSummary",
+    "StoreExchange",
     "Trace",
     "Work",
     "axis_from_group",
@@ -49,6 +49,7 @@ __all__ = [
     "open_axes",
     "open_axis",
     "opened",
+    "poll_until",
     "record",
     "resolve",
     "sealed",

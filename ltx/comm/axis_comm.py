@@ -31,11 +31,10 @@ from ltx.comm.drain_background import drain_background
 from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.network import Network
-from ltx.comm.notes import Notes
-from ltx.comm.posts import StorePosts
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
+from ltx.comm.store_exchange import StoreExchange
 from ltx.comm.streams import CommStream
 from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
@@ -79,24 +78,22 @@ class AxisComm:
         self.label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
         self.heartbeat = hold_heartbeat(store, dist.get_rank(), heartbeat_s)
         self._store = TimeoutStore(PrefixStore(f"{self.label}/", store), self.heartbeat)
-        self.posts = StorePosts(self._store, self.rank, self.size)
+        self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
         self.closed = False
         self._pid = os.getpid()
-        self._foreign: WorldError | None = None  # in a fork of the rank's process: why it can't be used
+        self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
         self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[Part | MeshPart, Axis] = {}
-        #: Backward passes that land later (see ltx.training.pending_step), oldest first.
+        #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
         self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
-        self.recovery = Recovery(
-            self._store, self.posts.holds, self.rank, self.size, name, self.timeout_s, self._fail_channels, self._renew
-        )
+        self.recovery = Recovery(self.store_exchange, name, self._fail_channels, self._renew)
         self.negotiation = Negotiation(self)
         self._streams: dict[torch.device, CommStream] = {}
         self._stream_group = self._open_stream_group()
@@ -104,7 +101,6 @@ class AxisComm:
         self.background = self._open_background()
         self.open_phases(1)
         self.heartbeat.reports[self.label] = lambda: {channel.address: channel.issued for channel in self.channels}
-        self.notes = Notes(self._store, self.posts.holds, self.gone, self.rank, self.size, self.timeout_s)
         self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
 
     def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
@@ -189,11 +185,11 @@ class AxisComm:
         if self._stream_group is not None:
             abort(self._stream_group)
             unregister(self._stream_group)
-        for part in self._part_lines:
+        for part in self._part_comms:
             part.recovery.abort(error)
 
     @property
-    def _part_lines(self) -> list[AxisComm]:
+    def _part_comms(self) -> list[AxisComm]:
         return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _renew(self) -> None:
@@ -212,7 +208,7 @@ class AxisComm:
             self._stream_group = self.user.stream_group = self._open_stream_group()
         self.background = self._open_background()
         self.open_phases(count)
-        for part in self._part_lines:
+        for part in self._part_comms:
             part.recovery.recover()
 
     def wait_for_earlier(self) -> None:
@@ -237,21 +233,21 @@ class AxisComm:
         """Close the channels and the parts, and destroy their process groups."""
         if self.closed:
             return
-        self.notes.finish()
+        self.store_exchange.finish()
         self.closed = True
         self.buffer_pool.clear()
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
-        drain_background(self.background, self._store, self.posts.holds, self.lost)
+        drain_background(self.background, self.store_exchange)
         for work in list(self.background.works):
             work.give_up()
         with suppress(PeerLostError):  # the store is gone
-            self.posts.leave()
+            self.negotiation.end()
         self.heartbeat.reports.pop(self.label, None)
         self.heartbeat.deadlocks.counts.pop(self.label, None)
         release_heartbeat(self.heartbeat)
-        for axis_comm in self._part_lines:
+        for axis_comm in self._part_comms:
             axis_comm.close()
             dist.destroy_process_group(axis_comm.group)
         for channel in self.channels:
@@ -285,8 +281,8 @@ class AxisComm:
         Raises:
             RankMismatchError: on every rank, before any data has moved.
         """
-        if self._foreign is not None:
-            raise self._foreign
+        if self._fork_error is not None:
+            raise self._fork_error
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
@@ -326,36 +322,38 @@ class AxisComm:
 
         A fork has copies of the rank's connections and shares its memory, so peers would take it for the rank.
         """
-        self._foreign = WorldError(
+        self._fork_error = WorldError(
             f"rank {self.rank}: this process ({os.getpid()}) is a fork of the rank's own ({self._pid}), and can't take "
             f"part in collectives on axis {self.name!r}: its peers would take it for the rank. Call them in the rank's "
             "own process. Forks that only compute, such as workers of a DataLoader, are fine."
         )
         for channel in self.channels:
-            channel.failed = self._foreign
+            channel.failed = self._fork_error
 
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
         return self.negotiation.exchange(place, Post(signature, offer))[0].value
 
-    def notes_without_store(self, folder: Path) -> Notes:
-        """Notes in a file in `folder` that all ranks see, for when the store is gone."""
+    def exchange_in(self, folder: Path) -> StoreExchange:
+        """An exchange through a file in `folder`, which all ranks see, for when the store is gone."""
         name = hashlib.sha1(f"{self.label} of {self.heartbeat.world}".encode()).hexdigest()[:12]
-        return self.notes.through(folder / f".ltx-notes-{name}", self.lost)
+        return self.store_exchange.in_file(folder / f".ltx-exchange-{name}", self.lost)
 
-    def exchange_values(self, place: str, signature: Signature, value: Any) -> list[Any]:
-        """Every rank's `value`, as JSON, at a place that `notes` began. No collective is issued. For the main thread.
+    def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
+        """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
 
-        If a peer waits in a collective instead, both ranks raise.
+        If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
+        has returned on all ranks, or below it; None for a new one.
 
         Raises:
             RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Negotiation.exchange`.
         """
-        if self._foreign is not None:
-            raise self._foreign
+        if self._fork_error is not None:
+            raise self._fork_error
         issued = {channel.address: channel.issued for channel in self.channels}
-        return [post.value for post in self.negotiation.exchange(place, Post(signature, value, issued=issued))]
+        post = Post(signature, value, issued=issued)
+        return [theirs.value for theirs in self.negotiation.exchange(place or self.store_exchange.new_place(), post)]
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""
@@ -367,5 +365,5 @@ class AxisComm:
         Raises:
             PeerLostError: the store is gone or doesn't answer.
         """
-        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.look(self.global_ranks)]
+        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.stale_ranks(self.global_ranks)]
         return sorted({*self.lost(), *silent})

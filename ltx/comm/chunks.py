@@ -53,7 +53,7 @@ def _nothing(_: object) -> None:
     pass
 
 
-#: What a lane keeps in place of a piece that has been through it.
+#: What a transport keeps in place of a chunk that is complete.
 NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
 
 

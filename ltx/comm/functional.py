@@ -1,4 +1,4 @@
-"""The wire inside a compiled graph: functional collectives that Inductor sees and may reorder.
+"""Collectives inside a compiled graph: functional ones, which Inductor sees and may reorder.
 
 :mod:`ltx.comm.operations` lists them.
 """
@@ -68,6 +68,6 @@ def broadcast(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torc
 
 
 def wait(value: torch.Tensor) -> torch.Tensor:
-    """The landed result."""
+    """The completed result."""
     completed: torch.Tensor = torch.ops._c10d_functional.wait_tensor(value)
     return completed

@@ -25,7 +25,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 #: Static arguments of an operation.
 Arguments = tuple[int, ...]
-#: What is under way, what will have landed, and how that becomes the value.
+#: The work that was started, the buffer that it completes, and how that becomes the value.
 Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 

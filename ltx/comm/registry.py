@@ -23,7 +23,7 @@ from ltx.errors import AxisError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-_lines: dict[dist.ProcessGroup, Axis] = {}
+_opened: dict[dist.ProcessGroup, Axis] = {}
 
 
 def open_axis(
@@ -35,12 +35,12 @@ def open_axis(
     """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
     if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name!r}: {_outsider()}")
-    known = _lines.get(group)
+    known = _opened.get(group)
     if known is not None and known.name == name:
         return known
     axis_comm = AxisComm(name, group, timeout, heartbeat_s)
     opened = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
-    _lines[group] = opened
+    _opened[group] = opened
     return opened
 
 
@@ -105,7 +105,7 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
         raise AxisError(f"axis {name or group!r}: {_outsider()}")
     opened = open_axis(group.group_name if name is None else name, group)
     axis = GroupAxis(opened.name, opened.size, opened.backing, ranks is not None)
-    _lines[group] = axis
+    _opened[group] = axis
     return axis
 
 
@@ -133,14 +133,14 @@ def close_axis(axis: Axis) -> None:
     """Close what :func:`open_axis` opened."""
     if axis.comm is not None:
         axis_comm: AxisComm = axis.comm
-        _lines.pop(axis_comm.group, None)
+        _opened.pop(axis_comm.group, None)
         axis_comm.close()
 
 
 def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
-    lines = [axis.comm for axis in _lines.values() if axis.comm is not None]
-    return (*_lines.values(), *(part for axis_comm in lines for part in axis_comm.parts))
+    comms = [axis.comm for axis in _opened.values() if axis.comm is not None]
+    return (*_opened.values(), *(part for axis_comm in comms for part in axis_comm.parts))
 
 
 def _refuse_forks() -> None:
@@ -155,7 +155,7 @@ os.register_at_fork(after_in_child=_refuse_forks)
 def size_and_rank(axis: Any) -> tuple[int, int]:
     """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
 
-    Unlike :func:`resolve` it never opens an axis, for which ranks would have to meet.
+    Unlike :func:`resolve` it never opens an axis, which all its ranks would have to do together.
     """
     if isinstance(axis, DeviceMesh) and axis.ndim == 1:
         axis = axis.get_group()
@@ -170,7 +170,7 @@ def resolve(axis: Any) -> Axis:
     DeviceMesh."""
     if isinstance(axis, str):
         # By name: what is in scope first, then what axis_from_group has opened.
-        opened = [known for known in _lines.values() if known.name == axis]
+        opened = [known for known in _opened.values() if known.name == axis]
         in_scope = any(known.name == axis for known in axes.axes_in_scope())
         return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
     if axis is None:
@@ -187,7 +187,7 @@ def resolve(axis: Any) -> Axis:
             )
         axis = axis.get_group()
     if isinstance(axis, dist.ProcessGroup):
-        known = _lines.get(axis)
+        known = _opened.get(axis)
         return known if known is not None else open_axis(axis.group_name, axis)
     if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
         # What torch gives to those who aren't in a new group.

@@ -1,7 +1,7 @@
 """Signatures: what ranks must agree on before any data moves.
 
-A rank that meets a new signature compares it with its peers through the store, out of band, so that a disagreement is
-the same named error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
+A rank compares a new signature with its peers through the store, out of band, so that a disagreement is the same named
+error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
 known and costs a dictionary look-up.
 """
 
@@ -96,14 +96,14 @@ class Post:
         """What is called, and on which line."""
         return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
 
-    def to_json(self) -> str:
-        """Text for the store."""
-        return json.dumps([self.signature.to_json(), self.value, self.caller, dict(self.issued), self.next_check])
+    def fields(self) -> list[Any]:
+        """Itself as JSON values, for the store."""
+        return [self.signature.to_json(), self.value, self.caller, dict(self.issued), self.next_check]
 
     @staticmethod
-    def from_json(text: str | bytes) -> Post:
-        """Inverse of :meth:`to_json`."""
-        signature, value, caller, issued, next_check = json.loads(text)
+    def of(fields: list[Any]) -> Post:
+        """Inverse of :meth:`fields`."""
+        signature, value, caller, issued, next_check = fields
         return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check))
 
 

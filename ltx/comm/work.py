@@ -81,7 +81,7 @@ class Work:
         self._label = label
         self._event = event
         self._given_up: LtxError | None = None
-        #: Once it has landed: the sum of the result's elements, or NaN, where it was asked for and is known.
+        #: Once it is complete: the sum of the result's elements, or NaN, where it was asked for and is known.
         self.total: float | None = None
 
     def give_up(self) -> None:
@@ -90,7 +90,7 @@ class Work:
             self._work = None
             self._given_up = AxisError(
                 f"{self._label} was under way on axis {self._channel.axis_name!r} when that was closed, and was given "
-                "up. Land it before ltx.shutdown(): train.finish(state)."
+                "up. Finish it before ltx.shutdown(): train.finish(state)."
             )
 
     @property

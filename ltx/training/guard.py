@@ -108,8 +108,8 @@ def not_finite_error(
         own = _own_gradients(train, state, batch, info, factor)
     axis_comm, simulated = info.axis.comm, info.axis.simulated
     if axis_comm:
-        place, signature = axis_comm.notes.begin(), comm.Signature("whose gradients aren't finite", ())
-        told = axis_comm.exchange_values(place, signature, [_described(paths, own), _described(paths, reduced)])
+        signature = comm.Signature("whose gradients aren't finite", ())
+        told = axis_comm.exchange_values(signature, [_described(paths, own), _described(paths, reduced)])
         by_rank = [texts for texts, _ in told]
         together = sorted({text for _, texts in told for text in texts})
     elif simulated:
