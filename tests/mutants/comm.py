@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="comm: the step summary's digests aren't compared",
         file="comm/step_summary.py",
-        old="if self._size * second != first * first:",
+        old="if self._channel.size * second != first * first:",
         new="if self._size * second < 0:",
         breaks="ranks that have issued different collectives train on",
         tests=("tests/comm/test_step_summary.py",),
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         name="comm: no timeout",
         file="comm/channel.py",
-        old="        if waited_s > channel.timeout_s:\n            raise self._timed_out()\n",
+        old="        if waited_s > self.timeout_s:\n            raise self.timed_out(label)\n",
         new="",
         breaks="a rank that waits for one that never comes waits for ever",
         tests=(
@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: an issue after a failure goes out",
-        file="comm/channel.py",
+        file="comm/work.py",
         old="            self._channel.failed = error\n            raise\n",
         new="            raise\n",
         breaks="after a timeout what is issued next pairs with what peers issued before",
@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         name="comm: nobody looks for deadlocks",
         file="comm/channel.py",
-        old="            channel.negotiation.check_deadlock(channel, self._number, self._label)\n",
+        old="            self.negotiation.check_deadlock(self, number, label)\n",
         new="            pass\n",
         breaks="ranks that wait for each other wait for the timeout",
         tests=("tests/comm/test_deadlock.py::test_a_collective_that_one_rank_alone_calls",),

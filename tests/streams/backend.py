@@ -102,9 +102,11 @@ class StreamGroup(dist.ProcessGroup):
             time.sleep(self._delays.random() * LONGEST_S)
             try:
                 if not self._aborted:
-                    do()
+                    with torch.no_grad():
+                        do()
             except BaseException as error:
                 work.error = error
+                print(f"device: {error!r}", file=sys.stderr)
             if work.error is None or self._aborted:
                 # A kernel whose peer is gone never ends: only abort() lets the stream go on.
                 for storage in work.storages:
@@ -118,26 +120,31 @@ class StreamGroup(dist.ProcessGroup):
         self._queue.put((work, lambda: do().wait()))
         return work
 
+    # `.data`: a device doesn't tell autograd, a while later, that it has written.
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> StreamWork:
-        return self._issue("allreduce", tensors, lambda: self._inner.allreduce(tensors, opts))
+        return self._issue("allreduce", tensors, lambda: self._inner.allreduce([t.data for t in tensors], opts))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> StreamWork:
-        return self._issue("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts))
+        return self._issue("broadcast", tensors, lambda: self._inner.broadcast([t.data for t in tensors], opts))
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
-        return self._issue("allgather", [output], lambda: self._inner._allgather_base(output, given, opts))
+        return self._issue(
+            "allgather", [output], lambda: self._inner.allgather([list(output.data.chunk(self.size()))], [given])
+        )
 
     all_gather_single = _allgather_base
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
-        return self._issue("reduce_scatter", [output], lambda: self._inner._reduce_scatter_base(output, given, opts))
+        rows = list(given.chunk(self.size()))
+        return self._issue("reduce_scatter", [output], lambda: self._inner.reduce_scatter([output.data], [rows], opts))
 
     reduce_scatter_single = _reduce_scatter_base
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int], opts: Any = None
     ) -> StreamWork:
-        return self._issue("alltoall", [output], lambda: self._inner.alltoall_base(output, given, got, sent, opts))
+        return self._issue("alltoall", [output], lambda: self._inner.alltoall_base(output.data, given, got, sent))
 
     all_to_all_single = alltoall_base
 
