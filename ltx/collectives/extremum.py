@@ -93,6 +93,10 @@ def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tenso
     axis_comm.negotiate_issue(axis_comm.user, key_of(name, x), lambda: comm.Signature.of(name, ["<tensor>"], [x]))
     if not x.is_floating_point() or axis_comm.user.uses_transport(x):  # which compares as torch.maximum does
         return axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+    if axis_comm.user.orders_streams(x.device):  # the host doesn't wait for what it could branch on
+        value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        return value.masked_fill_(nans.bool(), torch.nan)
     sign = 1 if which == "pmax" else -1
     buffer = x.new_empty(x.numel() + 1)
     buffer[:-1].view(x.shape).copy_(x)

@@ -93,8 +93,9 @@ def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
         axis_comm.user, (what, "lengths", len(numbers)), lambda: comm.Signature(what, (), f"{len(numbers)} lengths")
     )
     with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
-        mine = torch.tensor(numbers, dtype=torch.int64, device=axis_comm.device)
-        rows: list[list[int]] = axis_comm.user.issue("all_gather", mine, f"{what}: lengths").wait().tolist()
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        work = axis_comm.user.issue("all_gather", mine, f"{what}: lengths", on_host=True)
+        rows: list[list[int]] = work.wait().tolist()
     return rows
 
 

@@ -15,6 +15,7 @@ from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass
 from ltx.comm.store_exchange import StoreExchange, poll_until
+from ltx.comm.streams import HostCopy
 from ltx.comm.timeline import Trace
 from ltx.comm.work import Work
 
@@ -27,6 +28,7 @@ __all__ = [
     "Channel",
     "Checks",
     "Event",
+    "HostCopy",
     "Network",
     "PendingSummary",
     "Signature",

@@ -91,6 +91,7 @@ class AxisComm:
         #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
         self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
+        self.issued_in_graphs = 0  # collectives of the user that may have a part in a backward pass
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self.recovery = Recovery(self.store_exchange, name, self._fail_channels, self._renew)
@@ -315,6 +316,8 @@ class AxisComm:
 
     def negotiate_issue(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
         """:meth:`negotiate`, and count the collective that follows into the channel's digest."""
+        if channel is self.user and not torch.is_grad_enabled():  # as in the forward of an autograd Function
+            self.issued_in_graphs += 1
         channel.advance(self.negotiate(channel, key, describe))
 
     def refuse_fork(self) -> None:

@@ -42,6 +42,10 @@ class ProcessSchedule(Schedule):
     forward pass runs while they are pending: see :func:`launch_order`.
 
     If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
+
+    On a stream-ordered backend buckets share a communicator with the user's collectives. If there are any in the graph,
+    their backward passes may come before or after a bucket, which may differ between ranks. So buckets are then held
+    back until the backward pass is over.
     """
 
     threaded = False
@@ -58,6 +62,8 @@ class ProcessSchedule(Schedule):
         self._backward_pass: comm.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
+        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
+        self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
         self._reset()
 
     def configure(self, options: PassOptions) -> None:
@@ -76,6 +82,7 @@ class ProcessSchedule(Schedule):
 
     def begin(self) -> None:
         self._reset()
+        self._held = self._shared and _issued_in_graphs() != self._in_graphs
         if self.summary is None:
             # A deferred pass has sent its summary already, and its train step watches it.
             self._backward_pass = self.among.recovery.enter()
@@ -120,7 +127,11 @@ class ProcessSchedule(Schedule):
         self._ready[bucket.index] = program(bucket, tensors[:count], self.plan.states_of(bucket, tensors[count:]))
         if self._backward_pass is not None and self.has_later_phases:
             self.among.recovery.flush_others(self._backward_pass)
-        # One that is ready early waits for those before it.
+        if not self._held:
+            self.launch()
+
+    def launch(self) -> None:
+        """Launch what is ready in the order of launches: a bucket that is ready early waits for those before it."""
         while len(self._pending) < len(self._order) and (place := self._order[len(self._pending)]) in self._ready:
             self._pending.launch(self._ready.pop(place), self.hook)
 
@@ -139,6 +150,7 @@ class ProcessSchedule(Schedule):
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
         """The buckets in order, each as soon as it is complete, with what its program returned."""
+        self.launch()
         for place, reduced in zip(self._order, self._pending.wait_each(), strict=False):
             yield self.plan.buckets[place], reduced
 
@@ -212,6 +224,10 @@ class ProcessSchedule(Schedule):
             ]
         self.finish()
         return tuple(outs)
+
+
+def _issued_in_graphs() -> int:
+    return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
 
 
 def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:

@@ -175,6 +175,7 @@ class Step:
                 completion = UpdateThenSend(self.post_update_hook, work, schedule, before, total, weight)
                 schedule.configure(replace(options, program=completion.program))
             work.run(total)
+            schedule.launch()
             schedule.configure(PassOptions())  # all programs are made; `program` holds this step
             if completion is not None or (self.train.overlap == "step" and schedule.progresses_alone):
                 return completion

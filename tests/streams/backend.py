@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ltx.training import pending_step
 
 NAME = "streamed"
 #: How long the device may take for one collective.
@@ -49,6 +52,12 @@ class Log:
 
 
 LOG = Log()
+
+
+def log() -> Log:
+    """That of the process in which it is called."""
+    return LOG
+
 
 # Storages that the device hasn't written yet, by their address: who writes them.
 _pending: dict[int, StreamWork] = {}
@@ -113,11 +122,21 @@ class StreamGroup(dist.ProcessGroup):
                     _pending.pop(storage._cdata, None)
                 work.done.set()
 
-    def _issue(self, what: str, tensors: list[torch.Tensor], do: Callable[[], Any]) -> StreamWork:
-        # Nothing connects in the middle of a backward pass: this is where a lazy communicator would.
+    def _issue(
+        self, what: str, tensors: list[torch.Tensor], do: Callable[[], Any], given: list[torch.Tensor] | None = None
+    ) -> StreamWork:
         LOG.issues.append(f"{what} {[tuple(t.shape) for t in tensors]}")
+        # The stream that it is ordered behind has these of other communicators before it.
+        before = [_pending.get(t.untyped_storage()._cdata) for t in given or tensors]
         work = StreamWork(tensors)
-        self._queue.put((work, lambda: do().wait()))
+
+        def run() -> None:
+            for other in before:
+                if other is not None:
+                    other.force()
+            do().wait()
+
+        self._queue.put((work, run))
         return work
 
     # `.data`: a device doesn't tell autograd, a while later, that it has written.
@@ -129,22 +148,25 @@ class StreamGroup(dist.ProcessGroup):
         return self._issue("broadcast", tensors, lambda: self._inner.broadcast([t.data for t in tensors], opts))
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
-        return self._issue(
-            "allgather", [output], lambda: self._inner.allgather([list(output.data.chunk(self.size()))], [given])
-        )
+        rows = list(output.data.chunk(self.size()))
+        return self._issue("allgather", [output], lambda: self._inner.allgather([rows], [given]), [given])
 
     all_gather_single = _allgather_base
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
         rows = list(given.chunk(self.size()))
-        return self._issue("reduce_scatter", [output], lambda: self._inner.reduce_scatter([output.data], [rows], opts))
+        return self._issue(
+            "reduce_scatter", [output], lambda: self._inner.reduce_scatter([output.data], [rows], opts), [given]
+        )
 
     reduce_scatter_single = _reduce_scatter_base
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int], opts: Any = None
     ) -> StreamWork:
-        return self._issue("alltoall", [output], lambda: self._inner.alltoall_base(output.data, given, got, sent))
+        return self._issue(
+            "alltoall", [output], lambda: self._inner.alltoall_base(output.data, given, got, sent), [given]
+        )
 
     all_to_all_single = alltoall_base
 
@@ -174,6 +196,8 @@ class Host(TorchDispatchMode):
         self._patch = pytest.MonkeyPatch()
         for name in ("tolist", "cpu", "numpy"):
             self._patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
+        # A pending step completes without the modes around it, and so without this one.
+        self._patch.setattr(pending_step, "_disable_current_modes", nullcontext)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
