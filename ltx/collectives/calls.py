@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ltx.axis import Axis
 from ltx.collectives.linear import RULES, Static, apply, key_of
 from ltx.comm.operations import OPERATIONS, SUMMED
 from ltx.comm.process_groups import as_bytes, from_bytes
-from ltx.errors import UnsupportedError
+from ltx.errors import AxisError, UnsupportedError
 from ltx.typing import Tree
 
 # Dynamo drops the backward of an autograd.Function that it traces into under torch.func.grad, so the Function is
@@ -25,6 +25,8 @@ def prepare_trace(axis: Any) -> str:
     """Run by Dynamo at trace time: register the entry into the graph, and name the axis by a constant."""
     torch.compiler.allow_in_graph(in_graph)
     torch.compiler.allow_in_graph(in_graph_index)
+    if isinstance(axis, str) and axis in _traced_axes:  # a key already
+        return axis
     found = comm.resolve(axis)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
     if found.simulated:
@@ -33,12 +35,31 @@ def prepare_trace(axis: Any) -> str:
     return key
 
 
+def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
+    return prepare_trace(comm.InGroups(axis, groups))
+
+
 prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_prepare_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The node that a compiled graph holds for a collective."""
     return tuple(apply(name, static, _traced_axes[axis_key], list(xs), compiled=True))
+
+
+def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") -> Any:
+    """The axis of the ranks of a group, as a collective takes one; `equal`: the collective that needs equal groups."""
+    if groups is None:
+        return axis
+    lists = [list(group) for group in groups]
+    if equal and len({len(group) for group in lists}) > 1:
+        raise AxisError(
+            f"{equal}: axis_index_groups={lists} are of unequal sizes, and what ranks get would have unequal shapes. "
+            "Make them equal; psum, pmean, pmax and pmin take unequal ones."
+        )
+    parts = tuple(tuple(group) for group in lists)
+    return _prepare_groups(axis, parts) if torch.compiler.is_compiling() else comm.InGroups(axis, parts)
 
 
 def tensors_of(value: Tree, axis: Any) -> Tree:

@@ -8,14 +8,24 @@ keep or drop it by the order in which they meet it, so over them a flag travels 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ltx import comm, tree
+from ltx.arguments import checked
 from ltx.axis import Axis
-from ltx.collectives.calls import check_dense, check_sums, meet_as_tree, prepare_trace, tensors_of, traced_axis
+from ltx.collectives.calls import (
+    check_dense,
+    check_sums,
+    grouped,
+    meet_as_tree,
+    prepare_trace,
+    tensors_of,
+    traced_axis,
+)
 from ltx.collectives.linear import Function, apply, index_below, key_of, on_stack, peeled_level
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
@@ -149,12 +159,13 @@ def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tenso
     return found
 
 
-def pmax(value: Tree, axis: Any = None) -> Tree:
+@checked("axis_index_groups")
+def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
 
     Args:
         value: tree of real or boolean tensors, the same structure, shapes and dtypes on every rank; any strides.
-        axis: as in :func:`ltx.psum`.
+        axis, axis_index_groups: as in :func:`ltx.psum`.
 
     Returns:
         What each rank sees: the same tree of new tensors, shapes and dtypes as given. NaN on any rank gives NaN.
@@ -172,10 +183,11 @@ def pmax(value: Tree, axis: Any = None) -> Tree:
         tensor([[3., 4.],
                 [3., 4.]])
     """
-    return _extremum("pmax", value, axis)
+    return _extremum("pmax", value, grouped(axis, axis_index_groups))
 
 
-def pmin(value: Tree, axis: Any = None) -> Tree:
+@checked("axis_index_groups")
+def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.
 
     Example:
@@ -184,4 +196,4 @@ def pmin(value: Tree, axis: Any = None) -> Tree:
         tensor([[1., 2.],
                 [1., 2.]])
     """
-    return _extremum("pmin", value, axis)
+    return _extremum("pmin", value, grouped(axis, axis_index_groups))

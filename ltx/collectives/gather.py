@@ -15,7 +15,7 @@ import torch
 
 from ltx import tree
 from ltx.arguments import checked
-from ltx.collectives.calls import collective
+from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
 from ltx.collectives.scale import GradScale, scale_gradient
@@ -69,7 +69,7 @@ add_rule(
 )
 
 
-@checked("dim", "tiled", "sync_grads", "splits")
+@checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
     axis: Any = None,
@@ -79,6 +79,7 @@ def all_gather(
     sync_grads: bool = True,
     splits: Sequence[int] | None = None,
     grad_scale: GradScale = "sum",
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """Every rank's tensor, on every rank.
 
@@ -92,6 +93,7 @@ def all_gather(
         splits: with `tiled`, the length of each rank's part along `dim`, where they differ: the same list on every
             rank. Only between processes. For shapes that ranks don't know of each other see :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their own group, in its order.
 
     Returns:
         What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.
@@ -109,6 +111,7 @@ def all_gather(
         >>> gathered[0], gathered[1]
         (tensor([1., 2.]), tensor([1., 2.]))
     """
+    axis = grouped(axis, axis_index_groups, equal="all_gather")
     scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)
     if splits is not None:
         if not tiled:
@@ -121,7 +124,7 @@ def all_gather(
     return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
 
 
-@checked("dim", "tiled", "splits")
+@checked("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,
     axis: Any = None,
@@ -130,6 +133,7 @@ def psum_scatter(
     tiled: bool = False,
     splits: Sequence[int] | None = None,
     grad_scale: GradScale = "sum",
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """This rank's part of the sum over ranks.
 
@@ -143,6 +147,7 @@ def psum_scatter(
         splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. Only
             between processes.
         grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r is that of the r-th rank of the group.
 
     Returns:
         What each rank sees: its own part, without dimension `dim` or with it n times smaller.
@@ -171,6 +176,7 @@ def psum_scatter(
             )
         return found
 
+    axis = grouped(axis, axis_index_groups, equal="psum_scatter")
     scaled = scale_gradient(countable(value), axis, grad_scale, lambda n: n)
     if splits is not None:
         if not tiled:

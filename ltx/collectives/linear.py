@@ -201,10 +201,9 @@ def on_stack(
     xs = x.expand(world, *x.shape) if dim is None else x.movedim(dim, 0)
     if part is None:
         return body(xs, n)
-    by_node = xs.unflatten(0, (-1, part.size))
-    results = [body(group, n) for group in (by_node.transpose(0, 1) if part.across else by_node)]
-    ys = torch.stack([y if per_rank else y.expand(n, *y.shape) for y, per_rank in results])
-    return (ys.transpose(0, 1) if part.across else ys).flatten(0, 1), True
+    results = [(body(xs[torch.tensor(group, device=xs.device)], len(group)), len(group)) for group in part.groups]
+    by_group = torch.cat([y if per_rank else y.expand(size, *y.shape) for (y, per_rank), size in results])
+    return by_group[part.order.to(xs.device)], True
 
 
 def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: MetaBacking, x: torch.Tensor) -> torch.Tensor:

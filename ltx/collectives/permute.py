@@ -13,7 +13,7 @@ import torch
 
 from ltx import tree
 from ltx.arguments import brief, checked, shown
-from ltx.collectives.calls import collective
+from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
 from ltx.collectives.uneven import all_to_all_uneven
@@ -84,7 +84,7 @@ add_rule(
 )
 
 
-@checked("split_dim", "concat_dim", "tiled", "splits")
+@checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
 def all_to_all(
     value: Tree,
     split_dim: int,
@@ -93,6 +93,7 @@ def all_to_all(
     *,
     tiled: bool = True,
     splits: Sequence[int] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """Exchange parts: each rank's chunk r of dimension `split_dim` goes to rank r.
 
@@ -106,6 +107,7 @@ def all_to_all(
         splits: the lengths of the n chunks, which may differ from one another and from rank to rank; they add up to
             ``shape[split_dim]``. Ranks tell each other their splits at every call. Only between processes, and not in
             compiled graphs.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: chunk r goes to the r-th rank of the group.
 
     Returns:
         What each rank sees: a tree of new tensors with ``split_dim`` n times shorter and ``concat_dim`` n times longer.
@@ -127,6 +129,7 @@ def all_to_all(
 
     Source: ``jax.lax.all_to_all``, whose `tiled` is False by default; Horovod's ``alltoall`` for `splits`.
     """
+    axis = grouped(axis, axis_index_groups, equal="all_to_all")
     if not tiled:
         return _untiled(value, split_dim, concat_dim, axis, splits)
     if splits is not None:

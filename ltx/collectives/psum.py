@@ -10,12 +10,14 @@ gradient is the sum over all ranks' copies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ltx import comm, tree
-from ltx.collectives.calls import collective, prepare_trace, tensors_of, traced_size
+from ltx.arguments import checked
+from ltx.collectives.calls import collective, grouped, prepare_trace, tensors_of, traced_size
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.sparse import is_sparse, psum_sparse
 from ltx.typing import Tree
@@ -47,7 +49,8 @@ add_rule(
 )
 
 
-def psum(value: Tree, axis: Any = None) -> Tree:
+@checked("axis_index_groups")
+def psum(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
     Args:
@@ -59,6 +62,9 @@ def psum(value: Tree, axis: Any = None) -> Tree:
             is one axis of all their ranks, the first name the outermost. None is the axis in scope: of several with
             different names there is none, even if some have size 1, so that a program means the same everywhere. Two
             exceptions: the simulated axes inside a world of one process, and the innermost of nested ones of one name.
+        axis_index_groups: lists of indices on the axis, in which each occurs once: every rank gets the sum over its
+            own list. The same on every rank. Lists may be of unequal lengths. Between processes the ranks compare new
+            lists and open a communicator for each, which the world's end closes.
 
     Returns:
         What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.
@@ -67,7 +73,7 @@ def psum(value: Tree, axis: Any = None) -> Tree:
         The sum over ranks of the cotangents: psum(ȳ).
 
     Raises:
-        AxisError: `axis` isn't in scope, or is None where several are.
+        AxisError: `axis` isn't in scope, or is None where several are; or an index is in none of the groups, or in two.
         TreeError: a leaf is neither a tensor nor a number.
         UnsupportedError: its dtype has no sums.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
@@ -81,13 +87,15 @@ def psum(value: Tree, axis: Any = None) -> Tree:
     Source: ``jax.lax.psum`` under ``vmap``, ``pmap`` and ``shard_map(check_vma=False)``: the transpose is that of the
     global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
     """
+    axis = grouped(axis, axis_index_groups)
     value = countable(tensors_of(value, axis))
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
         return tree.map(lambda x: psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), value)
     return collective("psum", value, axis, lambda x, n: ())
 
 
-def pmean(value: Tree, axis: Any = None) -> Tree:
+@checked("axis_index_groups")
+def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree; integers give floats.
 
     Arguments, errors and what each rank sees are those of :func:`psum`. Integer and boolean tensors give the default
@@ -101,8 +109,18 @@ def pmean(value: Tree, axis: Any = None) -> Tree:
         >>> ltx.vmap(ltx.pmean)(torch.tensor([1, 2]))
         tensor([1.5000, 1.5000])
     """
-    n = axis_size(axis)
+    axis = grouped(axis, axis_index_groups)
+    n = _count(axis, axis_index_groups)
     return tree.map(lambda total: total / n, psum(value, axis))
+
+
+def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
+    """The number of ranks: a tensor where it differs between simulated ranks."""
+    unequal = groups is not None and len({len(group) for group in groups}) > 1
+    if unequal and (torch.compiler.is_compiling() or comm.resolve(axis).simulated):
+        ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64), axis)
+        return ranks
+    return axis_size(axis)
 
 
 def pvary(value: Tree, axis: Any = None) -> Tree:

@@ -23,7 +23,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis
-from ltx.backings import GroupBacking, MeshPart, Part
+from ltx.backings import GroupBacking, Part
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.debug import under_way
@@ -78,7 +78,7 @@ class AxisComm:
         self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
-        self._parts: dict[Part | MeshPart, Axis] = {}
+        self._parts: dict[tuple[int, ...], Axis] = {}
         #: Backward passes that land later (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
@@ -121,15 +121,16 @@ class AxisComm:
             made = self._open_channel(name, transports=True, generation=self.recovery.generation, in_turn=True)
             self._phases.append(made)
 
-    def part(self, name: str, part: Part | MeshPart) -> Axis:
+    def part(self, name: str, part: Part) -> Axis:
         """The axis of those ranks of this one that `part` puts together with this rank. All ranks open it together."""
-        if part not in self._parts:
-            ranks = [self.global_ranks[member] for member in part.members(self.rank)]
+        members = part.members(self.rank)
+        if members not in self._parts:
+            ranks = [self.global_ranks[member] for member in members]
             label = f"{self.label}/{name} of ranks {ranks}"
             group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
             axis_comm = AxisComm(name, group, self._timeout, self.heartbeat.heartbeat_s)
-            self._parts[part] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
-        return self._parts[part]
+            self._parts[members] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+        return self._parts[members]
 
     @property
     def parts(self) -> list[Axis]:
