@@ -184,10 +184,7 @@ def row(rng: np.random.Generator, n: int, case: str, args: dict[str, Any], shape
     output = np.asarray(places[under](call, n)(x))
     bar, dot = drawn(rng, output.shape), drawn(rng, x.shape)
     smooth = partial(DIFFERENTIABLE[op], **args) if op in DIFFERENTIABLE else call
-    found = {
-        name: jax.jit(partial(derivatives, place(smooth, n)))(x, bar, dot)
-        for name, place in places.items()
-    }
+    found = {name: jax.jit(partial(derivatives, place(smooth, n)))(x, bar, dot) for name, place in places.items()}
     np.testing.assert_allclose(found[under]["output"], output, rtol=1e-15)
     for name, values in found.items():
         for key, value in values.items():

@@ -27,9 +27,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "pmean": lambda x, groups=None: ltx.pmean(x, axis_index_groups=groups),
     "pmax": lambda x, groups=None: ltx.pmax(x, axis_index_groups=groups),
     "pmin": lambda x, groups=None: ltx.pmin(x, axis_index_groups=groups),
-    "all_gather": lambda x, dim, tiled, groups=None: ltx.all_gather(
-        x, dim=dim, tiled=tiled, axis_index_groups=groups
-    ),
+    "all_gather": lambda x, dim, tiled, groups=None: ltx.all_gather(x, dim=dim, tiled=tiled, axis_index_groups=groups),
     "psum_scatter": lambda x, dim, tiled, groups=None: ltx.psum_scatter(
         x, dim=dim, tiled=tiled, axis_index_groups=groups
     ),
