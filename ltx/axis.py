@@ -74,6 +74,15 @@ class Axis:
         return self.backing if isinstance(self.backing, MetaBacking) else None
 
 
+def check_index(what: str, name: str, index: int, size: int) -> None:
+    """Raise unless `index`, the argument `name` of the collective `what`, is a rank of an axis of `size` ranks."""
+    if not 0 <= index < size:
+        raise AxisError(
+            f"{what}: {name}={index} isn't an index on an axis of {size} ranks, 0 to {size - 1}. It counts on the "
+            "axis, not in the world."
+        )
+
+
 def inner(axis: Axis, size: int) -> Axis:
     """The axis of the `size` ranks of this rank's node, of which `axis` has several, one after the other.
 

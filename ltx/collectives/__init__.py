@@ -2,7 +2,7 @@
 
 from ltx.collectives.adasum import adasum
 from ltx.collectives.argextremum import pargmax, pargmin
-from ltx.collectives.broadcast import broadcast
+from ltx.collectives.broadcast import broadcast, psum_to
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import AllGatherGrad, all_gather, psum_scatter
 from ltx.collectives.index import axis_index
@@ -11,6 +11,7 @@ from ltx.collectives.permute import all_to_all, ppermute
 from ltx.collectives.psum import axis_size, pmean, psum, pvary
 from ltx.collectives.ranks import rank_seed, shard
 from ltx.collectives.reduce import reduce, reduce_boolean_decision
+from ltx.collectives.scatter import gather, scatter
 from ltx.collectives.uneven import gather_all_tensors
 from ltx.collectives.weighted_mean import weighted_mean
 
@@ -25,6 +26,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "gather",
     "gather_all_tensors",
     "pargmax",
     "pargmin",
@@ -34,10 +36,12 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "psum_to",
     "pvary",
     "rank_seed",
     "reduce",
     "reduce_boolean_decision",
+    "scatter",
     "shard",
     "weighted_mean",
 ]

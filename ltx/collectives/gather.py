@@ -24,20 +24,21 @@ from ltx.errors import AxisError
 from ltx.typing import Tree
 
 
-def _spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
+def spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
     """(n, *shape) with the first dimension moved to where `static` = (dim, tiled) wants it."""
     dim, tiled = static
     moved = gathered.movedim(0, dim)
     return moved.flatten(dim, dim + 1) if tiled else moved
 
 
-def _split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
-    """Inverse of :func:`_spread`."""
+def split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
+    """Inverse of :func:`spread`."""
     dim, tiled = static
     return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
 
 
-def _one_more_dim(static: Static) -> Static:
+def one_more_dim(static: Static) -> Static:
+    """`static` = (dim, tiled) for a tensor with one more dimension in front."""
     dim, tiled = static
     return (dim + 1, tiled)
 
@@ -47,11 +48,11 @@ add_rule(
         name="all_gather",
         operation="all_gather",
         before=lambda x, n, static: x.contiguous(),
-        after=lambda result, rank, n, static: _spread(result, static),
-        stacked=lambda xs, n, static: (_spread(xs, static).clone(), False),
-        alone=lambda x, static: _spread(x.unsqueeze(0), static),
+        after=lambda result, rank, n, static: spread(result, static),
+        stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
+        alone=lambda x, static: spread(x.unsqueeze(0), static),
         transpose=lambda shape, static: ("psum_scatter", static),
-        batched=_one_more_dim,
+        batched=one_more_dim,
     )
 )
 
@@ -59,12 +60,12 @@ add_rule(
     Rule(
         name="psum_scatter",
         operation="psum_scatter",
-        before=lambda x, n, static: _split(x, n, static).contiguous(),
+        before=lambda x, n, static: split(x, n, static).contiguous(),
         after=lambda result, rank, n, static: result,
-        stacked=lambda xs, n, static: (_split(xs.sum(0, dtype=xs.dtype), n, static), True),
-        alone=lambda x, static: _split(x, 1, static).squeeze(0),
+        stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
+        alone=lambda x, static: split(x, 1, static).squeeze(0),
         transpose=lambda shape, static: ("all_gather", static),
-        batched=_one_more_dim,
+        batched=one_more_dim,
     )
 )
 
@@ -119,7 +120,7 @@ def all_gather(
         gathered = all_gather_uneven(scaled, axis, dim, tuple(splits))
     else:
         gathered = collective(
-            "all_gather", scaled, axis, lambda x, n: _static("all_gather", x, dim, tiled, new_dim=not tiled)
+            "all_gather", scaled, axis, lambda x, n: place_of("all_gather", x, dim, tiled, new_dim=not tiled)
         )
     return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
 
@@ -165,31 +166,36 @@ def psum_scatter(
         tensor([4., 6.])
     """
 
-    def static(x: torch.Tensor, n: int) -> Static:
-        found = _static("psum_scatter", x, dim, tiled, new_dim=False)
-        length = x.shape[found[0]]
-        if length % n != 0 if tiled else length != n:
-            wanted = f"a multiple of {n}" if tiled else str(n)
-            raise AxisError(
-                f"psum_scatter over {n} ranks: dimension {dim} of a tensor of shape {list(x.shape)} must be {wanted}, "
-                f"got {length}. Pad it, or split another dimension."
-            )
-        return found
-
     axis = grouped(axis, axis_index_groups, equal="psum_scatter")
     scaled = scale_gradient(countable(value), axis, grad_scale, lambda n: n)
     if splits is not None:
         if not tiled:
             raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
         return psum_scatter_uneven(scaled, axis, dim, tuple(splits))
-    return collective("psum_scatter", scaled, axis, static)
+    return collective(
+        "psum_scatter",
+        scaled,
+        axis,
+        lambda x, n: place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n),
+    )
 
 
-def _static(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool) -> Static:
+def place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, parts: int | None = None) -> Static:
+    """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any.
+
+    Raises:
+        AxisError: x has no such dimension, or it can't be split so.
+    """
     ndim = x.ndim + new_dim
     if not -ndim <= dim < ndim:
         hint = " Stack 0-dim tensors with tiled=False." if x.ndim == 0 and tiled else ""
         raise AxisError(f"{name}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.{hint}")
+    if parts is not None and (x.shape[dim] % parts != 0 if tiled else x.shape[dim] != parts):
+        wanted = f"a multiple of {parts}" if tiled else str(parts)
+        raise AxisError(
+            f"{name} over {parts} ranks: dimension {dim % ndim} of a tensor of shape {list(x.shape)} must be {wanted}, "
+            f"got {x.shape[dim]}. Pad it, or split another dimension."
+        )
     return (dim % ndim, int(tiled))
 
 

@@ -206,6 +206,12 @@ def on_stack(
     return by_group[part.order.to(xs.device)], True
 
 
+def only_at(value: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, bool]:
+    """What a Rule's `stacked` gives where `rank` alone gets `value`, and the others zeros."""
+    stack = torch.zeros((), dtype=value.dtype, device=value.device).expand(n, *value.shape)
+    return torch.cat([stack[:rank], value.unsqueeze(0), stack[rank + 1 :]]), True
+
+
 def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: MetaBacking, x: torch.Tensor) -> torch.Tensor:
     if rule.operation is None:
         return rule.before(x, axis.size, static)

@@ -13,7 +13,7 @@ import torch
 
 from ltx import comm
 from ltx.arguments import checked
-from ltx.axis import Axis
+from ltx.axis import Axis, check_index
 from ltx.collectives.uneven import told
 from ltx.comm.pickling import dumps
 from ltx.errors import AxisError
@@ -31,7 +31,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
 
     Args:
         obj: anything cloudpickle can carry; only `src`'s matters. Tensors in it arrive on the device they were on.
-        src: an index on the axis.
+        src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -48,8 +48,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
         {'lr': 0.1}
     """
     found = comm.resolve(axis)
-    if not 0 <= src < found.size:
-        raise AxisError(f"broadcast_object: src={src} isn't an index on an axis of {found.size} ranks.")
+    check_index("broadcast_object", "src", src, found.size)
     axis_comm = _axis_comm("broadcast_object", found)
     if axis_comm is None:
         return obj

@@ -177,8 +177,9 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
-        perm: pairs (source, destination) of indices on the axis, the same on every rank: a list, or another iterable
-            such as ``zip(sources, destinations)``. No rank may occur twice as a source, or twice as a destination.
+        perm: pairs (source, destination) of indices on the axis (not ranks of the world), the same on every rank: a
+            list, or another iterable such as ``zip(sources, destinations)``. No rank may occur
+            twice as a source, or twice as a destination.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -207,7 +208,8 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
         for pair in pairs:
             if len(pair) != 2 or not all(isinstance(rank, int) and 0 <= rank < n for rank in pair):
                 raise AxisError(
-                    f"ppermute: perm holds {brief(pair)}, not a (source, destination) of ranks 0 to {n - 1}."
+                    f"ppermute: perm holds {brief(pair)}, not a (source, destination) of ranks 0 to {n - 1}. They "
+                    "count on the axis, not in the world."
                 )
         for what, place in (("source", 0), ("destination", 1)):
             ranks = [pair[place] for pair in pairs]

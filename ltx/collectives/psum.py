@@ -20,6 +20,7 @@ from ltx.arguments import checked
 from ltx.collectives.calls import collective, grouped, prepare_trace, tensors_of, traced_size
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.sparse import is_sparse, psum_sparse
+from ltx.errors import InputError, TreeError
 from ltx.typing import Tree
 
 add_rule(
@@ -49,8 +50,15 @@ add_rule(
 )
 
 
-@checked("axis_index_groups")
-def psum(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
+@checked("axis_index_groups", "prescale", "postscale")
+def psum(
+    value: Tree,
+    axis: Any = None,
+    *,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    prescale: float | torch.Tensor = 1,
+    postscale: float | torch.Tensor = 1,
+) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
     Args:
@@ -65,16 +73,21 @@ def psum(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
         axis_index_groups: lists of indices on the axis, in which each occurs once: every rank gets the sum over its
             own list. The same on every rank. Lists may be of unequal lengths. Between processes the ranks compare new
             lists and open a communicator for each, which the world's end closes.
+        prescale, postscale: numbers or 0-dim tensors that multiply this rank's tensors before they are added up, and
+            the sums after that. Ranks may give different ones. Integers take whole numbers alone; to scale them by
+            others, cast them first.
 
     Returns:
         What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.
 
     Gradient:
-        The sum over ranks of the cotangents: psum(ȳ).
+        The sum over ranks of the cotangents: psum(ȳ); prescale · psum(postscale · ȳ). Factors that are tensors have
+        theirs too.
 
     Raises:
         AxisError: `axis` isn't in scope, or is None where several are; or an index is in none of the groups, or in two.
-        TreeError: a leaf is neither a tensor nor a number.
+        TreeError: a leaf is neither a tensor nor a number; or it is an integer tensor, and a factor isn't whole.
+        InputError: a factor is a tensor that isn't 0-dim.
         UnsupportedError: its dtype has no sums.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
 
@@ -84,14 +97,42 @@ def psum(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
         tensor([[4., 6.],
                 [4., 6.]])
 
+        >>> ltx.vmap(lambda x: ltx.psum(x, prescale=0.5))(torch.tensor([1.0, 2.0]))
+        tensor([1.5000, 1.5000])
+
     Source: ``jax.lax.psum`` under ``vmap``, ``pmap`` and ``shard_map(check_vma=False)``: the transpose is that of the
     global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
+    `prescale` and `postscale` are Horovod's ``prescale_factor`` and ``postscale_factor``.
     """
     axis = grouped(axis, axis_index_groups)
-    value = countable(tensors_of(value, axis))
+    value = scaled(countable(tensors_of(value, axis)), prescale, "prescale")
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
-        return tree.map(lambda x: psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), value)
-    return collective("psum", value, axis, lambda x, n: ())
+        total = tree.map(lambda x: psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), value)
+    else:
+        total = collective("psum", value, axis, lambda x, n: ())
+    return scaled(total, postscale, "postscale")
+
+
+def scaled(value: Tree, factor: float | torch.Tensor, name: str) -> Tree:
+    """Every tensor times `factor`, the argument `name` of psum, in the tensor's own dtype."""
+    if isinstance(factor, torch.Tensor):
+        said = tree.describe(factor)
+        whole = not (factor.is_floating_point() or factor.is_complex())
+        if factor.ndim != 0:
+            raise InputError(f"psum: {name} must be a number or a 0-dim tensor, got {said}. Sum it.")
+    elif factor == 1:
+        return value
+    else:
+        said, whole = f"{factor:g}", float(factor).is_integer()
+        factor = int(factor) if whole else factor
+    leaves, spec = tree.flatten(value)
+    for i, x in enumerate(leaves):
+        if not whole and isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):
+            raise TreeError(
+                f"psum: leaf {tree.leaf_paths(value)[i]!r} is {tree.describe(x)}, and {name}={said} isn't a whole "
+                "number. Cast the leaf to a floating dtype."
+            )
+    return tree.unflatten(spec, [(x * factor).to(x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
 @checked("axis_index_groups")

@@ -131,6 +131,11 @@ def on_each(f: Callable[[Tensor, int], Tensor], xs: Tensor) -> Tensor:
     return torch.stack([f(x, rank) for rank, x in enumerate(xs)])
 
 
+def on_last(y: Tensor, n: int) -> Tensor:
+    """What the last rank has; the others have zeros."""
+    return torch.stack([*[torch.zeros_like(y)] * (n - 1), y])
+
+
 def ring(n: int) -> list[tuple[int, int]]:
     return [(rank, (rank + 1) % n) for rank in range(n)]
 
@@ -217,6 +222,13 @@ ROUNDED = replace(DATA_PARALLEL, compiled=("grad",))
 OPS = (
     PSUM,
     Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs), compiled=(), **EVERY),
+    Op(
+        "psum scaled",
+        lambda x: ltx.psum(x, prescale=2, postscale=-3),
+        lambda xs: -6 * sum_of(xs),
+        compiled=("grad",),
+        **EVERY,
+    ),
     Op("pmean", ltx.pmean, mean_of, **EVERY),
     Op(
         "weighted_mean",
@@ -259,6 +271,23 @@ OPS = (
         "broadcast",
         lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1),
         lambda xs: everywhere(xs[-1], len(xs)),
+        **EVERY,
+    ),
+    Op("psum_to", lambda x: ltx.psum_to(x, dst=ltx.axis_size() - 1), lambda xs: on_last(xs.sum(0), len(xs)), **EVERY),
+    Op("gather", lambda x: ltx.gather(x, dst=ltx.axis_size() - 1), lambda xs: on_last(xs, len(xs)), **EVERY),
+    Op(
+        "gather tiled",
+        lambda x: ltx.gather(x, dim=1, tiled=True, dst=ltx.axis_size() - 1),
+        lambda xs: on_last(torch.cat(xs.unbind(), 1), len(xs)),
+        compiled=(),
+        **EVERY,
+    ),
+    Op("scatter", lambda x: ltx.scatter(x, src=ltx.axis_size() - 1), lambda xs: xs[-1], **EVERY),
+    Op(
+        "scatter tiled",
+        lambda x: ltx.scatter(x, dim=1, tiled=True),
+        lambda xs: torch.stack(xs[0].chunk(len(xs), 1)),
+        compiled=(),
         **EVERY,
     ),
     Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), whole=WHOLE),
