@@ -21,10 +21,12 @@ from ltx.axis import Axis
 # --- collectives
 from ltx.collectives import (
     AllGatherGrad,
+    Future,
     adasum,
     all_gather,
     all_gather_object,
     all_to_all,
+    async_,
     axis_index,
     axis_size,
     barrier,
@@ -139,6 +141,7 @@ __all__ = [
     "DataPosition",
     "DiLoCoStrategy",
     "DynamicLossScale",
+    "Future",
     "HorovodStrategy",
     "LocalSGDStrategy",
     "Metrics",
@@ -157,6 +160,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_to_all",
+    "async_",
     "axis_from_group",
     "axis_index",
     "axis_size",

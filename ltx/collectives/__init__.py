@@ -2,8 +2,10 @@
 
 from ltx.collectives.adasum import adasum
 from ltx.collectives.argextremum import pargmax, pargmin
+from ltx.collectives.asynchronous import async_
 from ltx.collectives.broadcast import broadcast, psum_to
 from ltx.collectives.extremum import pmax, pmin
+from ltx.collectives.futures import Future
 from ltx.collectives.gather import AllGatherGrad, all_gather, psum_scatter
 from ltx.collectives.index import axis_index
 from ltx.collectives.objects import all_gather_object, barrier, broadcast_object
@@ -17,10 +19,12 @@ from ltx.collectives.weighted_mean import weighted_mean
 
 __all__ = [
     "AllGatherGrad",
+    "Future",
     "adasum",
     "all_gather",
     "all_gather_object",
     "all_to_all",
+    "async_",
     "axis_index",
     "axis_size",
     "barrier",

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import _functorch
 
 from ltx import comm, tree
 from ltx.axis import Axis
-from ltx.collectives.linear import RULES, Static, apply, key_of
+from ltx.collectives.futures import Future
+from ltx.collectives.linear import RULES, Static, apply, begin, finished, key_of
 from ltx.comm.operations import OPERATIONS, SUMMED
-from ltx.comm.process_groups import as_bytes, from_bytes
+from ltx.comm.process_groups import as_bytes, as_it_is, from_bytes
 from ltx.errors import AxisError, UnsupportedError
 from ltx.typing import Tree
 
@@ -59,6 +61,8 @@ def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") 
             "Make them equal; psum, pmean, pmax and pmin take unequal ones."
         )
     parts = tuple(tuple(group) for group in lists)
+    if isinstance(axis, comm.InBackground):
+        return axis._replace(axis=comm.InGroups(axis.axis, parts))
     return _prepare_groups(axis, parts) if torch.compiler.is_compiling() else comm.InGroups(axis, parts)
 
 
@@ -82,32 +86,85 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
         return x
 
 
-def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor, int], Static]) -> Tree:
-    """The collective `name` of every leaf of `value`; `static` gives its arguments for a leaf and the axis' size."""
+def collective(
+    name: str,
+    value: Tree,
+    axis: Any,
+    static: Callable[[torch.Tensor, int], Static],
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+) -> Tree:
+    """The collective `name` of every leaf of `value`, or on an axis "in the background" the future of that.
+
+    Args:
+        name: the rule's.
+        value, axis: the caller's.
+        static: gives the rule's arguments for a leaf and the axis' size.
+        then: what is done to each result.
+    """
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        check_dense(name, leaves, value)
-        if RULES[name].operation in ("psum", "psum_scatter"):
-            check_sums(name, leaves, value)
-        found = comm.resolve(axis)
-        if found.comm is not None:
-            tree.check_values(leaves, value, name)
-        groups = [static(x, found.size) for x in leaves]
-        moved = [movable(name, x) for x in leaves]
-        meet_as_tree(name, value, leaves, spec, groups, found, moved)
-        if len(set(groups)) == 1:
-            results = apply(name, groups[0], found, moved)
-        else:
-            results = [y for x, g in zip(moved, groups, strict=True) for y in apply(name, g, found, [x])]
-    else:
+    if torch.compiler.is_compiling():
         key = prepare_trace(axis)
         size = traced_size(key)
-        moved = [movable(name, x) for x in leaves]
-        results = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, moved, strict=True)]
-    restored = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, results, strict=True)]
-    return tree.unflatten(spec, restored)
+        sent = [movable(name, x) for x in leaves]
+        in_graphs = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, sent, strict=True)]
+        values = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, sent, in_graphs, strict=True)]
+        return tree.unflatten(spec, [then(y) for y in values])
+    check_dense(name, leaves, value)
+    if RULES[name].operation in ("psum", "psum_scatter"):
+        check_sums(name, leaves, value)
+    found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
+    if found.comm is not None:
+        tree.check_values(leaves, value, name)
+    if background:
+        check_plain(background.name, leaves, value, found)
+    groups = [static(x, found.size) for x in leaves]
+    moved = [movable(name, x) for x in leaves]
+    meet_as_tree(name, value, leaves, spec, groups, found, moved)
+
+    def restored(results: Sequence[torch.Tensor]) -> Tree:
+        all_three = zip(leaves, moved, results, strict=True)
+        return tree.unflatten(spec, [then(y if m is x else from_bytes(y, x.dtype)) for x, m, y in all_three])
+
+    if background and found.comm is not None:
+        axis_comm: comm.AxisComm = found.comm
+        begun = [(RULES[name], x, group) for x, group in zip(moved, groups, strict=True)]
+        works = [begin(axis_comm, *each, label=f"async {background.name}") for each in begun]
+        return Future(
+            background.name,
+            works,
+            lambda ys: restored([finished(axis_comm, *each, y) for each, y in zip(begun, ys, strict=True)]),
+            axis_comm,
+        )
+    if len(set(groups)) == 1:
+        results = apply(name, groups[0], found, moved)
+    else:
+        results = [y for x, group in zip(moved, groups, strict=True) for y in apply(name, group, found, [x])]
+    return Future(background.name, finish=lambda _: restored(results)) if background else restored(results)
+
+
+def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:
+    """Raise where a collective that is begun and waited for later would have to be differentiated or batched."""
+    levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    batched = axis.simulated is not None and all(level == _functorch.TransformType.Vmap for level in levels)
+    if torch.autograd.forward_ad._current_level >= 0 or (levels and not batched):
+        raise UnsupportedError(
+            f"async_: ltx.{name} under a transform of torch.func or forward mode: what is waited for later can't be "
+            f"differentiated or batched. Use ltx.{name} itself."
+        )
+    if grads := torch.is_grad_enabled() and [i for i, x in enumerate(leaves) if x.requires_grad]:
+        raise UnsupportedError(
+            f"async_: ltx.{name} of leaf {tree.leaf_paths(value)[grads[0]]!r}, which requires a gradient: what is "
+            f"waited for later has none. Use x.detach() or torch.no_grad(), or ltx.{name} itself."
+        )
+
+
+def refuse_background(what: str, axis: Any) -> None:
+    """Raise if what takes several messages, one after the other, is to be waited for later."""
+    if isinstance(axis, comm.InBackground):
+        raise UnsupportedError(
+            f"async_: {what} is more than one message, so it can't be waited for later. Call it itself."
+        )
 
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.collectives.calls import (
     check_dense,
+    check_plain,
     check_sums,
     grouped,
     meet_as_tree,
@@ -26,6 +27,7 @@ from ltx.collectives.calls import (
     tensors_of,
     traced_axis,
 )
+from ltx.collectives.futures import Arrived, Future, Pending
 from ltx.collectives.linear import Function, apply, index_below, key_of, on_stack, peeled_level
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
@@ -137,10 +139,32 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
         path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.is_complex())
         raise UnsupportedError(f"{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
     check_sums(which, leaves, value, "extrema")
-    found = comm.resolve(axis)
+    found, in_background = comm.resolve(axis), isinstance(axis, comm.InBackground)
+    if in_background:
+        check_plain(which, leaves, value, found)
     meet_as_tree(which, value, leaves, spec, [() for _ in leaves], found)
+    if in_background and found.comm is not None:
+        works = [work for x in leaves for work in _begin(found.comm, which, x)]
+        return Future(which, works, lambda ys: tree.unflatten(spec, list(map(_marked, ys[::2], ys[1::2]))), found.comm)
     index = found.index() if found.simulated else None
-    return tree.unflatten(spec, [Extremum.apply(which, found, False, index, x) for x in leaves])
+    results = tree.unflatten(spec, [Extremum.apply(which, found, False, index, x) for x in leaves])
+    return Future(which, finish=lambda _: results) if in_background else results
+
+
+def _begin(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> tuple[Pending, Pending]:
+    """Start an extremum, and where there are NaN: all that it takes, as nothing can be issued when it is waited for."""
+    nothing = Arrived(torch.zeros((), dtype=torch.uint8))
+    if x.numel() == 0:
+        return Arrived(x.clone()), nothing
+    axis_comm.negotiate_issue(axis_comm.user, key_of(which, x), lambda: comm.Signature.of(which, ["<tensor>"], [x]))
+    value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), f"async {which}")
+    if not x.is_floating_point() or axis_comm.user.uses_transport(x):
+        return value, nothing
+    return value, axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"async {which}: NaN")
+
+
+def _marked(value: torch.Tensor, nans: torch.Tensor) -> torch.Tensor:
+    return value.masked_fill(nans.bool(), torch.nan) if value.is_floating_point() else value
 
 
 def _prepare_trace(axis: Any) -> str:

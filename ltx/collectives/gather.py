@@ -20,6 +20,7 @@ from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
 from ltx.collectives.scale import GradScale, scale_gradient
 from ltx.collectives.uneven import all_gather_uneven, psum_scatter_uneven
+from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -118,11 +119,14 @@ def all_gather(
         if not tiled:
             raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
         gathered = all_gather_uneven(scaled, axis, dim, tuple(splits))
-    else:
-        gathered = collective(
-            "all_gather", scaled, axis, lambda x, n: place_of("all_gather", x, dim, tiled, new_dim=not tiled)
-        )
-    return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
+        return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
+    return collective(
+        "all_gather",
+        scaled,
+        axis,
+        lambda x, n: place_of("all_gather", x, dim, tiled, new_dim=not tiled),
+        as_it_is if sync_grads else torch.Tensor.detach,
+    )
 
 
 @checked("dim", "tiled", "splits", "axis_index_groups")

@@ -6,7 +6,8 @@ ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
 from ltx.collectives.uneven import all_to_all_uneven
+from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -130,8 +132,13 @@ def all_to_all(
     Source: ``jax.lax.all_to_all``, whose `tiled` is False by default; Horovod's ``alltoall`` for `splits`.
     """
     axis = grouped(axis, axis_index_groups, equal="all_to_all")
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     if not tiled:
-        return _untiled(value, split_dim, concat_dim, axis, splits)
+        if splits is not None:
+            raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
+        value = _in_front(value, split_dim, concat_dim, axis_size(axis))
+        then = partial(torch.movedim, source=0, destination=concat_dim)
+        split_dim = concat_dim = 0
     if splits is not None:
         return all_to_all_uneven(value, split_dim, concat_dim, axis, tuple(splits))
 
@@ -146,18 +153,15 @@ def all_to_all(
             )
         return (split_dim % x.ndim, concat_dim % x.ndim)
 
-    return collective("all_to_all", value, axis, static)
+    return collective("all_to_all", value, axis, static, then)
 
 
-def _untiled(value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Any) -> Tree:
-    """Each rank's slice r along `split_dim` goes to rank r; what arrives is stacked along `concat_dim`."""
-    if splits is not None:
-        raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
-    n = axis_size(axis)
+def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
+    """`value`, whose slices along `split_dim` are for the n ranks, with that dimension in front."""
 
-    def in_front(x: torch.Tensor) -> torch.Tensor:
+    def moved(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
-            return x  # all_to_all says so
+            return x  # collective says so
         for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
             if not -x.ndim <= dim < x.ndim:
                 raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
@@ -168,8 +172,7 @@ def _untiled(value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: An
             )
         return x.movedim(split_dim, 0)
 
-    moved = all_to_all(tree.map(in_front, value), 0, 0, axis)
-    return tree.map(lambda y: y.movedim(0, concat_dim), moved)
+    return tree.map(moved, value)
 
 
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:

@@ -16,8 +16,16 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.arguments import checked
-from ltx.collectives.calls import collective, grouped, prepare_trace, tensors_of, traced_size
+from ltx.arguments import brief, checked
+from ltx.collectives.calls import (
+    check_sums,
+    collective,
+    grouped,
+    prepare_trace,
+    refuse_background,
+    tensors_of,
+    traced_size,
+)
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.sparse import is_sparse, psum_sparse
 from ltx.errors import InputError, TreeError
@@ -105,34 +113,45 @@ def psum(
     `prescale` and `postscale` are Horovod's ``prescale_factor`` and ``postscale_factor``.
     """
     axis = grouped(axis, axis_index_groups)
-    value = scaled(countable(tensors_of(value, axis)), prescale, "prescale")
+    value = countable(tensors_of(value, axis))
+    before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
+    value = tree.map(lambda x: _times(x, before), value)
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
-        total = tree.map(lambda x: psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), value)
-    else:
-        total = collective("psum", value, axis, lambda x, n: ())
-    return scaled(total, postscale, "postscale")
+        refuse_background("psum of sparse tensors", axis)
+        return tree.map(lambda x: _times(psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), after), value)
+    return collective("psum", value, axis, lambda x, n: (), lambda total: _times(total, after))
 
 
-def scaled(value: Tree, factor: float | torch.Tensor, name: str) -> Tree:
-    """Every tensor times `factor`, the argument `name` of psum, in the tensor's own dtype."""
+def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
+    """`factor`, the argument `name` of psum, once it is known to be one for `value`; an int if it is whole."""
     if isinstance(factor, torch.Tensor):
         said = tree.describe(factor)
         whole = not (factor.is_floating_point() or factor.is_complex())
         if factor.ndim != 0:
             raise InputError(f"psum: {name} must be a number or a 0-dim tensor, got {said}. Sum it.")
     elif factor == 1:
-        return value
+        return 1
+    elif isinstance(factor, int) and not abs(factor) < 2**63:
+        raise InputError(f"psum: {name}={brief(factor)} doesn't fit into 64 bits.")
     else:
-        said, whole = f"{factor:g}", float(factor).is_integer()
+        said, whole = f"{factor:g}", float(factor).is_integer() and abs(factor) < 2**63
         factor = int(factor) if whole else factor
-    leaves, spec = tree.flatten(value)
+    leaves = tree.flatten(value)[0]
+    if not torch.compiler.is_compiling():
+        tree.check_leaves(leaves, value, "psum: its argument")
+        check_sums("psum", leaves, value)
     for i, x in enumerate(leaves):
-        if not whole and isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):
+        if not (whole or x.is_floating_point() or x.is_complex()):
             raise TreeError(
                 f"psum: leaf {tree.leaf_paths(value)[i]!r} is {tree.describe(x)}, and {name}={said} isn't a whole "
                 "number. Cast the leaf to a floating dtype."
             )
-    return tree.unflatten(spec, [(x * factor).to(x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return factor
+
+
+def _times(x: Any, factor: float | torch.Tensor) -> Any:
+    """A tensor times a factor, in its own dtype."""
+    return x if not isinstance(factor, torch.Tensor) and factor == 1 else (x * factor).to(x.dtype)
 
 
 @checked("axis_index_groups")
@@ -152,7 +171,10 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
     """
     axis = grouped(axis, axis_index_groups)
     n = _count(axis, axis_index_groups)
-    return tree.map(lambda total: total / n, psum(value, axis))
+    value = countable(tensors_of(value, axis))
+    if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
+        return tree.map(lambda total: total / n, psum(value, axis))
+    return collective("psum", value, axis, lambda x, n: (), lambda total: total / n)
 
 
 def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from ltx import comm, tree
 from ltx.arguments import shown
 from ltx.axis import Axis
-from ltx.collectives.calls import collective, movable
+from ltx.collectives.calls import collective, movable, refuse_background
 from ltx.collectives.linear import apply
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
@@ -171,6 +171,7 @@ def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int,
 def _real(axis: Any, what: str, instead: str) -> Axis:
     if torch.compiler.is_compiling():
         _refuse_trace(what)
+    refuse_background(what, axis)
     found = comm.resolve(axis)
     if found.simulated:
         raise AxisError(f"{what} has no simulated form. {instead}")

@@ -11,7 +11,16 @@ from ltx.comm.network import Network
 from ltx.comm.notes import Notes
 from ltx.comm.operations import bytes_sent
 from ltx.comm.recovery import BackwardPass, nested_run
-from ltx.comm.registry import InGroups, axis_from_group, close_axis, open_axes, open_axis, resolve, size_and_rank
+from ltx.comm.registry import (
+    InBackground,
+    InGroups,
+    axis_from_group,
+    close_axis,
+    open_axes,
+    open_axis,
+    resolve,
+    size_and_rank,
+)
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, send_summary
@@ -26,6 +35,7 @@ __all__ = [
     "Channel",
     "Checks",
     "Event",
+    "InBackground",
     "InGroups",
     "Network",
     "Notes",

@@ -81,6 +81,8 @@ class AxisComm:
         self._parts: dict[tuple[int, ...], Axis] = {}
         #: Backward passes that land later (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
+        #: Collectives that were begun and not waited for yet (see ltx.collectives.futures), oldest first.
+        self.futures: list[Any] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self.recovery = Recovery(
@@ -198,6 +200,8 @@ class AxisComm:
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
+        for future in list(self.futures):
+            future.wait_all()
         drain_background(self.background, self._store, self.posts.holds, self.lost)
         for work in list(self.background.works):
             work.give_up()

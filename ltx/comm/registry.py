@@ -57,6 +57,18 @@ class InGroups(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
+class InBackground(NamedTuple):
+    """An axis on which a collective is begun and waited for later (``ltx.async_``).
+
+    Attributes:
+        axis: as users give one.
+        name: the collective's, as users call it.
+    """
+
+    axis: Any
+    name: str
+
+
 @dataclass(frozen=True)
 class GroupAxis(Axis):
     """The axis of some ranks, which its user closes; what :func:`axis_from_group` returns.
@@ -188,6 +200,8 @@ def resolve(axis: Any) -> Axis:
         return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
     if axis is None:
         return axes.find(axis)
+    if isinstance(axis, InBackground):
+        return resolve(axis.axis)
     if isinstance(axis, InGroups):
         return _resolve_groups(resolve(axis.axis), axis.groups)
     if isinstance(axis, tuple):
