@@ -197,7 +197,7 @@ def place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, p
     if parts is not None and (x.shape[dim] % parts != 0 if tiled else x.shape[dim] != parts):
         wanted = f"a multiple of {parts}" if tiled else str(parts)
         raise AxisError(
-            f"{name} over {parts} ranks: dimension {dim % ndim} of a tensor of shape {list(x.shape)} must be {wanted}, "
+            f"{name} over {parts} ranks: dimension {dim} of a tensor of shape {list(x.shape)} must be {wanted}, "
             f"got {x.shape[dim]}. Pad it, or split another dimension."
         )
     return (dim % ndim, int(tiled))
