@@ -9,7 +9,7 @@ With ``tiled`` the ranks' parts lie one after another on an existing dimension i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +19,13 @@ from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
 from ltx.collectives.scale import GradScale, scale_gradient
-from ltx.collectives.uneven import all_gather_uneven, psum_scatter_uneven
+from ltx.collectives.uneven import (
+    all_gather_inferred,
+    all_gather_uneven,
+    is_even,
+    psum_scatter_inferred,
+    psum_scatter_uneven,
+)
 from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -79,7 +85,7 @@ def all_gather(
     dim: int = 0,
     tiled: bool = False,
     sync_grads: bool = True,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Literal["infer"] | None = None,
     grad_scale: GradScale = "sum",
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
@@ -93,7 +99,9 @@ def all_gather(
         tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
         sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
         splits: with `tiled`, the length of each rank's part along `dim`, where they differ: the same list on every
-            rank. Only between processes. For shapes that ranks don't know of each other see :func:`gather_all_tensors`.
+            rank, between processes. "infer": ranks tell each other their lengths, at every call, in one small message
+            for all leaves, whose lengths may differ; simulated ranks have equal ones. All ranks must say so. For shapes
+            that differ in other dimensions see :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
         axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their own group, in its order.
 
@@ -115,10 +123,13 @@ def all_gather(
     """
     axis = grouped(axis, axis_index_groups, equal="all_gather")
     scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)
-    if splits is not None:
-        if not tiled:
-            raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
-        gathered = all_gather_uneven(scaled, axis, dim, tuple(splits))
+    if splits is not None and not tiled:
+        raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
+    if splits is not None and not is_even(splits, axis):
+        if isinstance(splits, str):
+            gathered = all_gather_inferred(scaled, axis, dim)
+        else:
+            gathered = all_gather_uneven(scaled, axis, dim, splits)
         return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
     return collective(
         "all_gather",
@@ -136,7 +147,7 @@ def psum_scatter(
     *,
     dim: int = 0,
     tiled: bool = False,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Literal["infer"] | None = None,
     grad_scale: GradScale = "sum",
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
@@ -149,8 +160,9 @@ def psum_scatter(
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
         tiled: split a dimension into chunks instead of taking it away.
-        splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. Only
-            between processes.
+        splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. "infer":
+            parts as equal as can be, the first ones longer by one. Only between processes, but that simulated ranks
+            take "infer" where all parts are equal.
         grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
         axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r is that of the r-th rank of the group.
 
@@ -172,10 +184,12 @@ def psum_scatter(
 
     axis = grouped(axis, axis_index_groups, equal="psum_scatter")
     scaled = scale_gradient(countable(value), axis, grad_scale, lambda n: n)
-    if splits is not None:
-        if not tiled:
-            raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
-        return psum_scatter_uneven(scaled, axis, dim, tuple(splits))
+    if splits is not None and not tiled:
+        raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
+    if splits is not None and not is_even(splits, axis):
+        if splits == "infer":
+            return psum_scatter_inferred(scaled, axis, dim)
+        return psum_scatter_uneven(scaled, axis, dim, splits)
     return collective(
         "psum_scatter",
         scaled,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +17,7 @@ from ltx.arguments import brief, checked, shown
 from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
-from ltx.collectives.uneven import all_to_all_uneven
+from ltx.collectives.uneven import all_to_all_inferred, all_to_all_uneven, is_even
 from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -94,7 +94,7 @@ def all_to_all(
     axis: Any = None,
     *,
     tiled: bool = True,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Literal["infer"] | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """Exchange parts: each rank's chunk r of dimension `split_dim` goes to rank r.
@@ -108,7 +108,8 @@ def all_to_all(
             new one of size n, by source, comes in at `concat_dim` of what is left.
         splits: the lengths of the n chunks, which may differ from one another and from rank to rank; they add up to
             ``shape[split_dim]``. Ranks tell each other their splits at every call. Only between processes, and not in
-            compiled graphs.
+            compiled graphs. "infer": chunks as equal as can be, the first ones longer by one, where ranks may have
+            unequal ``shape[split_dim]``; simulated ranks take it if it is a multiple of n.
         axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: chunk r goes to the r-th rank of the group.
 
     Returns:
@@ -139,8 +140,11 @@ def all_to_all(
         value = _in_front(value, split_dim, concat_dim, axis_size(axis))
         then = partial(torch.movedim, source=0, destination=concat_dim)
         split_dim = concat_dim = 0
-    if splits is not None:
-        return all_to_all_uneven(value, split_dim, concat_dim, axis, tuple(splits))
+    even = is_even(splits, axis)
+    if splits is not None and not even:
+        if splits == "infer":
+            return all_to_all_inferred(value, split_dim, concat_dim, axis)
+        return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
 
     def static(x: torch.Tensor, n: int) -> Static:
         for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
@@ -149,11 +153,18 @@ def all_to_all(
         if x.shape[split_dim] % n:
             raise AxisError(
                 f"all_to_all over {n} ranks: dimension {split_dim} of a tensor of shape {list(x.shape)} must be a "
-                f"multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits=."
+                f'multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits= or splits="infer".'
             )
         return (split_dim % x.ndim, concat_dim % x.ndim)
 
-    return collective("all_to_all", value, axis, static, then)
+    exchanged = collective("all_to_all", value, axis, static, then)
+    if not even:
+        return exchanged
+    n = axis_size(axis)
+    lengths = [x.shape[split_dim] // n for x in tree.flatten(value)[0]]
+    if len(set(lengths)) > 1:
+        raise AxisError(f"all_to_all: the leaves' chunks have lengths {lengths}, and splits= are those of all of them.")
+    return exchanged, (*lengths[:1],) * n
 
 
 def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
