@@ -80,7 +80,7 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
-    def begun(*args: Any, **kwargs: Any) -> Future:
+    def wrapped(*args: Any, **kwargs: Any) -> Future:
         if torch.compiler.is_compiling():
             _refuse_trace(collective.__name__)
         bound = signature.bind(*args, **kwargs)
@@ -88,7 +88,7 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
         future: Future = collective(*bound.args, **bound.kwargs)
         return future
 
-    return begun
+    return wrapped
 
 
 def _refuse_trace(name: str) -> None:

@@ -153,7 +153,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
 
 def _begin(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> tuple[Pending, Pending]:
     """Start an extremum, and where there are NaN: all that it takes, as nothing can be issued when it is waited for."""
-    nothing = Arrived(torch.zeros((), dtype=torch.uint8))
+    nothing = Arrived(torch.zeros((), dtype=torch.uint8, device=x.device))
     if x.numel() == 0:
         return Arrived(x.clone()), nothing
     axis_comm.negotiate_issue(axis_comm.user, key_of(which, x), lambda: comm.Signature.of(which, ["<tensor>"], [x]))

@@ -131,6 +131,18 @@ def on_each(f: Callable[[Tensor, int], Tensor], xs: Tensor) -> Tensor:
     return torch.stack([f(x, rank) for rank, x in enumerate(xs)])
 
 
+def groups(n: int) -> list[list[int]]:
+    """Of 1, 2 and 3 ranks [[0]], [[1, 0]] and [[2, 0], [1]]."""
+    alone = [1] if n > 2 else []
+    return [[rank for rank in reversed(range(n)) if rank not in alone], *([alone] if alone else [])]
+
+
+def in_groups(f: Fn, xs: Tensor) -> Tensor:
+    by_group = groups(len(xs))
+    order = torch.tensor([rank for group in by_group for rank in group]).argsort()
+    return torch.cat([f(xs[group]) for group in by_group])[order]
+
+
 def on_last(y: Tensor, n: int) -> Tensor:
     """What the last rank has; the others have zeros."""
     return torch.stack([*[torch.zeros_like(y)] * (n - 1), y])
@@ -229,6 +241,20 @@ OPS = (
         compiled=("grad",),
         **EVERY,
     ),
+    Op(
+        "psum in groups",
+        lambda x: ltx.psum(x, axis_index_groups=groups(ltx.axis_size())),
+        lambda xs: in_groups(sum_of, xs),
+        compiled=("grad",),
+        **EVERY,
+    ),
+    Op(
+        "pmean in groups",
+        lambda x: ltx.pmean(x, axis_index_groups=groups(ltx.axis_size())),
+        lambda xs: in_groups(mean_of, xs),
+        compiled=(),
+        **EVERY,
+    ),
     Op("pmean", ltx.pmean, mean_of, **EVERY),
     Op(
         "weighted_mean",
@@ -257,6 +283,13 @@ OPS = (
         "all_gather tiled",
         lambda x: ltx.all_gather(x, dim=1, tiled=True),
         lambda xs: everywhere(torch.cat(xs.unbind(), 1), len(xs)),
+        compiled=(),
+        **EVERY,
+    ),
+    Op(
+        "all_gather in another order",
+        lambda x: ltx.all_gather(x, axis_index_groups=[list(range(ltx.axis_size()))[::-1]]),
+        lambda xs: everywhere(xs.flip(0), len(xs)),
         compiled=(),
         **EVERY,
     ),
