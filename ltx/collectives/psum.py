@@ -10,7 +10,7 @@ gradient is the sum over all ranks' copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ltx.collectives.calls import (
 )
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.sparse import is_sparse, psum_sparse
+from ltx.comm.process_groups import as_it_is
 from ltx.errors import InputError, TreeError
 from ltx.typing import Tree
 
@@ -114,12 +115,14 @@ def psum(
     """
     axis = grouped(axis, axis_index_groups)
     value = countable(tensors_of(value, axis))
-    before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
-    value = tree.map(lambda x: _times(x, before), value)
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    if not (_is_one(prescale) and _is_one(postscale)):
+        before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
+        value, then = tree.map(lambda x: _times(x, before), value), lambda total: _times(total, after)
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
         refuse_background("psum of sparse tensors", axis)
-        return tree.map(lambda x: _times(psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), after), value)
-    return collective("psum", value, axis, lambda x, n: (), lambda total: _times(total, after))
+        return tree.map(lambda x: then(psum_sparse(x, axis) if is_sparse(x) else psum(x, axis)), value)
+    return collective("psum", value, axis, lambda x, n: (), then)
 
 
 def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
@@ -129,7 +132,7 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
         whole = not (factor.is_floating_point() or factor.is_complex())
         if factor.ndim != 0:
             raise InputError(f"psum: {name} must be a number or a 0-dim tensor, got {said}. Sum it.")
-    elif factor == 1:
+    elif _is_one(factor):
         return 1
     elif isinstance(factor, int) and not abs(factor) < 2**63:
         raise InputError(f"psum: {name}={brief(factor)} doesn't fit into 64 bits.")
@@ -151,7 +154,11 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
 
 def _times(x: Any, factor: float | torch.Tensor) -> Any:
     """A tensor times a factor, in its own dtype."""
-    return x if not isinstance(factor, torch.Tensor) and factor == 1 else (x * factor).to(x.dtype)
+    return x if _is_one(factor) else (x * factor).to(x.dtype)
+
+
+def _is_one(factor: float | torch.Tensor) -> bool:
+    return not isinstance(factor, torch.Tensor) and factor == 1
 
 
 @checked("axis_index_groups")
