@@ -148,7 +148,7 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
         """
         world_axes = axes_in_scope()
         for axis in comm.open_axes():
-            if axis not in world_axes:
+            if axis not in world_axes and not cast(GroupBacking, axis.backing).comm.closed:  # a part, with its axis
                 _close(axis)
         gc.collect()  # groups in the tracebacks of errors
         # Not torch's half an hour: whoever lets go of a group waits for what is under way on it.

@@ -13,7 +13,7 @@ import torch
 
 from ltx import comm
 from ltx.arguments import checked
-from ltx.axis import Axis
+from ltx.axis import Axis, check_index
 from ltx.collectives.uneven import told
 from ltx.comm.pickling import dumps
 from ltx.errors import AxisError
@@ -30,9 +30,8 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     make one. Without, with one that the ranks agree on through their store.
 
     Args:
-        obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator arrive
-            on the receiver's own.
-        src: an index on the axis.
+        obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator come to the receiver's own.
+        src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -49,8 +48,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
         {'lr': 0.1}
     """
     found = comm.resolve(axis)
-    if not 0 <= src < found.size:
-        raise AxisError(f"broadcast_object: src={src} isn't an index on an axis of {found.size} ranks.")
+    check_index("broadcast_object", "src", src, found.size)
     axis_comm = _axis_comm("broadcast_object", found)
     if axis_comm is None:
         return obj

@@ -10,7 +10,16 @@ from ltx.comm.measure import measure_network, measured
 from ltx.comm.network import Network
 from ltx.comm.operations import bytes_sent
 from ltx.comm.recovery import BackwardPass, nested_run
-from ltx.comm.registry import axis_from_group, close_axis, open_axes, open_axis, resolve, size_and_rank
+from ltx.comm.registry import (
+    InBackground,
+    InGroups,
+    axis_from_group,
+    close_axis,
+    open_axes,
+    open_axis,
+    resolve,
+    size_and_rank,
+)
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass
@@ -29,6 +38,8 @@ __all__ = [
     "Checks",
     "Event",
     "HostCopy",
+    "InBackground",
+    "InGroups",
     "Network",
     "PendingSummary",
     "Signature",

@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis
-from ltx.backings import GroupBacking, MeshPart, Part
+from ltx.backings import GroupBacking, Part
 from ltx.comm.backends import backends_of
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
@@ -87,11 +87,13 @@ class AxisComm:
         self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
-        self._parts: dict[Part | MeshPart, Axis] = {}
+        self._parts: dict[tuple[int, ...], Axis] = {}
         #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
         self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # collectives of the user that may have a part in a backward pass
+        #: Collectives that were begun and not waited for yet (see ltx.collectives.futures), oldest first.
+        self.futures: list[Any] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self.recovery = Recovery(self.store_exchange, name, self._fail_channels, self._renew)
@@ -154,16 +156,17 @@ class AxisComm:
             self._streams[device] = CommStream(device)
         return self._streams[device]
 
-    def part(self, name: str, part: Part | MeshPart) -> Axis:
+    def part(self, name: str, part: Part) -> Axis:
         """The axis of those ranks of this one that `part` puts together with this rank. All ranks open it together."""
-        if part not in self._parts:
-            ranks = [self.global_ranks[member] for member in part.members(self.rank)]
+        members = part.members(self.rank)
+        if members not in self._parts:
+            ranks = [self.global_ranks[member] for member in members]
             label = f"{self.label}/{name} of ranks {ranks}"
             backend = dist.get_backend_config(self.group)
             group = open_group(ranks, label, backend, self._timeout, name)
             axis_comm = AxisComm(name, group, self._timeout, self.heartbeat.heartbeat_s)
-            self._parts[part] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
-        return self._parts[part]
+            self._parts[members] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+        return self._parts[members]
 
     @property
     def parts(self) -> list[Axis]:
@@ -240,6 +243,8 @@ class AxisComm:
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
+        for future in list(self.futures):
+            future.wait_all()
         drain_background(self.background, self.store_exchange)
         for work in list(self.background.works):
             work.give_up()

@@ -38,7 +38,7 @@ _LIBRARIES = (
     contextlib.__file__,
 )
 # What is on the way from a collective that is called to what it issues.
-_INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wrapped")
+_INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wait", "wrapped")
 
 
 class Checks:

@@ -142,6 +142,38 @@ def ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argument
     return Works(works), out, as_it_is
 
 
+def gather(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    size, taken, works = group.size(), [], []
+    for given in buffer.flatten().split(_message_length(group, buffer.numel(), buffer.itemsize)):
+        sent, received = gathered_splits(arguments[0], group.rank(), size, given.numel())
+        taken.append(given.new_empty(sum(received)))
+        works.append(dist.all_to_all_single(taken[-1], given, received, sent, group=group, async_op=True))
+
+    def finish(buffer: torch.Tensor) -> torch.Tensor:
+        if group.rank() != arguments[0]:
+            return buffer.new_zeros((size, *buffer.shape))
+        return torch.cat([rows.view(size, -1) for rows in taken], 1).view(size, *buffer.shape)
+
+    return Works(works), buffer, finish
+
+
+def scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    rows = buffer.reshape(group.size(), -1)
+    out = buffer.new_empty(buffer.shape[1:])
+    length, works = _message_length(group, rows.shape[1], buffer.itemsize), []
+    for given, taken in zip(rows.split(length, 1), out.flatten().split(length), strict=True):
+        received, sent = gathered_splits(arguments[0], group.rank(), group.size(), taken.numel())
+        flat = given.reshape(-1)[: sum(sent)]
+        works.append(dist.all_to_all_single(taken, flat, received, sent, group=group, async_op=True))
+    return Works(works), out, as_it_is
+
+
+def gathered_splits(to: int, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
+    """How many elements `rank` sends to and gets from each rank, where all go to one; a scatter turns it round."""
+    sent = [numel if other == to else 0 for other in range(size)]
+    return sent, [numel if rank == to else 0] * size
+
+
 def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
     """How many elements `rank` sends to and gets from each rank. `permutation`: source, destination, .."""
     pairs = list(zip(permutation[::2], permutation[1::2], strict=True))

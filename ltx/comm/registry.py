@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ltx import axis as axes
 from ltx.arguments import brief, is_whole
 from ltx.axis import Axis
-from ltx.backings import GroupBacking
+from ltx.backings import GroupBacking, Part
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.comm.process_groups import open_group
+from ltx.comm.signature import Signature
 from ltx.errors import AxisError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -42,6 +43,30 @@ def open_axis(
     opened = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
     _opened[group] = opened
     return opened
+
+
+class InGroups(NamedTuple):
+    """The ranks of a group of an axis, as an axis: what `axis_index_groups` makes of the axis of a collective.
+
+    Attributes:
+        axis: as users give one.
+        groups: the indices of each group; as lists in errors.
+    """
+
+    axis: Any
+    groups: tuple[tuple[int, ...], ...]
+
+
+class InBackground(NamedTuple):
+    """An axis on which a collective is begun and waited for later (``ltx.async_``).
+
+    Attributes:
+        axis: as users give one.
+        name: the collective's, as users call it.
+    """
+
+    axis: Any
+    name: str
 
 
 @dataclass(frozen=True)
@@ -175,6 +200,10 @@ def resolve(axis: Any) -> Axis:
         return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
     if axis is None:
         return axes.find(axis)
+    if isinstance(axis, InBackground):
+        return resolve(axis.axis)
+    if isinstance(axis, InGroups):
+        return _resolve_groups(resolve(axis.axis), axis.groups)
     if isinstance(axis, tuple):
         return axes.joined(axis)
     if isinstance(axis, Axis):
@@ -196,3 +225,35 @@ def resolve(axis: Any) -> Axis:
         "an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got "
         f"{type(axis).__name__}."
     )
+
+
+def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:
+    """The axis of this rank's group; ranks compare groups that are new before they open any."""
+    part, said = Part(groups), f"axis_index_groups={brief([list(group) for group in groups])}"
+    size = axis.size if axis.simulated is None or axis.simulated.part is None else min(axis.simulated.part.sizes)
+    indices = [index for group in groups for index in group]
+    if size < axis.size or () in groups or sorted(indices) != list(range(size)):
+        raise AxisError(
+            f"{said}: on axis {axis.name!r} of {axis.size} ranks, every index from 0 to {axis.size - 1} must be in "
+            f"exactly one group, and no group may be empty. {_partition_fault(indices, size)}"
+        )
+    if len(groups) == 1 and indices == list(range(size)):
+        return axis
+    if axis.comm is None:
+        return axes.in_groups(axis, part, f"{axis.name} in {len(groups)} groups")
+    axis_comm: AxisComm = axis.comm
+    if not axis_comm.has_compared(InGroups, groups):
+        axis_comm.negotiate(axis_comm.user, (InGroups, groups), lambda: Signature("axis_index_groups", (), said))
+        axis_comm.count_as_compared(InGroups, groups)
+    members = part.members(axis_comm.rank)
+    return axes.in_groups(axis, part, f"{axis.name}, ranks {', '.join(map(str, members))}")
+
+
+def _partition_fault(indices: list[int], size: int) -> str:
+    if unknown := sorted({index for index in indices if not 0 <= index < size}):
+        return f"It has no rank {unknown[0]}."
+    if twice := sorted({index for index in indices if indices.count(index) > 1}):
+        return f"Rank {twice[0]} is in more than one place."
+    if missing := sorted(set(range(size)) - {*indices}):
+        return f"Rank {missing[0]} is in none."
+    return "Leave the empty ones out." if size else "Give one list for each group."

@@ -118,6 +118,13 @@ def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchEr
     return error
 
 
+#: What takes tensors that differ in length.
+_UNEVEN = {
+    "all_gather": 'ltx.all_gather(x, tiled=True, splits="infer")',
+    "all_to_all": 'ltx.all_to_all(x, ..., splits="infer")',
+}
+
+
 def list_calls(by_rank: Mapping[int, Post]) -> str:
     """What each rank calls, and on which line."""
     return list_values({rank: post.call for rank, post in by_rank.items()})
@@ -133,9 +140,10 @@ def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMisma
     for path in paths:
         values = {rank: dict(s.leaves).get(path, "no such leaf") for rank, s in by_rank.items()}
         if len(set(values.values())) > 1:
-            return mismatch(
-                axis_name, f"{operation}, leaf {path!r}", values, "give every rank the same tree, shapes and dtypes"
-            )
+            fix = "give every rank the same tree, shapes and dtypes"
+            if operation in _UNEVEN and len({value.partition("[")[0] for value in values.values()}) == 1:
+                fix += f"; {_UNEVEN[operation]} takes unequal lengths"
+            return mismatch(axis_name, f"{operation}, leaf {path!r}", values, fix)
     orders = {rank: str([path for path, _ in s.leaves]) for rank, s in by_rank.items()}
     if len(set(orders.values())) > 1:
         return mismatch(axis_name, f"{operation}, order of leaves", orders, "give every rank the same tree")
