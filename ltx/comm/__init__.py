@@ -15,7 +15,9 @@ from ltx.comm.registry import axis_from_group, close_axis, open_axes, open_axis,
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, send_summary
+from ltx.comm.thread_comm import ThreadComm
 from ltx.comm.timeline import Trace
+from ltx.comm.turns import Turns
 
 __all__ = [
     "DEFAULT_HEARTBEAT_S",
@@ -32,7 +34,9 @@ __all__ = [
     "Signature",
     "Span",
     "StepSummary",
+    "ThreadComm",
     "Trace",
+    "Turns",
     "Work",
     "axis_from_group",
     "bytes_sent",

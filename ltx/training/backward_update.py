@@ -195,11 +195,12 @@ def scaled(grads: Sequence[torch.Tensor], scale: float) -> None:
 
 
 def mean_at_once(
-    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool
+    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool, reduced: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(mean loss, sum of the weights), without a step summary; None for the weights of an unweighted step.
+    """(mean loss, what gradients are divided by), without a step summary; None for that of an unweighted step.
 
-    `local`: ranks that don't share gradients don't wait for each other to share losses.
+    `local`: ranks that don't share gradients don't wait for each other to share losses. `reduced`: gradients are means
+    over the ranks of `axis`.
     """
     total, alone = total.detach(), local or axis.size == 1
     if weight is None:
@@ -211,7 +212,7 @@ def mean_at_once(
         if local and axis.size > 1:  # no data on this rank, and so no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
-    return total / weight, weight
+    return total / weight, weight / axis.size if reduced and not alone else weight
 
 
 def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:

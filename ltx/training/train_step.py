@@ -84,7 +84,7 @@ class TrainStep(StateOperations):
 
         Ranks that come from a checkpoint or from an interrupt may come from different steps.
         """
-        axis_comm = axis.comm
+        axis_comm = axis.comm or axis.threads
         first = (
             axis_comm is not None
             and not axis_comm.has_compared(TrainStep, None)
@@ -157,7 +157,8 @@ class TrainStep(StateOperations):
                 raise
             mean = summary.mean.to(total.dtype)
         else:
-            mean, divisor = mean_at_once(total, weight, info.axis, local=strategy.hook(info.step) is None)
+            among, local = run.within or info.axis, strategy.hook(info.step) is None
+            mean, divisor = mean_at_once(total, weight, among, local, reduced=run.schedule is not None)
             done = work.at_once(total, divisor)
         states = tree.unflatten(sync_spec, done.sync_flat)
         finite = None if done.grads is None else all_finite(self, done.grads, info, done.sums)
