@@ -409,6 +409,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.TorchState": [],
         "ltx.optim.apply_updates": [Call(optim.apply_updates, (params(), params()), {"donate": False})],
         "ltx.optim.chain": [Call(optim.chain, (optim.clip_by_global_norm(1.0), adam), {}, _optimized)],
+        "ltx.optim.measure_global_norm": [Call(optim.measure_global_norm, (), {}, _optimized)],
         "ltx.optim.clip_by_global_norm": [
             Call(optim.clip_by_global_norm, (1.0,), {"axis": None, "eps": 1e-6}, _optimized)
         ],
