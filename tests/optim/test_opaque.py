@@ -181,9 +181,74 @@ class KeepsObjects(Lion):
             self.state[p]["history"] = [1, 2]
 
 
+class Counts(Lion):
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step()
+
+
+class KeepsMomenta(Lion):
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.momenta = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, m in zip(self.param_groups[0]["params"], self.momenta, strict=True):
+            p.sub_(m.mul_(0.9).add_(p.grad), alpha=self.param_groups[0]["lr"])
+
+
+class Decays(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["lr"] *= 0.5
+
+
+class KeepsATensor(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0].setdefault("k", torch.zeros(())).add_(1)
+
+
+class KeepsGlobals(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["all"]["n"] = torch.ones(1)  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
-    ("cls", "text"), [(WantsClosure, "wants a closure"), (KeepsObjects, "in its state as 'history'")]
+    ("cls", "text"),
+    [
+        (WantsClosure, "wants a closure"),
+        (KeepsObjects, "in its state as 'history'"),
+        (Counts, "from_torch(Counts): its step() changes self.steps, and ltx carries what is in state[parameter]"),
+        (KeepsMomenta, "its step() changes self.momenta"),
+        (Decays, "its step() changes the group's lr"),
+        (KeepsATensor, "its step() changes the group's k"),
+        (KeepsGlobals, "keeps state under 'all'"),
+    ],
 )
 def test_classes_that_cannot_be_held(cls: Any, text: str) -> None:
     with pytest.raises(OptimError, match=re.escape(text)):
         from_torch(cls).init(torch.ones(2))
+
+
+class CountsWhatMoves(Lion):
+    """Keeps its hidden count at a gradient alone that isn't zero, so that the probe doesn't show it."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.moved = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.moved += any(bool(p.grad.any()) for p in self.param_groups[0]["params"] if p.grad is not None)
+        super().step()
+
+
+def test_hidden_state_is_found_at_the_first_update_that_changes_it() -> None:
+    optimizer, params = from_torch(CountsWhatMoves), torch.ones(2)
+    state = optimizer.init(params)
+    with pytest.raises(OptimError, match=r"its step\(\) changes self\.moved"):
+        optimizer.apply(torch.ones(2), state, params)
