@@ -132,17 +132,14 @@ def make_plan(
 
     if compare and axis.threads is not None:
         agreement = axis.threads.negotiate(key, described, lambda: list(arrival()))
-        order = tuple(agreement.offer)
     elif compare and axis.comm is not None:
         axis_comm: comm.AxisComm = axis.comm
         channel = axis_comm.background if background else axis_comm.bucket_channel(0)
         agreement = axis_comm.negotiate(channel, key, described, offer=lambda: list(arrival()))
-        order = tuple(agreement.offer)
         parts = [part.comm for part in hook.axes(axis) if part.comm is not None]
         for opened in () if background else (axis_comm, *parts):
             opened.open_phases(hook.phases_on(axis.size))
-    else:
-        order = tuple(arrival())
+    order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)
     groups = owner.grouping(paths, order)
     # A meta axis is used once; its plan isn't cached.
