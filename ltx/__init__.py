@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool
     from ltx.runtime.show import progress, show
+    from ltx.runtime.simulation import simulate
     from ltx.strategies.bagua import BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy
     from ltx.strategies.horovod import HorovodStrategy
@@ -114,6 +115,7 @@ _LATER = {
     "mixed_precision": "ltx.training.mixed_precision",
     "progress": "ltx.runtime.show",
     "show": "ltx.runtime.show",
+    "simulate": "ltx.runtime.simulation",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile")
 # Names of 0.2 that have moved there.
@@ -204,6 +206,7 @@ __all__ = [
     "shard",
     "show",
     "shutdown",
+    "simulate",
     "sync_gradients",
     "sync_params",
     "to_device",

@@ -1,13 +1,15 @@
 """Named axes: the dimensions of ranks that collectives reduce over, and which of them are in scope.
 
-An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), or by nothing (size 1). Code that
-uses an axis can't tell which. What is in scope is the one piece of ambient state that ltx has: the axes of the world,
-set by ``ltx.init``, and inside them those that :func:`ltx.vmap` opens while its function runs.
+An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), by threads that take turns
+(:func:`ltx.simulate`), or by nothing (size 1). Code that uses an axis can't tell which. What is in scope is the one
+piece of ambient state that ltx has: the axes of the world, set by ``ltx.init``, and inside them those that
+:func:`ltx.vmap` and :func:`ltx.simulate` open while their function runs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch._C import _functorch
 from torch._guards import TracingContext
 
 from ltx.arguments import brief, check_fields
-from ltx.backings import GroupBacking, MetaBacking, Part, VmapBacking, mesh_part, nodes
+from ltx.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part, nodes
 from ltx.errors import AxisError
 
 DEFAULT_NAME = "data"
@@ -34,7 +36,7 @@ class Axis:
 
     name: str
     size: int
-    backing: GroupBacking | VmapBacking | MetaBacking | None = None
+    backing: GroupBacking | ThreadBacking | VmapBacking | MetaBacking | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, AxisError)
@@ -44,7 +46,7 @@ class Axis:
     def index(self) -> torch.Tensor:
         """This rank's position on the axis, a 0-dim int64 tensor on every backing."""
         match self.backing:
-            case GroupBacking(rank=rank) | MetaBacking(rank=rank):
+            case GroupBacking(rank=rank) | ThreadBacking(rank=rank) | MetaBacking(rank=rank):
                 return torch.tensor(rank)
             case VmapBacking(part=part) as backing:
                 places = torch.arange(self.size) if part is None else part.by_rank(map(range, part.sizes))
@@ -62,6 +64,11 @@ class Axis:
     def comm(self) -> Any:
         """The :class:`ltx.comm.AxisComm` of an axis whose ranks are processes; None for any other axis."""
         return self.backing.comm if isinstance(self.backing, GroupBacking) else None
+
+    @property
+    def threads(self) -> Any:
+        """The :class:`ltx.comm.ThreadComm` of an axis whose ranks are threads of this process; None for any other."""
+        return self.backing.comm if isinstance(self.backing, ThreadBacking) else None
 
     @property
     def simulated(self) -> VmapBacking | None:
@@ -129,11 +136,15 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
     Between processes all ranks of a group must call this together the first time.
     """
     backing = axis.backing
-    size = len(part.members(backing.rank)) if isinstance(backing, GroupBacking | MetaBacking) else max(part.sizes)
+    size = (
+        len(part.members(backing.rank))
+        if isinstance(backing, GroupBacking | ThreadBacking | MetaBacking)
+        else max(part.sizes)
+    )
     if size == 1:
         return Axis(name, 1)
     match backing:
-        case GroupBacking(comm=axis_comm):
+        case GroupBacking(comm=axis_comm) | ThreadBacking(comm=axis_comm):
             opened: Axis = axis_comm.part(name, part)
             return opened
         case VmapBacking(part=whole):
@@ -153,12 +164,14 @@ def check_open(axis: Axis) -> Axis:
     """`axis`, if its ranks are there: that of a :func:`vmap` that has ended has none."""
     if isinstance(axis.backing, VmapBacking) and axis.backing.level > (_functorch.maybe_current_level() or 0):
         raise AxisError(f"axis {axis.name!r} is closed: the ltx.vmap that opened it has ended.")
+    if axis.threads is not None and axis.threads.closed:
+        raise AxisError(f"axis {axis.name!r} is closed: the ltx.simulate that opened it has ended.")
     if axis.comm is not None and axis.comm.closed:
         raise AxisError(f"axis {axis.name!r} is closed: by its close(), the end of its `with`, or of its world.")
     if axis.backing is None and axis.size > 1:
         raise AxisError(
             f"axis {axis.name!r} has {axis.size} ranks and none that it stands for. Open one with ltx.vmap, "
-            "ltx.init(mesh=...) or ltx.axis_from_group."
+            "ltx.simulate, ltx.init(mesh=...) or ltx.axis_from_group."
         )
     return axis
 
@@ -249,7 +262,7 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if kinds == {GroupBacking}:
         return _of_groups(said, title, real)
     raise AxisError(
-        f"{said} mixes axes of processes with simulated ones ({', '.join(f'{a.name!r}' for a in real)}). Reduce over "
+        f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). Reduce over "
         "one after the other, as in ltx.psum(ltx.psum(x, inner), outer)."
     )
 
@@ -281,6 +294,24 @@ def open_simulated(name: str, size: int) -> int:
     return level
 
 
+def open_alone(axis: Axis) -> Callable[[], None]:
+    """Make `axis` the only opened one; what comes back undoes it."""
+    undo = set_opened_aside()
+    _opened_axes.append((axis, None))
+    return undo
+
+
+def set_opened_aside() -> Callable[[], None]:
+    """Close the opened axes for a while, in which another rank of this process runs; what comes back undoes it."""
+    kept = _opened_axes[:]
+    _opened_axes.clear()
+
+    def undo() -> None:
+        _opened_axes[:] = kept
+
+    return undo
+
+
 def _there() -> tuple[int, ...]:
     """The places of the opened axes that are still there: a trace that failed leaves its own behind."""
     if not _opened_axes:
@@ -294,8 +325,7 @@ def _there() -> tuple[int, ...]:
 
 
 def _level_of(axis: Axis) -> int:
-    assert isinstance(axis.backing, VmapBacking)
-    return axis.backing.level
+    return axis.backing.level if isinstance(axis.backing, VmapBacking) else 0
 
 
 def close_simulated() -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of an axis are: processes, entries of a vmap level, or shapes alone."""
+"""What the ranks of an axis are: processes, threads that take turns, entries of a vmap level, or shapes alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from torch._C import _functorch
 @dataclass(frozen=True)
 class GroupBacking:
     """Ranks are processes: this one's index on the axis, and its communicator (:class:`ltx.comm.AxisComm`)."""
+
+    rank: int
+    comm: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ThreadBacking:
+    """Ranks are threads of this process that take turns: this one's index on the axis, and its communicator
+    (:class:`ltx.comm.ThreadComm`)."""
 
     rank: int
     comm: Any = field(repr=False)

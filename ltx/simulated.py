@@ -1,4 +1,4 @@
-"""vmap: simulated ranks, each an entry of a batch dimension of ``torch.vmap``."""
+"""vmap: simulated ranks, each an entry of a batch dimension of ``torch.vmap``. See also :func:`ltx.simulate`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def vmap(
     """Run `f` on simulated ranks: every rank is one entry of a batch dimension of ``torch.vmap``.
 
     Inside `f` the collectives of ltx, and everything built on them, work over the axis `axis_name` as they do between
-    processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes.
+    processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes. What ``torch.vmap``
+    can't run (``.item()``, boolean masks, writes in place) runs under :func:`ltx.simulate`.
 
     Args:
         f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on as
@@ -70,7 +71,7 @@ def vmap(
     def mapped(*args: Any, **named: Any) -> Any:
         given = (*args, named) if named else args
         leaves, spec = tree.flatten(given)
-        dims = _broadcast_dims(in_dims, args)
+        dims = broadcast_dims(in_dims, args)
         dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
         tree.check_open(
             [None if dim is None else leaf for leaf, dim in zip(leaves, dims, strict=True)],
@@ -78,7 +79,7 @@ def vmap(
             f"axis {axis_name!r}: mapped arguments",
             "mapped (in_dims=None gives every rank the whole)",
         )
-        size = _axis_size(axis_name, axis_size, leaves, dims)
+        size = mapped_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         known: list[Any] = []
 
@@ -155,7 +156,7 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
     return result if out_dim == 0 else result.movedim(0, out_dim)
 
 
-def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
+def broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
     """One entry of `in_dims` for each leaf of `args`."""
     if not isinstance(in_dims, tuple):
         in_dims = (in_dims,) * len(args)
@@ -191,7 +192,10 @@ def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
     return dims
 
 
-def _axis_size(name: str, given: int | None, leaves: list[Any], dims: list[int | None]) -> int:
+def mapped_size(
+    name: str, given: int | None, leaves: list[Any], dims: list[int | None], argument: str = "axis_size"
+) -> int:
+    """The size of an axis: that of the mapped tensors among `leaves`, and `given` as the `argument` of that name."""
     mapped = [
         (leaf, dim)
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -214,5 +218,5 @@ def _axis_size(name: str, given: int | None, leaves: list[Any], dims: list[int |
         sizes.add(given)
     if len(sizes) != 1:
         got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"
-        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give axis_size.")
+        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give {argument}.")
     return sizes.pop()

@@ -30,6 +30,7 @@ def prepare_trace(axis: Any) -> str:
     if isinstance(axis, str) and axis in _traced_axes:  # a key already
         return axis
     found = comm.resolve(axis)
+    refuse_threads(found)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
     if found.simulated:
         key = f"{found.name!r} of {found.size}, {found.backing!r}"
@@ -43,6 +44,15 @@ def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
 
 prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _prepare_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_threads(axis: Axis) -> None:
+    """Raise if the ranks of `axis`, on which a compiled graph would communicate, are threads."""
+    if axis.threads:
+        raise UnsupportedError(
+            f"axis {axis.name!r}: a compiled graph can't hold a collective of ltx.simulate, whose ranks wait for each "
+            "other in Python. Compile what is between collectives, or use ltx.vmap."
+        )
 
 
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -202,11 +212,14 @@ def meet_as_tree(
 
     The Functions compare tensor by tensor, as what their derivatives issue has no tree.
     """
-    if axis.comm is None:
+    if axis.comm is None and axis.threads is None:
+        return
+    arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
+    if axis.threads is not None:
+        axis.threads.announce(comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
         return
     axis_comm: comm.AxisComm = axis.comm
     call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
-    arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
     agreed = axis_comm.negotiate(
         axis_comm.user, call, lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ltx.collectives.calls import (
     traced_axis,
 )
 from ltx.collectives.futures import Arrived, Future, Pending
-from ltx.collectives.linear import Function, apply, index_below, key_of, on_stack, peeled_level
+from ltx.collectives.linear import Function, apply, each_rank, index_below, key_of, on_stack, peeled_level
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
@@ -41,6 +42,8 @@ class Extremum(Function):
     def forward(which: str, axis: Axis, compiled: bool, index: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         if axis.backing is None or x.numel() == 0:
             return x.clone()
+        if axis.threads:
+            return _among_threads(axis.threads, which, x)
         assert axis.comm, "a simulated axis is peeled by the vmap rule"
         axis_comm: comm.AxisComm = axis.comm
         return _compiled(axis_comm, which, x) if compiled else _eager(axis_comm, which, x)
@@ -81,23 +84,32 @@ class Extremum(Function):
         dim = in_dims[4]
         simulated = axis.simulated
         if simulated and peeled_level() == simulated.level:
-
-            def stacked(xs: torch.Tensor, n: int) -> tuple[torch.Tensor, bool]:
-                if xs.dtype == torch.bool:
-                    return (xs.any(0) if which == "pmax" else xs.all(0)), False
-                return (xs.amax(0) if which == "pmax" else xs.amin(0)), False
-
             below = simulated.below
             if below is not None:
                 stacks = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
                 rest = replace(axis, backing=below)
                 return Extremum.apply(which, rest, compiled, index_below(index, in_dims[3]), stacks), 0
-            y, per_rank = on_stack(simulated, axis.size, x, dim, stacked)
+            y, per_rank = on_stack(simulated, axis.size, x, dim, partial(_stacked, which))
             return y, 0 if per_rank else None
         front = simulated.taken if simulated else 0
         if dim is not None and front:
             x, dim = x.movedim(dim, front), front
         return Extremum.apply(which, axis, compiled, index, x), dim
+
+
+def _stacked(which: str, xs: torch.Tensor, n: int) -> tuple[torch.Tensor, bool]:
+    """A Rule's `stacked`."""
+    if xs.dtype == torch.bool:
+        return (xs.any(0) if which == "pmax" else xs.all(0)), False
+    return (xs.amax(0) if which == "pmax" else xs.amin(0)), False
+
+
+def _among_threads(threads: comm.ThreadComm, which: str, x: torch.Tensor) -> torch.Tensor:
+    signature = comm.Signature.of(which, ["<tensor>"], [x])
+    found: list[torch.Tensor] = threads.exchange(
+        signature, [x], lambda values: each_rank(partial(_stacked, which), values)
+    )
+    return found[0]
 
 
 def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:

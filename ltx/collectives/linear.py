@@ -1,7 +1,7 @@
 """The mechanism that every linear collective shares: a rule, and one autograd Function that follows rules.
 
-A linear collective A is given by a :class:`Rule`: what it does on a process group, on the stacked values of simulated
-ranks, on an axis of size 1, and which rule is its transpose. Everything else follows from linearity:
+A linear collective A is given by a :class:`Rule`: what it does on a process group, on the stacked values of ranks in
+one process, on an axis of size 1, and which rule is its transpose. Everything else follows from linearity:
 
 * forward mode: the tangent of A x is A applied to the tangent of x;
 * reverse mode: the cotangent of x is the transpose of A applied to the cotangent of A x, where the loss is the sum over
@@ -100,6 +100,8 @@ class Linear(Function):
             return tuple(
                 _fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)]
             )
+        if axis.threads:
+            return _among_threads(axis.threads, rule, static, xs)
         if axis.meta:
             return tuple(_on_shapes(rule, static, axis, axis.meta, x) for x in xs)
         assert axis.comm, "a simulated axis is peeled by the vmap rule"
@@ -209,6 +211,31 @@ def only_at(value: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, bool]
     """What a Rule's `stacked` gives where `rank` alone gets `value`, and the others zeros."""
     stack = torch.zeros((), dtype=value.dtype, device=value.device).expand(n, *value.shape)
     return torch.cat([stack[:rank], value.unsqueeze(0), stack[rank + 1 :]]), True
+
+
+def _among_threads(
+    threads: comm.ThreadComm, rule: Rule, static: Static, xs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    if rule.operation is None:
+        return tuple(
+            _fresh(rule.after(rule.before(x, threads.size, static), threads.rank, threads.size, static), x) for x in xs
+        )
+    signature = comm.Signature.of(rule.name, ["<tensor>"] * len(xs), list(xs), f"arguments {static}" if static else "")
+    found = threads.exchange(
+        signature, xs, lambda values: each_rank(lambda stack, n: rule.stacked(stack, n, static), values)
+    )
+    if rule.keeps_strides:
+        return tuple(y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in zip(found, xs, strict=True))
+    return tuple(found)
+
+
+def each_rank(
+    body: Callable[[torch.Tensor, int], tuple[torch.Tensor, bool]], values: list[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """What each rank gets for its `values`, one or more tensors; `body` is as a Rule's `stacked`. In new memory."""
+    n = len(values)
+    results = [body(torch.stack(column), n) for column in zip(*values, strict=True)]
+    return [[(y[rank] if per_rank else y).clone() for y, per_rank in results] for rank in range(n)]
 
 
 def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: MetaBacking, x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Objects between ranks: broadcast_object, all_gather_object, barrier.
 
-They have no gradient, and but for the barrier no simulated form.
+They have no gradient, and but for the barrier no form under :func:`ltx.vmap`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
         What each rank sees: a copy of `src`'s object; on `src` the object itself.
 
     Raises:
-        AxisError: `axis` isn't in scope or is simulated, or `src` isn't on it.
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``, or `src` isn't on it.
         AuthenticationError: the object isn't from a rank of this job.
         TypeError: `src`'s object can't be pickled; on every rank, so that nobody waits.
 
@@ -49,22 +49,13 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     """
     found = comm.resolve(axis)
     check_index("broadcast_object", "src", src, found.size)
-    axis_comm = _axis_comm("broadcast_object", found)
-    if axis_comm is None:
+    among: Any = found.threads or _axis_comm("broadcast_object", found)
+    if among is None:
         return obj
-    issue = axis_comm.user.issued
-    payload, broken = _pickled(obj, axis_comm, issue) if axis_comm.rank == src else (b"", False)
-    header = _broadcast_bytes_tensor(axis_comm, torch.tensor([len(payload), broken]), src)
-    length, failed = int(header[0]), bool(header[1])
-    body = torch.empty(length, dtype=torch.uint8)
-    if axis_comm.rank == src and length:
-        body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    if length:
-        body = axis_comm.user.issue("broadcast", body, "broadcast_object", (src,), on_host=True).wait()
-    data = _bytes_of(body)
+    data, failed = (_broadcast_among_threads if found.threads else _broadcast)(obj, src, among)
     if failed:
-        raise TypeError(f"broadcast_object: rank {src}'s object can't be pickled: {data.decode()}")
-    return obj if axis_comm.rank == src else pickle.loads(comm.opened(axis_comm, data, src, issue))
+        raise _unpicklable("broadcast_object", src, data)
+    return obj if among.rank == src else pickle.loads(data)
 
 
 def all_gather_object(obj: T, axis: Any = None) -> list[T]:
@@ -79,7 +70,7 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
         What each rank sees: a list of the ranks' objects by rank: copies, and at its own place the object itself.
 
     Raises:
-        AxisError: `axis` isn't in scope or is simulated.
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
         AuthenticationError: as for :func:`broadcast_object`.
         TypeError: a rank's object can't be pickled; on every rank, so that nobody waits.
 
@@ -89,33 +80,73 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
         ['here']
     """
     found = comm.resolve(axis)
-    axis_comm = _axis_comm("all_gather_object", found)
-    if axis_comm is None:
+    among: Any = found.threads or _axis_comm("all_gather_object", found)
+    if among is None:
         return [obj]
+    if found.threads:
+        rows = among.exchange(comm.Signature("all_gather_object", ()), _dumped(obj))
+    else:
+        rows = _gathered(obj, found, among)
+    for rank, (text, broken) in enumerate(rows):
+        if broken:
+            raise _unpicklable("all_gather_object", rank, text)
+    return [obj if rank == among.rank else pickle.loads(text) for rank, (text, _) in enumerate(rows)]
+
+
+def _broadcast(obj: Any, src: int, axis_comm: comm.AxisComm) -> tuple[bytes, bool]:
+    """Rank `src`'s object as bytes, or what went wrong, and True."""
+    issue = axis_comm.user.issued
+    payload, broken = _pickled(obj, axis_comm, issue) if axis_comm.rank == src else (b"", False)
+    header = _broadcast_bytes_tensor(axis_comm, torch.tensor([len(payload), broken]), src)
+    length, failed = int(header[0]), bool(header[1])
+    body = torch.empty(length, dtype=torch.uint8, device=axis_comm.device)
+    if axis_comm.rank == src and length:
+        body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    if length:
+        body = axis_comm.user.issue("broadcast", body, "broadcast_object", (src,)).wait()
+    data = _bytes_of(body.cpu())
+    return (data if failed or axis_comm.rank == src else comm.opened(axis_comm, data, src, issue)), failed
+
+
+def _broadcast_among_threads(obj: Any, src: int, threads: comm.ThreadComm) -> tuple[bytes, bool]:
+    mine = _dumped(obj) if threads.rank == src else None
+    found: tuple[bytes, bool] = threads.exchange(comm.Signature("broadcast_object", (), f"src={src}"), mine)[src]
+    return found
+
+
+def _gathered(obj: Any, axis: Axis, axis_comm: comm.AxisComm) -> list[tuple[bytes, bool]]:
+    """By rank: its object as bytes, or what went wrong, and True."""
     issue = axis_comm.user.issued
     payload, failed = _pickled(obj, axis_comm, issue)
-    sizes = told("all_gather_object", [len(payload), int(failed)], found)
+    sizes = told("all_gather_object", [len(payload), int(failed)], axis)
     most = max(length for length, _ in sizes)
     body = torch.zeros(most, dtype=torch.uint8)
     if payload:
         body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     rows = axis_comm.user.issue("all_gather", body, "all_gather_object", on_host=True).wait()
     texts = [_bytes_of(row[:length]) for row, (length, _) in zip(rows, sizes, strict=True)]
-    for rank, (text, (_, broken)) in enumerate(zip(texts, sizes, strict=True)):
-        if broken:
-            raise TypeError(f"all_gather_object: rank {rank}'s object can't be pickled: {text.decode()}")
     return [
-        obj if rank == axis_comm.rank else pickle.loads(comm.opened(axis_comm, text, rank, issue))
-        for rank, text in enumerate(texts)
+        (text if broken or rank == axis_comm.rank else comm.opened(axis_comm, text, rank, issue), bool(broken))
+        for rank, (text, (_, broken)) in enumerate(zip(texts, sizes, strict=True))
     ]
 
 
 def _pickled(obj: Any, axis_comm: comm.AxisComm, issue: int) -> tuple[bytes, bool]:
     """The object as sealed bytes, or what went wrong, which must reach every rank."""
+    payload, failed = _dumped(obj)
+    return payload if failed else comm.sealed(axis_comm, payload, issue), failed
+
+
+def _dumped(obj: Any) -> tuple[bytes, bool]:
+    """The object as bytes; or what went wrong, and True."""
     try:
-        return comm.sealed(axis_comm, dumps(obj), issue), False
+        return dumps(obj), False
     except Exception as failure:
         return f"{type(failure).__name__}: {failure}".encode(), True
+
+
+def _unpicklable(what: str, rank: int, text: bytes) -> TypeError:
+    return TypeError(f"{what}: rank {rank}'s object can't be pickled: {text.decode()}")
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
@@ -136,7 +167,7 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
 
     Args:
         name: what errors call it; ranks must give the same one.
-        axis: as in :func:`ltx.psum`. On simulated ranks, which run in lockstep, it does nothing.
+        axis: as in :func:`ltx.psum`. On the ranks of :func:`ltx.vmap`, which run in lockstep, it does nothing.
 
     Raises:
         RankMismatchError: ranks stand at barriers of different names, or at something else.
@@ -146,10 +177,12 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
         >>> ltx.barrier("before evaluation")
     """
     found = comm.resolve(axis)
+    label = f"barrier {name!r}" if name else "barrier"
+    if found.threads:
+        found.threads.exchange(comm.Signature(label, ()))
     if found.comm is None:
         return
     axis_comm: comm.AxisComm = found.comm
-    label = f"barrier {name!r}" if name else "barrier"
     axis_comm.negotiate_issue(axis_comm.user, label, lambda: comm.Signature(label, ()))
     if axis_comm.device.type != "cpu":
         axis_comm.user.wait_for_host(comm.HostCopy(torch.zeros(1, device=axis_comm.device)), label)
@@ -159,8 +192,8 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
 def _axis_comm(what: str, axis: Axis) -> comm.AxisComm | None:
     if axis.simulated:
         raise AxisError(
-            f"{what} has no simulated form: the simulated ranks of axis {axis.name!r} are one process and share its "
-            "objects. Use the object itself, or ltx.broadcast for tensors."
+            f"{what} has no form under ltx.vmap: the ranks of axis {axis.name!r} share all objects. Use the object "
+            "itself, or ltx.broadcast for tensors; or give each rank its own with ltx.simulate."
         )
     found: comm.AxisComm | None = axis.comm
     return found

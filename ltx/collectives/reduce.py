@@ -109,13 +109,13 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     Args:
         decision: this rank's; a bool or a 0-dim tensor.
         all: every rank must say True; else one is enough.
-        axis: as in :func:`ltx.psum`; between processes or in a world of one.
+        axis: as in :func:`ltx.psum`.
 
     Returns:
         What each rank sees: the same Python bool.
 
     Raises:
-        AxisError: `axis` isn't in scope or is simulated.
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
 
     Example:
         >>> import ltx
@@ -127,8 +127,8 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     found = comm.resolve(axis)
     if found.simulated:
         raise AxisError(
-            f"reduce_boolean_decision has no simulated form: the ranks of axis {found.name!r} can't take different "
-            'branches in one process. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.'
+            f"reduce_boolean_decision has no form under ltx.vmap: the ranks of axis {found.name!r} can't take "
+            'different branches there. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.'
         )
     if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
         raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")

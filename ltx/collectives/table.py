@@ -25,7 +25,7 @@ class Row:
         rule: the linear rule it follows, if it is one.
         operation: the operation that it issues, where that isn't the rule's.
         static: arguments with which the rule is shown.
-        simulated: whether simulated ranks have it.
+        simulated: whether it works under :func:`ltx.vmap`; under :func:`ltx.simulate` all do.
     """
 
     name: str
@@ -98,7 +98,7 @@ def markdown() -> str:
         "Rank r of n gets y_r; the loss is the sum over ranks of each rank's loss, ȳ_r = ∂loss / ∂y_r. Printed by",
         "`python -m ltx.collectives.table`.",
         "",
-        "| `ltx.` | y_r | gradient | simulated | sent by each of 4 ranks, of the size of x |",
+        "| `ltx.` | y_r | gradient | `ltx.vmap` | sent by each of 4 ranks, of the size of x |",
         "|---|---|---|---|---|",
     ]
     lines += [

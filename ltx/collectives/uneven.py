@@ -1,7 +1,7 @@
 """Collectives of unequal shapes: pad to the largest, use the even collective, cut the padding off.
 
-Built of differentiable collectives and views alone, so gradients follow; padding has none. Simulated ranks have equal
-shapes by their nature, so there is no simulated form.
+Built of differentiable collectives and views alone, so gradients follow; padding has none. The ranks of
+:func:`ltx.vmap` have equal shapes by their nature, so there is no form for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
 
     Args:
         tensor: any shape, number of dimensions and strides, empty ones too; the same dtype on every rank.
-        axis: as in :func:`ltx.psum`; real ranks only.
+        axis: as in :func:`ltx.psum`.
 
     Returns:
         What each rank sees: a list of new tensors by rank, each in its own shape.
@@ -40,7 +40,7 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
         Each rank gets the sum over ranks of the cotangents of its own tensor.
 
     Raises:
-        AxisError: `axis` isn't in scope or is simulated.
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
         RankMismatchError: ranks' dtypes differ; on all ranks.
         UnsupportedError: inside a compiled graph, where shapes are fixed.
 
@@ -54,7 +54,7 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"gather_all_tensors takes one tensor, got {shown(tensor)}. Call it for each leaf of a tree.")
     tree.check_dense([tensor], tensor, "gather_all_tensors")
-    found = _real(axis, "gather_all_tensors", "Simulated ranks have equal shapes: use ltx.all_gather.")
+    found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or ltx.simulate.")
     shapes = _shapes_of_all(tensor, found)
     most = max(shape.numel() for shape in shapes)
     moved = movable("all_gather", tensor)  # bytes, where torch can't pad its dtype
@@ -90,6 +90,9 @@ def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
     """Every rank's list of integers, all of one length."""
     if axis.backing is None:
         return [numbers]
+    if axis.threads:
+        gathered: list[list[int]] = axis.threads.exchange(comm.Signature(what, (), f"{len(numbers)} lengths"), numbers)
+        return gathered
     axis_comm: comm.AxisComm = axis.comm
     axis_comm.negotiate_issue(
         axis_comm.user, (what, "lengths", len(numbers)), lambda: comm.Signature(what, (), f"{len(numbers)} lengths")
@@ -174,7 +177,7 @@ def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
 def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -> Tree:
     """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
     splits = tuple(splits)
-    found = _real(axis, "all_gather(splits=)", "Simulated ranks have equal shapes: leave splits out.")
+    found = _real(axis, "all_gather(splits=)", "Leave splits out, or use ltx.simulate.")
     here = _rank(found)
 
     def check_part(x: torch.Tensor) -> None:
@@ -198,7 +201,7 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -
 def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -> Tree:
     """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
     splits = tuple(splits)
-    found = _real(axis, "psum_scatter(splits=)", "Simulated ranks have equal shapes: leave splits out.")
+    found = _real(axis, "psum_scatter(splits=)", "Leave splits out, or use ltx.simulate.")
     _agree("psum_scatter", splits, found, _sum_misfit("psum_scatter", value, dim, splits, found))
 
     def one(x: torch.Tensor) -> torch.Tensor:
@@ -215,7 +218,7 @@ def all_to_all_uneven(
 ) -> tuple[Tree, tuple[int, ...]]:
     """all_to_all of chunks whose lengths along `split_dim` are `splits`; and the lengths of what has come."""
     splits = tuple(splits)
-    found = _real(axis, "all_to_all(splits=)", "Simulated ranks have equal shapes: leave splits out.")
+    found = _real(axis, "all_to_all(splits=)", "Leave splits out, or use ltx.simulate.")
     table = _table_of_splits(value, split_dim, found, splits)
     received = tuple(row[_rank(found)] for row in table)
     most = max(length for row in table for length in row)
@@ -250,7 +253,7 @@ def _real(axis: Any, what: str, instead: str) -> Axis:
     refuse_background(what, axis)
     found = comm.resolve(axis)
     if found.simulated:
-        raise AxisError(f"{what} has no simulated form. {instead}")
+        raise AxisError(f"{what} has no form under ltx.vmap, whose ranks have equal shapes. {instead}")
     return found
 
 
@@ -310,12 +313,14 @@ def _agree(what: str, splits: tuple[int, ...], axis: Axis, misfit: AxisError | N
         RankMismatchError: they differ, or those of some ranks don't fit; on every rank.
         AxisError: those of no rank fit, for the same reason.
     """
-    if axis.backing is not None:
+    signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
+    if axis.threads:
+        axis.threads.exchange(signature)
+    elif axis.backing is not None:
         axis_comm: comm.AxisComm = axis.comm
-        signature = str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}"
         # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
         key = (what, "splits", splits, axis_comm.user.issued if misfit else None)
-        axis_comm.negotiate_issue(axis_comm.user, key, lambda: comm.Signature(what, (), signature))
+        axis_comm.negotiate_issue(axis_comm.user, key, lambda: signature)
     if misfit:
         raise misfit
 

@@ -25,7 +25,9 @@ from ltx.comm.signed_messages import opened, sealed
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.streams import HostCopy
+from ltx.comm.thread_comm import ThreadComm
 from ltx.comm.timeline import Trace
+from ltx.comm.turns import Turns
 from ltx.comm.work import Work
 
 __all__ = [
@@ -46,7 +48,9 @@ __all__ = [
     "Span",
     "StepSummary",
     "StoreExchange",
+    "ThreadComm",
     "Trace",
+    "Turns",
     "Work",
     "axis_from_group",
     "begin_pass",

@@ -65,6 +65,8 @@ class Exchange:
                     raise
                 self._failed = error  # the caller has other work to finish; wait() raises it
         else:
+            if plan.axis.threads and plan.agreement is not None:
+                plan.axis.threads.announce(plan.agreement.signature)
             self._completed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:

@@ -1,4 +1,4 @@
-"""The schedule for simulated ranks and worlds of one: each bucket is reduced completely when it is ready."""
+"""The schedule for ranks in one process: each bucket is reduced completely when it is ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ImmediateSchedule(Schedule):
     """Reductions on simulated ranks and in a world of one, each done completely when its bucket is ready."""
 
     def begin(self) -> None:
-        pass
+        if self.plan.axis.threads and self.plan.agreement is not None:
+            self.plan.axis.threads.announce(self.plan.agreement.signature)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook

@@ -124,22 +124,22 @@ def make_plan(
     shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
     leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
     agreement = None
-    if compare and axis.comm is not None:
+    key = (operation, owner, hook, leaves, names, structure)  # not the order: it may differ
+
+    def described() -> comm.Signature:
+        text = f"{hook!r} with {_names_text(names)}buckets of {_sizes_text(owner)}"
+        return comm.Signature.of(operation, paths(), list(tensors), text)
+
+    if compare and axis.threads is not None:
+        agreement = axis.threads.negotiate(key, described, lambda: list(arrival()))
+    elif compare and axis.comm is not None:
         axis_comm: comm.AxisComm = axis.comm
-        agreement = axis_comm.negotiate(
-            axis_comm.background if background else axis_comm.bucket_channel(0),
-            (operation, owner, hook, leaves, names, structure),  # not the order: it may differ
-            lambda: comm.Signature.of(
-                operation, paths(), list(tensors), f"{hook!r} with {_names_text(names)}buckets of {_sizes_text(owner)}"
-            ),
-            offer=lambda: list(arrival()),
-        )
-        order = tuple(agreement.offer)
+        channel = axis_comm.background if background else axis_comm.bucket_channel(0)
+        agreement = axis_comm.negotiate(channel, key, described, offer=lambda: list(arrival()))
         parts = [part.comm for part in hook.axes(axis) if part.comm is not None]
         for opened in () if background else (axis_comm, *parts):
             opened.open_phases(hook.phases_on(axis.size))
-    else:
-        order = tuple(arrival())
+    order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)
     groups = owner.grouping(paths, order)
     # A meta axis is used once; its plan isn't cached.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ltx.optim.base import Optimizer, apply_updates, from_functions
 from ltx.optim.chain import chain, identity
-from ltx.optim.clip import ClipState, clip_by_global_norm, clip_by_value, grad_norm
+from ltx.optim.clip import ClipState, clip_by_global_norm, clip_by_value, grad_norm, measure_global_norm
 from ltx.optim.ema import EmaState, averaged, ema
 from ltx.optim.from_torch import from_torch
 from ltx.optim.noise import add_noise
@@ -32,6 +32,7 @@ __all__ = [
     "identity",
     "linear",
     "masked",
+    "measure_global_norm",
     "partition",
     "qadam",
     "warmup_cosine",

@@ -1,4 +1,4 @@
-"""Gradient clipping: by the norm of the whole gradient, or each number by itself.
+"""Gradient clipping: by the norm of the whole gradient, or each number by itself; and that norm without clipping.
 
 g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
 
@@ -7,6 +7,7 @@ Pascanu, Mikolov, Bengio: On the difficulty of training recurrent neural network
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -25,7 +26,7 @@ from ltx.typing import Tree
 
 
 class ClipState(NamedTuple):
-    """State of :func:`clip_by_global_norm`.
+    """State of :func:`clip_by_global_norm` and :func:`measure_global_norm`.
 
     Attributes:
         norm: 0-dim tensor on the first leaf's device: the norm of the last gradients before clipping, 0 at the start.
@@ -36,7 +37,7 @@ class ClipState(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ClipByGlobalNorm(Optimizer):
-    """Made by :func:`clip_by_global_norm`."""
+    """Made by :func:`clip_by_global_norm`, and by :func:`measure_global_norm`, where `max_norm` is infinite."""
 
     max_norm: float
     axis: Any = None
@@ -61,6 +62,8 @@ class ClipByGlobalNorm(Optimizer):
 
     def clip(self, grads: Tree, norm: Tensor) -> tuple[Tree, ClipState]:
         """:meth:`update` for gradients whose norm is known, as where each rank holds a part of them."""
+        if self.max_norm == math.inf:
+            return grads, ClipState(norm)
         leaves, spec = flatten(grads)
         factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)
         factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
@@ -75,6 +78,8 @@ class ClipByGlobalNorm(Optimizer):
         )
 
     def __repr__(self) -> str:
+        if self.max_norm == math.inf:
+            return "measure_global_norm()"
         axis = "" if self.axis is None else f", axis={self.axis!r}"
         return f"clip_by_global_norm({self.max_norm}{axis}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
 
@@ -103,6 +108,26 @@ def clip_by_global_norm(max_norm: float, *, axis: Any = None, eps: float = 1e-6)
         ltx.errors.OptimError: for a `max_norm` or `eps` out of range.
     """
     return ClipByGlobalNorm(max_norm, axis, eps)
+
+
+def measure_global_norm() -> Optimizer:
+    """Measure the gradients' common norm, and pass them on as they are: :func:`clip_by_global_norm` without a limit.
+
+    In a train step's chain it gives ``metrics.grad_norm``: the Euclidean norm of all gradients as the optimizer gets
+    them, reduced and without the loss scale; one norm for all ranks, also where each holds a part of them
+    (:class:`ltx.ZeroStrategy`). Where a strategy leaves gradients local it is each rank's own. It costs one pass over
+    the gradients. As all of them are needed, ``overlap="update"`` and ``"step"`` refuse it.
+
+    >>> import torch, ltx
+    >>> optimizer = ltx.optim.chain(measure_global_norm(), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+    >>> train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), optimizer)
+    >>> state, metrics = train(train.init({"w": torch.zeros(2)}), torch.tensor([3.0, 4.0]))
+    >>> metrics.grad_norm, state.params["w"]
+    (tensor(5.), tensor([-1.5000, -2.0000]))
+
+    A NaN or infinite norm is measured as such. Differentiable.
+    """
+    return ClipByGlobalNorm(math.inf)
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,7 +189,7 @@ def global_norm(leaves: list[Tensor]) -> Tensor:
 
 
 def grad_norm(state: Tree) -> Tensor | None:
-    """The gradient norm that a chain's clipping has measured, if there is any clipping in it.
+    """The gradient norm that a chain's clipping, or :func:`measure_global_norm`, has measured, if there is one in it.
 
     >>> import torch
     >>> grad_norm((ClipState(torch.tensor(5.0)), ()))

@@ -8,6 +8,7 @@ calls ``step()``, and takes the state out again.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,25 @@ class OpaqueOptimizer(Optimizer):
                 f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then: write the "
                 "optimizer as a pair of functions, ltx.optim.from_functions."
             )
+        before = _kept_elsewhere(instance)
         instance.step()
+        after = _kept_elsewhere(instance)
+        held = self._group(instance)
+        for place in before | after:
+            name = place.removeprefix(_GROUP)
+            if before.get(place) != after.get(place) and not {name, f"{_NUMBER}{name}"} & set(held):
+                raise OptimError(
+                    f"{self}: its step() changes {place}, and ltx carries what is in state[parameter] and numbers in a "
+                    "group from step to step. What is kept elsewhere would begin anew at each. Write it as a pair of "
+                    "functions: ltx.optim.from_functions."
+                )
+        own = {id(param) for param in params}
+        for key in instance.state:
+            if id(key) not in own:
+                raise OptimError(
+                    f"{self} keeps state under {brief(key)}, which isn't a parameter, so it would begin anew at each "
+                    "step. Write it as a pair of functions: ltx.optim.from_functions."
+                )
 
     def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
         """The instance's state of `param` as tensors."""
@@ -159,6 +178,34 @@ class OpaqueOptimizer(Optimizer):
 
 # What torch.optim.Optimizer itself has in a group of parameters.
 _SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+
+_GROUP = "the group's "
+
+
+def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an instance keeps besides its state, in a form that shows changes."""
+    usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)]))}
+    found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
+    group = instance.param_groups[0]
+    return found | {
+        f"{_GROUP}{k}": _looks(x) for k, x in group.items() if k != "params" and (k == "lr" or k not in _SETTINGS)
+    }
+
+
+def _looks(x: Any, depth: int = 0) -> Any:
+    if isinstance(x, Tensor):
+        return id(x), x._version
+    if isinstance(x, bool | int | float | complex | str | None):
+        return repr(x)
+    if isinstance(x, Mapping) and depth < _DEPTH:
+        return [(repr(key), _looks(value, depth + 1)) for key, value in x.items()]
+    if isinstance(x, list | tuple | deque) and depth < _DEPTH:
+        return [_looks(value, depth + 1) for value in x]
+    return id(x)
+
+
+_DEPTH = 3
 
 
 def _put(kept: Mapping[str, Tensor]) -> dict[str, Any]:

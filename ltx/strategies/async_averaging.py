@@ -163,7 +163,7 @@ class AsyncAveraging(NodeStrategy):
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)
-        if self.schedule is None and axis.size > 1 and axis.simulated:
+        if self.schedule is None and axis.size > 1 and (axis.simulated or axis.threads):
             raise UnsupportedError(
                 "AsyncAveraging: simulated ranks have no clock, as all of them step together. Give the rounds a "
                 "schedule: AsyncAveraging(schedule=(period, delay))."

@@ -100,8 +100,8 @@ class Decentralized(GossipStrategy):
         if self.node_size is not None:
             reduced, _ = self.exchange(FromParts(self.node_size), reduced, paths, info).wait()
         *reduced, tag = reduced
-        if info.axis.comm is not None:
-            self._check(tag, info, info.axis.comm.rank)
+        if (among := info.axis.comm or info.axis.threads) is not None:
+            self._check(tag, info, among.rank)
         # In memory of their own, rather than a bucket's.
         y = tree.unflatten(spec, [mean.clone() for mean in reduced])
         return super().update(replace(update, params=y), states, info, None)

@@ -56,7 +56,8 @@ class ZeroStrategy(Strategy):
     parameters after the update; with ``overlap="update"`` a bucket's all-gather follows its own update, while others
     are still on their way. Parameters are the same bits on every rank. For optimizers that work element by element
     (``optimizer.elementwise``: SGD, Adam, AdamW, ...), and for chains of them with
-    :func:`ltx.optim.clip_by_global_norm`, whose norm is that of the whole mean gradient.
+    :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm`, whose norm is that of the whole mean
+    gradient.
 
     Sharding belongs to training steps: gradients of a step outside of :func:`ltx.train_step` are the exact mean on
     every rank. A state's optimizer part is this rank's (``state.kinds.opt_state == "sharded"``), and so are the paths

@@ -133,11 +133,12 @@ def _weighted_scale(schedule: ProcessSchedule) -> float:
 
 
 def mean_at_once(
-    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool
+    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool, reduced: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(mean loss, sum of the weights), without a step summary; None for the weights of an unweighted step.
+    """(mean loss, what gradients are divided by), without a step summary; None for that of an unweighted step.
 
-    `local`: ranks that don't share gradients don't wait for each other to share losses.
+    `local`: ranks that don't share gradients don't wait for each other to share losses. `reduced`: gradients are means
+    over the ranks of `axis`.
     """
     total, alone = total.detach(), local or axis.size == 1
     if weight is None:
@@ -149,4 +150,4 @@ def mean_at_once(
         if local and axis.size > 1:  # no data on this rank, and so no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
-    return total / weight, weight
+    return total / weight, weight / axis.size if reduced and not alone else weight

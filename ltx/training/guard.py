@@ -71,11 +71,11 @@ def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 def random_numbers_from(states: Sequence[torch.Tensor]) -> Iterator[None]:
     """Draw the numbers that followed :func:`random_states` again, and restore the generators afterwards."""
     now = random_states()
-    _set(states)
+    set_random_states(states)
     try:
         yield
     finally:
-        _set(now)
+        set_random_states(now)
 
 
 def random_states() -> list[torch.Tensor]:
@@ -84,7 +84,8 @@ def random_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *cuda]
 
 
-def _set(states: Sequence[torch.Tensor]) -> None:
+def set_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Inverse of :func:`random_states`."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
@@ -106,10 +107,11 @@ def not_finite_error(
     paths = tree.leaf_paths(state.trained)
     with random_numbers_from(states):
         own = _own_gradients(train, state, batch, info, factor)
-    axis_comm, simulated = info.axis.comm, info.axis.simulated
-    if axis_comm:
+    axis_comm, threads, simulated = info.axis.comm, info.axis.threads, info.axis.simulated
+    if axis_comm or threads:
         signature = comm.Signature("whose gradients aren't finite", ())
-        told = axis_comm.exchange_values(signature, [_described(paths, own), _described(paths, reduced)])
+        mine = [_described(paths, own), _described(paths, reduced)]
+        told = threads.exchange(signature, mine) if threads else axis_comm.exchange_values(signature, mine)
         by_rank = [texts for texts, _ in told]
         together = sorted({text for _, texts in told for text in texts})
     elif simulated:

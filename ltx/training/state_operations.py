@@ -69,7 +69,7 @@ class StateOperations(TrainSettings):
 
         Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
         ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.kinds``)
-        are the same on all of them afterwards: `src`'s. Every rank calls it. A collective of processes.
+        are the same on all of them afterwards: `src`'s. Every rank calls it.
 
         Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.
         """
@@ -83,7 +83,7 @@ class StateOperations(TrainSettings):
         empty = tree.unflatten(spec, metas)
         told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.layout)
         empty, shapes, step, sync_step, choice, layout = collectives.broadcast_object(told, src, axis)
-        if not (axis.comm and axis.comm.rank == src):
+        if axis.rank != src or axis.size == 1:
             made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
             parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
         params, frozen, buffers, opt_state, entries, loss_scale = tree.map(

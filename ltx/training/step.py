@@ -96,8 +96,9 @@ class Step:
         forward = self._forward()
         work = self._second_half(forward)
         if forward.schedule is None:
-            local = self.train.step.strategy.hook(self.info.step) is None
-            mean, divisor = mean_at_once(forward.total, forward.weight, self.info.axis, local)
+            among, local = forward.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
+            reduced = forward.run.schedule is not None
+            mean, divisor = mean_at_once(forward.total, forward.weight, among, local, reduced)
             done = work.run_alone(forward.total, divisor)
         else:
             completion = self._backward(forward, forward.schedule, work)

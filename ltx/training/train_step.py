@@ -65,7 +65,7 @@ class TrainStep(StateOperations):
 
         Ranks that come from a checkpoint or from an interrupt may come from different steps.
         """
-        axis_comm = axis.comm
+        axis_comm = axis.comm or axis.threads
         first = (
             axis_comm is not None
             and not axis_comm.has_compared(TrainStep, None)

@@ -79,7 +79,7 @@ def uneven(
             world of one its error comes through as it is.
         TypeError: on every rank, if a rank has no batch at all and the leaves of the batch that it takes the structure
             from can't be pickled.
-        AxisError: the axis is simulated, or isn't in scope.
+        AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
         InputError: `divisor` or `stop` is something else.
 
     Example:
@@ -101,9 +101,9 @@ def uneven(
     found = comm.resolve(axis)
     if found.simulated:
         raise AxisError(
-            f"uneven has no simulated form: the simulated ranks of axis {found.name!r} are one process and share its "
-            "iterables. Pad the ranks' batches to one number outside, stack them, and pass the ranks' weights, 0 for "
-            "padding, as one more mapped tensor."
+            f"uneven has no form under ltx.vmap: the ranks of axis {found.name!r} share all iterables. Pad the ranks' "
+            "batches to one number outside, stack them, and pass the ranks' weights, 0 for padding, as one more mapped "
+            "tensor; or give each rank its own with ltx.simulate."
         )
     return _turns(iterable, found, divisor, stop) if found.size > 1 else _alone(iterable)
 

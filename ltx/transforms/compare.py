@@ -1,4 +1,4 @@
-"""Comparing tensors between ranks by their digests, through the store or, on simulated ranks, in place."""
+"""Comparing tensors between ranks by their digests, through the store or, in one process, in place."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _START = (
 def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signature: comm.Signature | None) -> None:
     """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all.
 
-    Between processes only the first call of `fn` with each `key` compares; all ranks must make it together. A peer that
-    is elsewhere is told that this rank is at `signature`. Simulated ranks that share one value have nothing to compare;
-    others are compared at every call.
+    Between processes and threads only the first call of `fn` with each `key` compares; all ranks must make it together.
+    A peer that is elsewhere is told that this rank is at `signature`. Ranks of a vmap level that share one value have
+    nothing to compare; others are compared at every call.
     """
-    axis_comm = axis.comm
+    axis_comm = axis.comm or axis.threads
     if axis.size == 1 or not (axis_comm or axis.simulated):
         return
     if axis_comm is not None and axis_comm.has_compared(fn, key):
@@ -60,9 +60,17 @@ def digests_by_rank(
     """Each rank's digests of `leaves`; where all are the same perhaps only this rank's."""
     if axis.comm:
         return _on_processes(axis.comm, leaves, signature)
+    if axis.threads:
+        mine = [digest(values(leaf)) for _, leaf in leaves]
+        gathered: list[list[str]] = axis.threads.exchange(signature or _signature_of(leaves), mine)
+        return gathered
     if axis.simulated:
         return _on_simulated_ranks(axis.simulated, axis.size, leaves)
     return [["" for _ in leaves]]
+
+
+def _signature_of(leaves: Sequence[tuple[str, torch.Tensor]]) -> comm.Signature:
+    return comm.Signature.of("check_replicas", [path for path, _ in leaves], [leaf for _, leaf in leaves])
 
 
 def _on_processes(
@@ -71,8 +79,7 @@ def _on_processes(
     """Each rank's digests: one of all leaves, unless they differ."""
     mine = [digest(values(leaf)) for _, leaf in leaves]
     whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
-    if signature is None:
-        signature = comm.Signature.of("check_replicas", [path for path, _ in leaves], [leaf for _, leaf in leaves])
+    signature = signature or _signature_of(leaves)
     if len(set(axis_comm.exchange_values(signature, whole))) == 1:
         return [mine]
     return axis_comm.exchange_values(signature, mine)

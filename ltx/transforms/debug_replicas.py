@@ -33,6 +33,8 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     with torch._C._DisableFuncTorch(), torch.no_grad():
         if axis.comm:
             _check_processes(axis.comm, {path: values(leaf) for path, leaf in leaves.items()})
+        elif axis.threads:
+            _check_threads(axis.threads, {path: values(leaf) for path, leaf in leaves.items()})
         elif axis.simulated:
             _check_simulated(axis, axis.simulated, leaves)
 
@@ -51,6 +53,15 @@ def _check_processes(axis_comm: comm.AxisComm, leaves: dict[str, torch.Tensor]) 
     by_rank = under_way[-1].exchange(axis_comm, comm.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
     told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
     raise _diverged(axis_comm.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
+
+
+def _check_threads(threads: comm.ThreadComm, leaves: dict[str, torch.Tensor]) -> None:
+    signature = comm.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
+    first, *others = threads.exchange(signature, leaves)
+    found = {path: {r: _difference(x[path], first[path]) for r, x in enumerate(others, 1)} for path in leaves}
+    if differ := [path for path, by_rank in found.items() if any(by_rank.values())]:
+        told = {rank: text for rank, text in found[differ[0]].items() if text}
+        raise _diverged(threads.name, differ, first[differ[0]], told, "")
 
 
 def _check_simulated(axis: Axis, backing: VmapBacking, leaves: dict[str, torch.Tensor]) -> None:

@@ -50,8 +50,14 @@ def look_at_modules(fn: Any) -> Iterator[None]:
 
 
 def modules_of(fn: Any) -> list[nn.Module]:
-    """The modules that `fn` refers to: in closures, globals, defaults, partials, and objects whose method it is."""
-    found: dict[int, nn.Module] = {}
+    """The modules that `fn` refers to, of several inside each other the outermost."""
+    found = {id(value): value for value in reached_from(fn) if isinstance(value, nn.Module)}
+    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    return [module for key, module in found.items() if key not in inner]
+
+
+def reached_from(fn: Any) -> Iterator[Any]:
+    """What `fn` refers to: in closures, globals, defaults, partials, and objects whose method it is."""
     seen: set[int] = set()
     queue: list[tuple[Any, int]] = [(fn, 0)]
     while queue and len(seen) < _MANY:
@@ -59,12 +65,9 @@ def modules_of(fn: Any) -> list[nn.Module]:
         if id(value) in seen or depth > _DEPTH:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
-            found[id(value)] = value
-        else:
+        yield value
+        if not isinstance(value, nn.Module):
             queue.extend((x, depth + 1) for x in _referred(value))
-    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
-    return [module for key, module in found.items() if key not in inner]
 
 
 # A step may refer to all of a program.

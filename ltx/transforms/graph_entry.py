@@ -11,6 +11,7 @@ import torch
 from ltx import comm, hooks
 from ltx.axis import Axis
 from ltx.backings import unwrapped
+from ltx.collectives.calls import refuse_threads
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.gradients import marker
 from ltx.gradients.at_hand import reduce_gradients
@@ -43,7 +44,7 @@ def prepare_trace(
     torch.compiler.allow_in_graph(mark_in_graph)
     torch.compiler.allow_in_graph(tie_in_graph)
     torch.compiler.allow_in_graph(reduce_in_graph)
-    found = comm.resolve(axis)
+    refuse_threads(found := comm.resolve(axis))
     if strategy.auto_hook and with_state and not blocked:
         strategy = strategy.with_choice(choice)
     hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)

@@ -35,6 +35,11 @@ def tensors_in_place() -> set[int]:
     return ids.union(*({id(x) for x in call.tensors.values()} for call in _calls().of_torch))
 
 
+def functional_calls_of_torch() -> list[nn.Module]:
+    """The modules of torch.func.functional_call that are under way in this thread."""
+    return [call.module for call in _calls().of_torch]
+
+
 class _Call(NamedTuple):
     """A torch.func.functional_call under way. `for_ltx`: ltx.functional_call called it."""
 

@@ -98,24 +98,66 @@ class Members:
             )
 
 
-@contextmanager
-def put(members: Members, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Put `tensors` into a module; its own, which it gets back afterwards, by name."""
-    slots, own = members.slots, dict[str, torch.Tensor]()
-    parametrized = NamedMemberAccessor(members.module)
-    others, _ = parametrized.swap_tensors_dict({name: x for name, x in tensors.items() if name not in slots})
-    try:
+class _Put:
+    """What :func:`put` has put into a module, and what it has taken out."""
+
+    def __init__(self, members: Members):
+        self.members = members
+        self.own: dict[str, torch.Tensor] = {}
+        self._parametrized = NamedMemberAccessor(members.module)
+        self._others: dict[str, torch.Tensor] = {}
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put them there."""
+        slots = self.members.slots
+        apart = {name: x for name, x in tensors.items() if name not in slots}
+        self._others, _ = self._parametrized.swap_tensors_dict(apart)
         for name, tensor in tensors.items():
             if name in slots:
                 kept_in, key = slots[name]
-                own[name] = kept_in[key]
+                self.own[name] = kept_in[key]
                 kept_in[key] = tensor
-        yield own
-    finally:
-        for name, tensor in own.items():
-            kept_in, key = slots[name]
+
+    def take_out(self) -> dict[str, torch.Tensor]:
+        """Give the module its own tensors back; those that it held instead, by name."""
+        held = {}
+        for name, tensor in self.own.items():
+            kept_in, key = self.members.slots[name]
+            held[name] = kept_in[key]
             kept_in[key] = tensor
-        parametrized.swap_tensors_dict(others)
+        apart, _ = self._parametrized.swap_tensors_dict(self._others)
+        return held | apart
+
+
+#: What is in modules for functional calls that are under way in this thread, the outermost call's first.
+_under_way: ContextVar[tuple[_Put, ...]] = ContextVar("_under_way", default=())
+
+
+@contextmanager
+def put(members: Members, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Put `tensors` into a module; its own, which it gets back afterwards, by name."""
+    placing = _Put(members)
+    token = _under_way.set((*_under_way.get(), placing))
+    try:
+        placing.put(tensors)
+        yield placing.own
+    finally:
+        _under_way.reset(token)
+        placing.take_out()
+
+
+def set_placed_aside() -> Callable[[], None]:
+    """Give modules their own tensors back for a while, in which another rank of this process runs.
+
+    What comes back puts those of the functional calls that are under way in this thread there again.
+    """
+    held = [(placing, placing.take_out()) for placing in reversed(_under_way.get())]
+
+    def undo() -> None:
+        for placing, tensors in reversed(held):
+            placing.put(tensors)
+
+    return undo
 
 
 def _lost(slot: tuple[dict[str, Any], str], own: torch.Tensor, given: torch.Tensor) -> bool:

@@ -226,6 +226,15 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             )
         ],
         "ltx.elastic": [],  # trains; what it refuses is in runtime/test_elastic.py
+        "ltx.simulate": [
+            Call(
+                ltx.simulate,
+                (lambda x: ltx.psum(x), 0),
+                {"ranks": 4, "axis_name": "data", "randomness": "same"},
+                then=lambda simulated: simulated(batch()),
+            ),
+            Call(ltx.simulate(lambda x: ltx.psum(x), ranks=2, in_dims=None), (batch(),)),
+        ],
         "ltx.launch": [],  # starts processes; refused in test_processes.py
         "ltx.Pool": [],
         "ltx.PerRank": [Call(ltx.PerRank, ([T, T],), {}, lambda values: values.stack())],
@@ -416,6 +425,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.TorchState": [],
         "ltx.optim.apply_updates": [Call(optim.apply_updates, (params(), params()), {"donate": False})],
         "ltx.optim.chain": [Call(optim.chain, (optim.clip_by_global_norm(1.0), adam), {}, _optimized)],
+        "ltx.optim.measure_global_norm": [Call(optim.measure_global_norm, (), {}, _optimized)],
         "ltx.optim.clip_by_global_norm": [
             Call(optim.clip_by_global_norm, (1.0,), {"axis": None, "eps": 1e-6}, _optimized)
         ],

@@ -170,7 +170,7 @@ def test_processes_of_a_mesh_are_as_a_flat_world(ranks: Ranks, seed: int) -> Non
         _assert_same(turned, ltx.tree.map(lambda y, place=place: y[place], in_turn))
         assert "several are in scope: 'node' (2), 'data' (2), outermost first" in text
         assert "Write axis='data' for one of them, or axis=('node', 'data') for all." in text
-        assert "axis=('data', 'r') mixes axes of processes with simulated ones" in text
+        assert "axis=('data', 'r') mixes axes of different kinds" in text
 
 
 @pytest.mark.full

@@ -135,10 +135,13 @@ def test_alone() -> None:
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "gather": (ltx.gather_all_tensors, "gather_all_tensors has no simulated form"),
-    "all_gather": (lambda x: ltx.all_gather(x, tiled=True, splits=[1, 1]), "all_gather(splits=) has no simulated form"),
-    "scatter": (lambda x: ltx.psum_scatter(x, tiled=True, splits=[1, 1]), "has no simulated form"),
-    "all_to_all": (lambda x: ltx.all_to_all(x, 0, 0, splits=[1, 1]), "has no simulated form"),
+    "gather": (ltx.gather_all_tensors, "gather_all_tensors has no form under ltx.vmap"),
+    "all_gather": (
+        lambda x: ltx.all_gather(x, tiled=True, splits=[1, 1]),
+        "all_gather(splits=) has no form under ltx.vmap",
+    ),
+    "scatter": (lambda x: ltx.psum_scatter(x, tiled=True, splits=[1, 1]), "has no form under ltx.vmap"),
+    "all_to_all": (lambda x: ltx.all_to_all(x, 0, 0, splits=[1, 1]), "has no form under ltx.vmap"),
 }
 
 

@@ -78,6 +78,7 @@ class Transform:
         gradient: a first derivative in reverse mode.
         plain: by autograd without torch.func, which can't be used under vmap or torch.compile.
         real: torch has it for real numbers alone.
+        forward: in forward mode, in part at least.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Transform:
     gradient: bool = False
     plain: bool = False
     real: bool = False
+    forward: bool = False
 
 
 # --- operations ------------------------------------------------------------------------------------------------------
@@ -464,11 +466,12 @@ TRANSFORMS = (
         lambda f, x, t: grad(component(grad(loss(f)), t))(x),
         lambda fs, xs, ts: grad(components(grad(total(fs)), ts))(xs),
     ),
-    Transform("jvp", lambda f, x, t: jvp(f, (x,), (t,))[1], lambda fs, xs, ts: jvp(fs, (xs,), (ts,))[1]),
+    Transform("jvp", lambda f, x, t: jvp(f, (x,), (t,))[1], lambda fs, xs, ts: jvp(fs, (xs,), (ts,))[1], forward=True),
     Transform(
         "hvp",
         lambda f, x, t: jvp(grad(loss(f)), (x,), (t,))[1],
         lambda fs, xs, ts: jvp(grad(total(fs)), (xs,), (ts,))[1],
+        forward=True,
     ),
     Transform(
         "vmap",
@@ -492,6 +495,7 @@ TRANSFORMS = (
         lambda f, x, t: hessian(loss(f))(x),
         lambda fs, xs, ts: common_shift(grad(total(fs)), xs),
         real=True,
+        forward=True,
     ),
     Transform(
         "jacrev",
@@ -500,7 +504,7 @@ TRANSFORMS = (
         gradient=True,
         real=True,
     ),
-    Transform("jacfwd", lambda f, x, t: jacfwd(f)(x), lambda fs, xs, ts: common_shift(fs, xs), real=True),
+    Transform("jacfwd", lambda f, x, t: jacfwd(f)(x), lambda fs, xs, ts: common_shift(fs, xs), real=True, forward=True),
     Transform(
         "autograd",
         lambda f, x, t: autograd(loss(f), x),

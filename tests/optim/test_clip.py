@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ltx.errors import OptimError, TreeError
-from ltx.optim import ClipState, clip_by_global_norm, clip_by_value, from_torch, grad_norm
+from ltx.optim import ClipState, clip_by_global_norm, clip_by_value, from_torch, grad_norm, measure_global_norm
 
 from .cases import same_bits
 
@@ -150,6 +150,24 @@ def test_by_value_as_torch(seed: int) -> None:
         clip_by_value(0.0)
     with pytest.raises(OptimError, match="the gradient of leaf 'w' is complex"):
         clip_by_value(1.0).update({"w": torch.zeros(1, dtype=torch.complex64)}, (), {})
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_norm_is_measured_and_gradients_stay(name: str, seed: int) -> None:
+    grads = TREES[name]()
+    measure = measure_global_norm()
+    passed, state = measure.update(grads, measure.init(grads), grads)
+    assert passed is grads
+    assert same_bits(state, ClipState(torch_clip(grads, 1.0)[1]))
+    assert repr(measure) == "measure_global_norm()"
+    assert pickle.loads(pickle.dumps(measure)) == measure != clip_by_global_norm(1.0)
+
+
+def test_the_measured_norm_has_derivatives(seed: int) -> None:
+    g = torch.randn(4, dtype=torch.float64)
+    measure = measure_global_norm()
+    norm = lambda g: measure.update({"g": g}, measure.init({"g": g}), {"g": g})[1].norm  # noqa: E731
+    torch.testing.assert_close(torch.func.grad(norm)(g), g / g.norm())
 
 
 def test_grad_norm_is_found_or_absent() -> None:

@@ -124,29 +124,33 @@ def test_schedules_and_names() -> None:
     assert from_torch(Lion, lr=0.1) == from_torch(Lion, lr=0.1) != from_torch(Lion, lr=0.2)
 
 
-def trained(seed: int) -> Any:
-    """Three steps of LAMB-like training and a checkpoint in the middle, on each rank's own part of the batches."""
+def trained(name: str, seed: int) -> Any:
+    """Three steps, on each rank's own part of the batches."""
+    cls, kwargs = CLASSES[name]
     torch.manual_seed(seed)
-    params = {"w": torch.randn(3, 3), "b": torch.randn(3)}
-    xs = torch.randn(3, 4, 3)
+    params = {"w": torch.randn(3, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
+    xs = torch.randn(3, 4, 3, dtype=torch.float64)
     step = ltx.data_parallel(lambda p, x: (x @ p["w"] + p["b"]).square().mean())
-    train = ltx.train_step(step, from_torch(Together, lr=0.1))
+    train = ltx.train_step(step, from_torch(cls(), **kwargs))
     state = train.init(params)
     for x in xs:
         state, _ = train(state, ltx.shard(x))
     return state.params, xs, params
 
 
-def test_two_ranks_train_as_one(ranks: Callable[[int], Any], seed: int) -> None:
-    both, xs, start = ranks(2).run(trained, seed).replicated()
-    theirs = {name: x.clone().requires_grad_() for name, x in start.items()}
-    optimizer = Together(list(theirs.values()), lr=0.1)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full][: name == "transformers"]) for name in CLASSES]
+)
+def test_two_ranks_train_as_one(name: str, ranks: Callable[[int], Any], seed: int) -> None:
+    both, xs, start = ranks(2).run(trained, name, seed).replicated()
+    theirs = {key: x.clone().requires_grad_() for key, x in start.items()}
+    cls, kwargs = CLASSES[name]
+    optimizer = cls()(list(theirs.values()), **kwargs)
     for x in xs:
         (x @ theirs["w"] + theirs["b"]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for name, x in theirs.items():
-        torch.testing.assert_close(both[name], x.detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(both, {key: x.detach() for key, x in theirs.items()}, rtol=1e-5, atol=1e-7)
 
 
 def test_a_checkpoint_goes_on(tmp_path: Any, seed: int) -> None:
@@ -161,9 +165,12 @@ def test_a_checkpoint_goes_on(tmp_path: Any, seed: int) -> None:
 
 def test_what_it_cannot_do_is_refused() -> None:
     step = ltx.data_parallel(lambda w: (w**2).sum())
-    with pytest.raises((OptimError, StrategyError, ltx.errors.StepError)):
-        ltx.train_step(step, from_torch(Lion), overlap="update")
-    with pytest.raises((OptimError, StrategyError)):
+    for overlap in ("update", "step"):
+        with pytest.raises(StrategyError, match=r"bucket by bucket, .* from_torch\(Lion\) needs all of them"):
+            ltx.train_step(step, from_torch(Lion), overlap=overlap)
+    with pytest.raises(
+        StrategyError, match=r"ZeroStrategy gives each rank a part .* from_torch\(Lion\) needs whole ones"
+    ):
         ltx.train_step(ltx.data_parallel(lambda w: (w**2).sum(), ltx.ZeroStrategy()), from_torch(Lion))
     with pytest.raises(OptimError, match=r"neither torch\.func nor torch\.compile"):
         torch.func.vmap(lambda w: from_torch(Lion).init(w))(torch.ones(2, 3))
@@ -181,9 +188,74 @@ class KeepsObjects(Lion):
             self.state[p]["history"] = [1, 2]
 
 
+class Counts(Lion):
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step()
+
+
+class KeepsMomenta(Lion):
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.momenta = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, m in zip(self.param_groups[0]["params"], self.momenta, strict=True):
+            p.sub_(m.mul_(0.9).add_(p.grad), alpha=self.param_groups[0]["lr"])
+
+
+class Decays(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["lr"] *= 0.5
+
+
+class KeepsATensor(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0].setdefault("k", torch.zeros(())).add_(1)
+
+
+class KeepsGlobals(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["all"]["n"] = torch.ones(1)  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
-    ("cls", "text"), [(WantsClosure, "wants a closure"), (KeepsObjects, "in its state as 'history'")]
+    ("cls", "text"),
+    [
+        (WantsClosure, "wants a closure"),
+        (KeepsObjects, "in its state as 'history'"),
+        (Counts, "from_torch(Counts): its step() changes self.steps, and ltx carries what is in state[parameter]"),
+        (KeepsMomenta, "its step() changes self.momenta"),
+        (Decays, "its step() changes the group's lr"),
+        (KeepsATensor, "its step() changes the group's k"),
+        (KeepsGlobals, "keeps state under 'all'"),
+    ],
 )
 def test_classes_that_cannot_be_held(cls: Any, text: str) -> None:
     with pytest.raises(OptimError, match=re.escape(text)):
         from_torch(cls).init(torch.ones(2))
+
+
+class CountsWhatMoves(Lion):
+    """Keeps its hidden count at a gradient alone that isn't zero, so that the probe doesn't show it."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.moved = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.moved += any(bool(p.grad.any()) for p in self.param_groups[0]["params"] if p.grad is not None)
+        super().step()
+
+
+def test_hidden_state_is_found_at_the_first_update_that_changes_it() -> None:
+    optimizer, params = from_torch(CountsWhatMoves), torch.ones(2)
+    state = optimizer.init(params)
+    with pytest.raises(OptimError, match=r"its step\(\) changes self\.moved"):
+        optimizer.apply(torch.ones(2), state, params)

@@ -273,6 +273,16 @@ def test_buckets_cant_be_updated_before_a_norm_of_all_is_known() -> None:
         ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), clipped, overlap="update")
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_one_norm_is_measured_of_all_parts(n: int) -> None:
+    x = torch.arange(1.0, 1 + 5 * n).reshape(n, 5)
+    optimizer = ltx.optim.chain(ltx.optim.measure_global_norm(), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy()), optimizer)
+    state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(5)), x)
+    torch.testing.assert_close(metrics.grad_norm, x.mean(0).norm().expand(n))
+    torch.testing.assert_close(state.params, -x.mean(0).expand(n, 5))
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_clipping_takes_one_norm_over_all_parts(n: int) -> None:
     x = torch.arange(1.0, 1 + 5 * n).reshape(n, 5)

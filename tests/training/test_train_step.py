@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
-from ltx.errors import DonatedStateError
+from ltx.errors import DonatedStateError, StrategyError
 from tests.twins import training
 from tests.twins.cases import Params, assert_same_bits, params_of, plain_step, seeded
 from tests.twins.training import LR, adamw, mean_step, on_a_rank, one_process, problem, run, sgd, weighted_step, whole
@@ -225,6 +225,69 @@ def test_clipping_is_by_the_norm_of_the_global_gradient(ranks: Ranks, seed: int)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
         optimizer.step()
     torch.testing.assert_close(params, params_of(module), rtol=1e-5, atol=1e-6)
+
+
+def measured_norms(seed: int, strategy: ltx.Strategy) -> tuple[list[Tensor], Params]:
+    module, batches = problem(seed, EQUAL, 4)
+    train = ltx.train_step(
+        mean_step(module, strategy), ltx.optim.chain(ltx.optim.measure_global_norm(), sgd(lr=0.5, momentum=0.9))
+    )
+    state, norms = train.init(params_of(module)), []
+    for by_rank in batches:
+        state, metrics = train(state, *by_rank[int(ltx.axis_index())])
+        norms.append(metrics.grad_norm)
+    return norms, state.params
+
+
+@pytest.mark.parametrize("backing", ["processes", "in turns"])
+@pytest.mark.parametrize("strategy", [BUCKETS, ltx.ZeroStrategy(bucket_bytes=64, first_bucket_bytes=64)], ids=repr)
+def test_the_norm_is_measured_without_clipping(backing: str, strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    if backing == "processes":
+        norms, params = ranks(2).run(measured_norms, seed, strategy).replicated()
+    else:
+        norms, params = ltx.simulate(lambda: measured_norms(seed, strategy), ranks=2)().replicated()
+    module, batches = problem(seed, EQUAL, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    for norm, batch in zip(norms, whole(batches), strict=True):
+        optimizer.zero_grad()
+        module(*batch).backward()
+        expected = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        optimizer.step()
+    torch.testing.assert_close(params, params_of(module), rtol=1e-5, atol=1e-6)
+
+
+def test_local_gradients_have_a_norm_each() -> None:
+    strategy = ltx.LocalSGDStrategy(period=4, warmup_steps=1)
+    train = ltx.train_step(
+        ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), ltx.optim.chain(ltx.optim.measure_global_norm(), sgd())
+    )
+    xs = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+    state = train.init(torch.zeros(2))
+    state, metrics = ltx.vmap(train, in_dims=(None, 0))(state, xs)
+    assert metrics.grad_norm.tolist() == [7.5, 7.5]  # the first step is a warm-up, with mean gradients
+    state, metrics = ltx.vmap(train)(state, xs)
+    assert metrics.grad_norm.tolist() == [5.0, 10.0]
+
+
+def test_a_skipped_step_has_a_norm_too() -> None:
+    optimizer = ltx.optim.chain(ltx.optim.measure_global_norm(), sgd(lr=1.0))
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), optimizer, guard="skip")
+    state, metrics = train(train.init(torch.zeros(2)), torch.tensor([3.0, 4.0]))
+    assert metrics.grad_norm == 5.0
+    state, metrics = train(state, torch.tensor([torch.inf, 1.0]))
+    assert (bool(metrics.skipped), float(metrics.grad_norm)) == (True, 5.0)  # of the last update
+    assert state.params.tolist() == [-3.0, -4.0]
+
+
+@pytest.mark.parametrize("overlap", ["update", "step"])
+def test_the_norm_needs_all_gradients(overlap: Any) -> None:
+    with pytest.raises(StrategyError, match=r"chain\(measure_global_norm\(\), .* needs all of them"):
+        ltx.train_step(
+            ltx.data_parallel(lambda w, x: (w * x).sum()),
+            ltx.optim.chain(ltx.optim.measure_global_norm(), sgd()),
+            overlap=overlap,
+        )
 
 
 def test_without_clipping_there_is_no_norm() -> None:

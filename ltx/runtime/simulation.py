@@ -1,0 +1,292 @@
+"""simulate: ranks as threads of this process that take turns, for what torch.vmap can't run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ltx import comm, tree
+from ltx.arguments import checked
+from ltx.axis import DEFAULT_NAME, Axis, axes_in_scope, open_alone, set_opened_aside
+from ltx.backings import ThreadBacking
+from ltx.collectives import rank_seed
+from ltx.errors import AxisError, UnsupportedError
+from ltx.runtime.per_rank import PerRank
+from ltx.simulated import broadcast_dims, mapped_size
+from ltx.training.guard import random_states, set_random_states
+from ltx.transforms.first_call import reached_from
+from ltx.transforms.recompute import functional_calls_of_torch
+from ltx.transforms.swap import set_placed_aside, version_of
+
+
+@checked("f", "ranks", "axis_name", "randomness")
+def simulate(
+    f: Callable[..., Any],
+    in_dims: Any = 0,
+    *,
+    ranks: int | None = None,
+    axis_name: str = DEFAULT_NAME,
+    randomness: Literal["different", "same"] = "different",
+) -> Callable[..., PerRank[Any]]:
+    """Run `f` on simulated ranks that take turns: each is a thread, and hands over where it waits for the others.
+
+    :func:`ltx.vmap` runs all ranks at once as one batch, which is faster, and allows what ``torch.vmap`` allows.
+    Here each rank runs `f` by itself on tensors of its own. So `f` may read values (``.item()``, boolean masks, control
+    flow by data), write in place (batch norm in training), use activation checkpointing, ``loss.backward()`` and
+    optimizers of torch, and its tensors may have other shapes on each rank. Collectives of unequal shapes and of
+    objects work too. One rank runs at a time, in the order of ranks between two collectives, so every run is the same.
+
+    Args:
+        f: the function that one rank runs. What it refers to from outside (a closure, a global) is shared by all ranks;
+            if it writes to a module's tensors or their ``.grad`` there, the call raises at its end.
+        in_dims: as in :func:`ltx.vmap`: which dimension of the tensors among the arguments is the ranks'; None gives
+            each rank the whole. Each rank gets copies, of modules and optimizers too; other objects are passed on as
+            they are. A :class:`ltx.PerRank` gives each rank its own value.
+        ranks: their number; needed only if no argument is mapped.
+        axis_name: what collectives call the axis.
+        randomness: "different": each rank draws from a stream of its own of torch's default generators, seeded from one
+            number that is drawn from the caller's. "same": from equal streams. The caller's generator has advanced by
+            that one number afterwards, whatever the ranks drew. Python's and NumPy's generators are one for all ranks.
+
+    Returns:
+        A function with `f`'s arguments, which gives a :class:`ltx.PerRank`: what each rank returned, with tensors
+        detached. ``.stack()`` makes of it what ``ltx.vmap`` gives.
+
+    Raises:
+        RankMismatchError: ranks disagree on a collective, or one returns while others wait; on all that wait.
+        AxisError: the mapped inputs disagree on the number of ranks, or there are none and `ranks` isn't given.
+        UnsupportedError: inside a transform of torch.func, a compiled graph or another simulate; in a world of several
+            processes; a collective under forward mode, inside ``torch.func.functional_call`` or in a compiled graph;
+            an argument that is part of a graph.
+
+        The first error that a rank raises ends the others, which get PeerLostError in the collectives that they wait
+        in, and is raised here, with a note that names the rank. An interrupt ends them at the next collective.
+
+    Gradient:
+        Inside `f`, as between processes: ``backward()``, ``torch.autograd.grad``, reverse mode of torch.func, nested.
+        None flows through the call itself.
+
+    Example:
+        >>> import torch, ltx
+        >>> def f(x):
+        ...     kept = x[x > 0]  # of another length on each rank
+        ...     return len(kept), ltx.psum(kept.sum())
+        >>> ltx.simulate(f)(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+        PerRank(rank 0: (1, tensor(8.)), rank 1: (2, tensor(8.)))
+    """
+
+    def on_ranks(*args: Any, **named: Any) -> PerRank[Any]:
+        _refuse_surroundings()
+        inputs = _Inputs.of(axis_name, ranks, in_dims, args, named)
+        turns = comm.Turns(inputs.size, _set_aside)
+        modes, shared = _modes(), _written_from(f)
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        states, reopen = random_states(), set_opened_aside()
+
+        def one_rank(rank: int) -> Any:
+            members = tuple(range(inputs.size))
+            backing = ThreadBacking(rank, comm.ThreadComm(turns, axis_name, members, rank))
+            close = open_alone(Axis(axis_name, inputs.size, backing))
+            try:
+                torch.manual_seed(rank_seed(seed) if randomness == "different" else seed)
+                with modes():
+                    own_args, own_named = inputs.of_rank(rank)
+                    return tree.map(_detached, f(*own_args, **own_named))
+            except BaseException as error:
+                error.add_note(f"ltx.simulate: on rank {rank} of {inputs.size}, axis {axis_name!r}")
+                raise
+            finally:
+                close()
+
+        try:
+            results = turns.run(one_rank)
+        finally:
+            set_random_states(states)
+            reopen()
+        if inputs.size > 1:
+            _refuse_written(shared)
+        return PerRank(results)
+
+    return on_ranks
+
+
+def _refuse_surroundings() -> None:
+    """Raise where ranks can't run: what is around the call ends where a thread begins."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedError("ltx.simulate can't be compiled: its ranks wait for each other in Python.")
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            "ltx.simulate runs ranks in threads, into which no transform (torch.func, ltx.vmap, forward mode) leads. "
+            "Use the transform inside of f."
+        )
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    if others := [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]:
+        raise UnsupportedError(
+            f"ltx.simulate runs ranks in threads, into which no mode leads, and {others[0]} is on. Enter it in f."
+        )
+    scope = axes_in_scope()
+    if any(axis.threads for axis in scope):
+        raise UnsupportedError(
+            "ltx.simulate inside of ltx.simulate: use one, with the product of the numbers of ranks."
+        )
+    if several := [axis for axis in scope if axis.size > 1]:
+        raise UnsupportedError(
+            f"ltx.simulate runs in one process, and this world has {several[0].size} ranks on axis "
+            f"{several[0].name!r}. Call it before ltx.init(), or in a program of its own."
+        )
+
+
+def _set_aside() -> Callable[[], None]:
+    """At the end of a rank's turn: put aside what it has changed in this process."""
+    if modules := functional_calls_of_torch():
+        raise UnsupportedError(
+            f"torch.func.functional_call of {type(modules[0]).__name__}: it puts this rank's tensors into a module "
+            "that other ranks use too, and calls a collective meanwhile. Write ltx.functional_call, which takes the "
+            "same arguments."
+        )
+    states, reopen, put_back = random_states(), set_opened_aside(), set_placed_aside()
+
+    def come_back() -> None:
+        set_random_states(states)
+        reopen()
+        put_back()
+
+    return come_back
+
+
+def _modes() -> Callable[[], AbstractContextManager[None]]:
+    """The caller's modes of torch, which a new thread hasn't."""
+    grad, inference, device = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            # Else all ranks' backward passes on a GPU share one thread, in which one waits for the other.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if device.type != "cpu":
+                stack.enter_context(device)
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
+
+    return entered
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The arguments of a call.
+
+    Attributes:
+        size: the number of ranks.
+        leaves, spec: of the arguments, and the keyword arguments as the last of them.
+        dims: which dimension of each leaf is the ranks'; None for leaves that each rank gets whole.
+    """
+
+    size: int
+    leaves: list[Any]
+    spec: Any
+    dims: list[Any]
+
+    @staticmethod
+    def of(axis_name: str, ranks: int | None, in_dims: Any, args: tuple[Any, ...], named: dict[str, Any]) -> _Inputs:
+        """Those of a call."""
+        given = (*args, named)
+        leaves, spec = tree.flatten(given)
+        dims = broadcast_dims(in_dims, args)
+        dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
+        mapped = zip(leaves, dims, strict=True)
+        tree.check_open(
+            [None if dim is None or isinstance(x, _COPIED | PerRank) else x for x, dim in mapped],
+            given,
+            f"axis {axis_name!r}: mapped arguments",
+            "mapped (in_dims=None gives every rank the whole)",
+        )
+        for x in leaves:
+            if isinstance(x, PerRank):
+                if ranks not in (None, len(x)):
+                    raise AxisError(
+                        f"axis {axis_name!r} has {ranks} ranks, but an argument has the values of {len(x)}."
+                    )
+                ranks = len(x)
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in leaves):
+            at = next(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.grad_fn is not None)
+            raise UnsupportedError(
+                f"ltx.simulate: the argument {tree.leaf_paths(given)[at]!r} is part of a graph, and no gradient flows "
+                "back through the call. Differentiate inside of f, or give x.detach()."
+            )
+        size = Axis(axis_name, mapped_size(axis_name, ranks, leaves, dims, "ranks")).size  # which checks it
+        return _Inputs(size, leaves, spec, dims)
+
+    def of_rank(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Rank `rank`'s own: copies, in which what was one object in two places still is."""
+        memo: dict[int, Any] = {}
+        values = [_own(x, dim, rank, memo) for x, dim in zip(self.leaves, self.dims, strict=True)]
+        *args, named = tree.unflatten(self.spec, values)
+        return tuple(args), named
+
+
+_COPIED = torch.nn.Module | torch.optim.Optimizer
+
+
+def _own(x: Any, dim: int | None, rank: int, memo: dict[int, Any]) -> Any:
+    if isinstance(x, PerRank):
+        return tree.map(lambda value: _own(value, None, rank, memo), x.rank(rank))
+    if not isinstance(x, torch.Tensor):
+        return copy.deepcopy(x, memo) if isinstance(x, _COPIED) else x
+    if dim is not None:
+        return x.detach().select(dim, rank).clone().requires_grad_(x.requires_grad)
+    if isinstance(x, torch.nn.Parameter):
+        return copy.deepcopy(x, memo)
+    if id(x) not in memo:  # not deepcopy, which copies all of the memory that a view is of
+        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+    return memo[id(x)]
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) and x.grad_fn is not None else x
+
+
+class _Shared(NamedTuple):
+    """A tensor that all ranks share, and how it was before they ran."""
+
+    name: str
+    tensor: torch.Tensor
+    state: tuple[Any, ...]
+
+
+def _state_of(x: torch.Tensor) -> tuple[Any, ...]:
+    grad = x.grad if x.is_leaf else None
+    return version_of(x), id(grad), 0 if grad is None else version_of(grad)
+
+
+def _written_from(f: Any) -> list[_Shared]:
+    """The parameters and buffers of modules that `f` refers to, and leaves of its own that require gradients."""
+    found = []
+    for value in reached_from(f):
+        if isinstance(value, torch.nn.Module):
+            named = [*value.named_parameters(), *value.named_buffers()]
+            found += [(f"{name!r} of {type(value).__name__}", x) for name, x in named]
+        elif isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+            found.append((f"a tensor of shape {list(value.shape)}", value))
+    return [_Shared(name, x, _state_of(x)) for name, x in found]
+
+
+def _refuse_written(shared: list[_Shared]) -> None:
+    for name, x, state in shared:
+        if _state_of(x) != state:
+            raise UnsupportedError(
+                f"ltx.simulate: f wrote to {name}, or to its .grad. f refers to it from outside, so all ranks share "
+                "it, where each process would have its own. Pass the module to f (each rank gets a copy), make it in "
+                "f, or use ltx.functional_call(module, params, inputs)."
+            )
