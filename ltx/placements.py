@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,16 @@ def is_dtensor(x: Any) -> bool:
 def local(x: Any) -> Any:
     """This rank's part of a DTensor, differentiable; anything else as it is."""
     return x.to_local() if is_dtensor(x) else x
+
+
+def own_part(x: torch.Tensor) -> torch.Tensor:
+    """The very object that a DTensor keeps as its local part, with nobody else's memory behind it; others as they are.
+
+    What is done to that object is seen through the DTensor alone.
+    """
+    if is_dtensor(x):
+        cast(Any, x)._local_tensor = x = cast(Any, x)._local_tensor.detach()
+    return x
 
 
 def whole(x: Any) -> Any:
@@ -97,7 +107,7 @@ class _Place(torch.autograd.Function):
         return _dtensor(x, placement)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> tuple[None, torch.Tensor | None]:
         if grad is None:
             return None, None
         return None, grad.redistribute(ctx.placement.mesh, ctx.placement.placements).to_local()
@@ -194,8 +204,8 @@ def _obstacle(placements: Placements, group: dist.ProcessGroup | None) -> tuple[
             continue
         if placement.is_partial:
             return place, (
-                f"with placements {placement.placements}: ranks hold terms of a sum that hasn't been taken, so it is no "
-                "parameter. Give it Replicate or Shard: x.redistribute(placements=...)."
+                f"with placements {placement.placements}: ranks hold terms of a sum that hasn't been taken, which is "
+                "no parameter. Give it Replicate or Shard: x.redistribute(placements=...)."
             )
         if placement.mesh not in meshes:
             meshes[placement.mesh] = set(placement.mesh.mesh.flatten().tolist())
@@ -203,7 +213,7 @@ def _obstacle(placements: Placements, group: dist.ProcessGroup | None) -> tuple[
             return place, (
                 f"whose mesh {placement.mesh} holds this rank and rank {shared[0]} of the world, and so does the axis: "
                 "its gradient would be reduced over these ranks twice, or over ranks that hold other parts. Give "
-                'data_parallel the other dimension of the mesh, axis=mesh["data"], and place parameters on mesh["model"] '
+                'the axis the other dimension of the mesh, axis=mesh["data"], and place parameters on mesh["model"] '
                 "alone."
             )
     return None

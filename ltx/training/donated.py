@@ -15,6 +15,7 @@ import torch
 
 from ltx import tree
 from ltx.errors import DonatedStateError
+from ltx.placements import own_part
 from ltx.training.train_state import TrainState
 from ltx.typing import Tree
 
@@ -41,7 +42,7 @@ class DonatedTensor(torch.Tensor):
 def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
     """Make each of `tensors` raise DonatedStateError with the text `why` wherever it is used."""
     kind = type("DonatedTensor", (DonatedTensor,), {"_why": why, "__module__": __name__})
-    for x in tensors:
+    for x in map(own_part, tensors):
         if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
             # functorch's wrappers don't ask the class: whoever looks through them finds NaN, which takes no memory.
             x.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(x.shape)

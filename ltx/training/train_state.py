@@ -146,6 +146,15 @@ class TrainState:
         self.__dict__["_seen"] = ()
         return self
 
+    def held(self, name: str) -> Tree:
+        """A part as it is kept, without counting it as one whose tensors the user may hold."""
+        return self.frozen if name == "frozen" else self.__dict__[f"_{name}"]
+
+    @property
+    def is_donated(self) -> bool:
+        """Whether a step has taken this state's tensors over."""
+        return isinstance(self._lease[0], int)
+
     def parts(self, names: Sequence[str]) -> list[Tree]:
         """The parts that are there and that steps write into."""
         held = [f"_{name}" for name in names if name in _LATE]

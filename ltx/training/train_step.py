@@ -25,6 +25,7 @@ from ltx.training.guard import not_finite_error, probes, random_states
 from ltx.training.interrupts import uninterrupted
 from ltx.training.outputs import Batch, Outputs, arguments_of, outputs_of, unshared
 from ltx.training.pending_step import PendingStep, StepStart, step_start
+from ltx.training.placed_state import on_parts
 from ltx.training.pure_step import step_purely
 from ltx.training.replicas import check_replicas
 from ltx.training.state_operations import StateOperations
@@ -51,6 +52,7 @@ from ltx.transforms.weighted import Weighted
 class TrainStep(StateOperations):
     """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``."""
 
+    @on_parts
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
         batch = Batch(args, named)
         if not isinstance(state, TrainState):

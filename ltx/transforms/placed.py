@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-
 from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
@@ -69,9 +67,9 @@ def check_placements(
     found = None if place is None else next((h for h in _hooks_in(hook) if h.needs_whole), None)
     if place is not None and found is not None:
         raise UnsupportedError(
-            f"{what}: {found!r} works on whole parameters, and leaf {paths()[place]!r} is a DTensor of which ranks hold "
-            "parts, so that its result would depend on how many these are. Use a hook that works on numbers wherever "
-            "they lie: ltx.hooks.FP16(), ByteGrad(), TopK()."
+            f"{what}: {found!r} works on whole parameters, and leaf {paths()[place]!r} is a DTensor of which ranks "
+            "hold parts, so that its result would depend on how many these are. Use a hook that works on numbers "
+            "wherever they lie: ltx.hooks.FP16(), ByteGrad(), TopK()."
         )
 
 

@@ -104,7 +104,7 @@ def sync_gradients(
 def _of_local_parts(
     grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any
 ) -> tuple[Tree, SyncState | None]:
-    """:func:`sync_gradients` of trees with DTensors: of their local parts, once sums are taken that ranks hold terms of."""
+    """:func:`sync_gradients` of a tree with DTensors: of their local parts. Sums that are due are taken first."""
     leaves, spec = tree.flatten(tree.map(summed, grads))
     placements, found = Placements.of(leaves), comm.resolve(axis)
     assert placements is not None
