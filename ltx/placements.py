@@ -35,6 +35,12 @@ def is_dtensor(x: Any) -> bool:
     return isinstance(x, cls)
 
 
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether torch's fully_shard (FSDP2) manages the parameters of `module`."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return cls is not None and isinstance(module, cls)
+
+
 def local(x: Any) -> Any:
     """This rank's part of a DTensor, differentiable; anything else as it is."""
     return x.to_local() if is_dtensor(x) else x
@@ -132,14 +138,19 @@ class Placements:
 
     @staticmethod
     def of(leaves: Sequence[Any]) -> Placements | None:
-        """Those of `leaves`; None if no leaf is a DTensor."""
+        """Those of `leaves`; None if no leaf is a DTensor.
+
+        Raises:
+            UnsupportedError: one is, inside a transform of torch.func.
+        """
         cls = dtensor_class()
         if cls is None or not any(is_dtensor(x) for x in leaves):
             return None
-        if not all(isinstance(x, cls) or not is_dtensor(x) for x in leaves):
+        if torch._C._are_functorch_transforms_active():
             raise UnsupportedError(
-                "torch.func's transforms can't look into DTensors. Use loss.backward(), torch.autograd.grad, "
-                "ltx.grad_and_value or ltx.train_step."
+                "torch.func's transforms, simulated ranks (ltx.vmap) among them, can't look into DTensors. Take first "
+                "derivatives by loss.backward(), torch.autograd.grad, ltx.grad or ltx.train_step; torch.func.grad can "
+                "where parameters don't require gradients (x.detach()). For simulated ranks take x.full_tensor()."
             )
         return Placements(
             tuple(
@@ -177,15 +188,11 @@ class Placements:
         Raises:
             UnsupportedError: a leaf is a sum that hasn't been taken; or its mesh has the ranks of `group` in it.
         """
-        found = _obstacle(self, group)
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        found = _obstacle(self, ranks)
         if found is not None:
             place, text = found
             raise UnsupportedError(f"{what}: leaf {paths()[place]!r} is a DTensor {text}")
-
-    @property
-    def first(self) -> int:
-        """The place of the first DTensor."""
-        return next(i for i, placement in enumerate(self.leaves) if placement is not None)
 
     @cached_property
     def first_split(self) -> int | None:
@@ -195,9 +202,9 @@ class Placements:
 
 
 @lru_cache(maxsize=64)
-def _obstacle(placements: Placements, group: dist.ProcessGroup | None) -> tuple[int, str] | None:
-    """The place of a leaf whose gradient can't be reduced over `group`, and why."""
-    axis_ranks = set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+def _obstacle(placements: Placements, ranks: tuple[int, ...]) -> tuple[int, str] | None:
+    """The place of a leaf whose gradient can't be reduced over `ranks` of the world, and why."""
+    axis_ranks = set(ranks) - {dist.get_rank()}
     meshes = dict[Any, set[int]]()
     for place, placement in enumerate(placements.leaves):
         if placement is None:

@@ -55,10 +55,12 @@ def psum(value: Tree, axis: Any = None) -> Tree:
             arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
             uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their entries at other places
             on each rank; their sum is a coalesced COO tensor again, which moves the entries alone.
-        axis: name, ``ltx.Axis``, ProcessGroup or one-dimensional DeviceMesh. A tuple of names, as ``("node", "data")``,
-            is one axis of all their ranks, the first name the outermost. None is the axis in scope: of several with
-            different names there is none, even if some have size 1, so that a program means the same everywhere. Two
-            exceptions: the simulated axes inside a world of one process, and the innermost of nested ones of one name.
+        axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, by whose dimension's name it is
+            found from then on. A tuple of names, as ``("node", "data")``, is one axis of all their ranks, the first
+            name the outermost; so is a mesh of several dimensions, ``mesh["node", "data"]``. None is the axis in scope:
+            of several with different names there is none, even if some have size 1, so that a program means the same
+            everywhere. Two exceptions: the simulated axes inside a world of one process, and the innermost of nested
+            ones of one name.
 
     Returns:
         What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.

@@ -17,7 +17,6 @@ from ltx import comm, tree
 from ltx.backings import GroupBacking
 from ltx.errors import StepError, SyncStateError
 from ltx.estimate.autotune import choose_on_axis
-from ltx.hooks import CommHook
 from ltx.placements import Placements
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import plain_autograd
@@ -113,7 +112,7 @@ class DataParallel(StepSettings):
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
             if placements is not None:
-                self._check_placements(placements, options.hook or hook, params, options.frozen)
+                self._check_placements(placements, params, options.frozen)
             marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
@@ -131,11 +130,11 @@ class DataParallel(StepSettings):
         mean, blocked = self.outputs == "mean", self.blocked
         return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, source=marked.source)
 
-    def _check_placements(self, placements: Placements, hook: CommHook | None, params: Tree, frozen: Tree) -> None:
+    def _check_placements(self, placements: Placements, params: Tree, frozen: Tree) -> None:
         def paths() -> list[str]:
             return tree.leaf_paths(params if frozen is None else tree.filled(params, frozen))
 
-        check_placements(comm.resolve(self.axis), placements, hook, paths, "data_parallel")
+        check_placements(comm.resolve(self.axis), placements, self.strategy, paths, "data_parallel")
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, options: CallOptions) -> Any:
         """Call the user's step, and see to what it does besides returning something."""

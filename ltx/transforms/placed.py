@@ -18,6 +18,7 @@ from ltx.errors import UnsupportedError
 from ltx.gradients.peeled import MARKER_PRIORITY, raise_priority
 from ltx.hooks import CommHook
 from ltx.placements import Placements, dtensor_class, is_dtensor, local, whole
+from ltx.strategies import Strategy
 from ltx.typing import Tree
 
 
@@ -48,23 +49,18 @@ def whole_scalars(output: Any) -> Any:
 
 
 def check_placements(
-    axis: Axis, placements: Placements, hook: CommHook | None, paths: Callable[[], list[str]], what: str
+    axis: Axis, placements: Placements, strategy: Strategy, paths: Callable[[], list[str]], what: str
 ) -> None:
-    """Raise unless the gradients of leaves that lie on meshes so can be reduced over `axis` with `hook`.
+    """Raise unless `strategy` can reduce the gradients of leaves that lie on meshes so over `axis`.
 
     `paths`: the leaves'; `what` begins the error.
 
     Raises:
         UnsupportedError: names a leaf, and says what to do instead.
     """
-    if axis.simulated:
-        raise UnsupportedError(
-            f"{what}: leaf {paths()[placements.first]!r} is a DTensor, whose mesh is one of processes, and axis "
-            f"{axis.name!r} is one of simulated ranks. Pass plain tensors: x.full_tensor()."
-        )
     placements.check(None if axis.comm is None else axis.comm.group, paths, what)
-    place = None if hook is None or axis.size == 1 else placements.first_split
-    found = None if place is None else next((h for h in _hooks_in(hook) if h.needs_whole), None)
+    place = None if axis.size == 1 else placements.first_split
+    found = None if place is None else next((hook for hook in _hooks_in(strategy) if hook.needs_whole), None)
     if place is not None and found is not None:
         raise UnsupportedError(
             f"{what}: {found!r} works on whole parameters, and leaf {paths()[place]!r} is a DTensor of which ranks "
@@ -73,9 +69,9 @@ def check_placements(
         )
 
 
-def _hooks_in(hook: Any) -> Iterator[CommHook]:
-    """`hook`, and those that it is made of."""
-    yield hook
-    for field in fields(hook) if is_dataclass(hook) else ():
-        if isinstance(inner := getattr(hook, field.name), CommHook):
-            yield from _hooks_in(inner)
+def _hooks_in(value: Any) -> Iterator[CommHook]:
+    """The hooks that a strategy, or a hook, has in its fields, and those that they are made of."""
+    for field in fields(value):
+        if isinstance(hook := getattr(value, field.name), CommHook):
+            yield hook
+            yield from _hooks_in(hook) if is_dataclass(hook) else ()

@@ -106,10 +106,9 @@ def _of_local_parts(
 ) -> tuple[Tree, SyncState | None]:
     """:func:`sync_gradients` of a tree with DTensors: of their local parts. Sums that are due are taken first."""
     leaves, spec = tree.flatten(tree.map(summed, grads))
-    placements, found = Placements.of(leaves), comm.resolve(axis)
+    placements = Placements.of(leaves)
     assert placements is not None
-    step = 0 if state is None else state.checked_step()
-    check_placements(found, placements, strategy.hook(step), lambda: tree.leaf_paths(grads), "sync_gradients")
+    check_placements(comm.resolve(axis), placements, strategy, lambda: tree.leaf_paths(grads), "sync_gradients")
     parts = tree.unflatten(spec, placements.local(leaves))
     reduced, after = sync_gradients(parts, strategy, state, axis=axis)
     return tree.unflatten(spec, placements.placed(tree.flatten(reduced)[0])), after
