@@ -35,6 +35,22 @@ def is_dtensor(x: Any) -> bool:
     return isinstance(x, cls)
 
 
+def refuse_in_graph(classes: tuple[str, ...]) -> None:
+    """Run by Dynamo at trace time, with the names of the classes of tensors: raise if one is a DTensor.
+
+    Raises:
+        UnsupportedError: one is.
+    """
+    if "DTensor" in classes:
+        raise UnsupportedError(
+            "a compiled graph can't reduce the gradients of DTensors. Call the step eagerly; the loss inside is "
+            "compiled as far as torch compiles DTensors: ltx.data_parallel(torch.compile(loss), axis=...)."
+        )
+
+
+refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether torch's fully_shard (FSDP2) manages the parameters of `module`."""
     cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -92,6 +108,11 @@ class Placement:
             for dim, placement in enumerate(self.placements)
             if not placement.is_replicate() and self.mesh.size(dim) > 1
         )
+
+    def is_whole_on(self, group: dist.ProcessGroup) -> bool:
+        """Whether `group` is one of the mesh's, and all of its ranks hold the same."""
+        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
+        return group in groups and group not in self.split_over
 
     @property
     def is_partial(self) -> bool:

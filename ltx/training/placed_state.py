@@ -25,6 +25,7 @@ from ltx.placements import Placements, dtensor_class, is_dtensor
 from ltx.training.donated import hand_over
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import TrainState
+from ltx.transforms.compare import check_leaves
 from ltx.transforms.placed import check_placements, local_parts
 from ltx.typing import Tree
 
@@ -176,6 +177,7 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     local = PlacedState(given, given, (None,) * len(_PARTS))
     state = local.train(train).init(parts, local_parts(buffers))
     trained, frozen = state.held("params"), state.frozen
+    _check_shared(given, trained if frozen is None else tree.filled(trained, frozen))
     by_path = dict(zip(tree.leaf_paths(params), given.leaves, strict=True))
     shapes = dict(zip(tree.leaf_paths(parts), (x.shape for x in tree.flatten(parts)[0]), strict=True))
 
@@ -193,6 +195,25 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     opt_state = of_optimizer(state.held("opt_state"))
     parts_placements = (of_part(trained), buffers_placements, opt_state, of_part(frozen))
     return PlacedState(given, parts_placements[0], parts_placements).placed(state)
+
+
+_SHARED = (
+    "What isn't split over a dimension of the parameters' mesh is one value to all of its ranks. Fix: make it alike by "
+    "torch.manual_seed before the model is made; or, if ranks hold parts of it, make a DTensor of these "
+    "(DTensor.from_local)."
+)
+
+
+def _check_shared(given: Placements, parts: Tree) -> None:
+    """Raise unless ranks of the meshes have the same values of what isn't split between them.
+
+    Raises:
+        ReplicaDivergedError: on all ranks; names the leaves.
+    """
+    leaves = list(zip(given.leaves, tree.leaf_paths(parts), tree.flatten(parts)[0], strict=True))
+    for group in given.groups:
+        shared = [(path, x) for placement, path, x in leaves if placement is None or placement.is_whole_on(group)]
+        check_leaves(comm.resolve(group), shared, _SHARED)
 
 
 def _parameter_part(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ltx import comm, tree
 from ltx.backings import GroupBacking
 from ltx.errors import StepError, SyncStateError
 from ltx.estimate.autotune import choose_on_axis
-from ltx.placements import Placements
+from ltx.placements import Placements, refuse_in_graph
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import plain_autograd
 from ltx.transforms.closure_check import TracedValueError, nodes_made, refuse_captured
@@ -99,6 +99,7 @@ class DataParallel(StepSettings):
         leaves, spec = tree.flatten(params)
         step, placements = options.step, None
         if torch.compiler.is_compiling():
+            refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
             local, within = False, None

@@ -13,7 +13,14 @@ from torch.nn.functional import mse_loss
 
 import ltx
 from ltx import optim
-from ltx.errors import DonatedStateError, LtxError, NotFiniteError, StrategyError, UnsupportedError
+from ltx.errors import (
+    DonatedStateError,
+    LtxError,
+    NotFiniteError,
+    ReplicaDivergedError,
+    StrategyError,
+    UnsupportedError,
+)
 from ltx.runtime.pool import Pool
 from ltx.training.placed_state import _parameter_of
 from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
@@ -254,6 +261,61 @@ def test_checkpoints_are_torchs(ranks: Ranks, seed: int, tmp_path: Path) -> None
         assert step == 2
         torch.testing.assert_close(after, expected)
         torch.testing.assert_close(moved, expected)
+
+
+@pytest.mark.full
+def test_steps_that_give_gradients_and_weighted_losses(ranks: Ranks, seed: int) -> None:
+    def run(w: Tensor, x: Tensor) -> list[Any]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            params, mine = distribute_tensor(w, mesh["model"], [Shard(0)]), ltx.shard(x, axis=mesh["data"])
+
+            def total(w: Any, x: Tensor) -> Tensor:
+                return (x @ w.full_tensor().T).sin().sum()
+
+            steps = [
+                ltx.data_parallel(lambda w, x: total(w, x) / 6, axis=mesh["data"]),
+                ltx.data_parallel(ltx.grad_and_value(lambda w, x: total(w, x) / 6), axis=mesh["data"], returns="grads"),
+                ltx.data_parallel(lambda w, x: ltx.Weighted(total(w, x), torch.tensor(6.0)), axis=mesh["data"]),
+            ]
+            found = []
+            for step in steps:
+                train = ltx.train_step(step, _sgd())
+                state, metrics = train(train.init(params), mine)
+                found.append((state.params.full_tensor(), metrics.loss))
+            return found
+
+    w, x = torch.randn(3, 2), torch.randn(4, 2)
+    loss = (x @ w.T).sin().mean()
+    expected = w - 0.3 * torch.func.grad(lambda w: (x @ w.T).sin().mean())(w)
+    for found in ranks(4).run(run, w, x):
+        for after, value in found:
+            torch.testing.assert_close(after, expected)
+            torch.testing.assert_close(value, loss)
+
+
+@pytest.mark.full
+def test_what_is_not_split_is_the_same_on_all_ranks(ranks: Ranks) -> None:
+    """Along the model's dimension too, where nobody makes it so."""
+
+    def run(odd: bool, whole: bool) -> str:
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            b = torch.ones(2) + (1.0 if odd and torch.distributed.get_rank() % 2 else 0.0)
+            bias = DTensor.from_local(b, mesh["model"], [Replicate()]) if whole else b
+            params = {"w": distribute_tensor(torch.ones(4, 2), mesh["model"], [Shard(0)]), "b": bias}
+            step = ltx.data_parallel(lambda p: p["w"].full_tensor().sum(), axis=mesh["data"])
+            train = ltx.train_step(step, _sgd())
+            if odd:
+                return _text(ReplicaDivergedError, lambda: train.init(params))
+            train.init(params)
+            return ""
+
+    for whole in (True, False):
+        assert ranks(4).run(run, False, whole).replicated() == ""
+        assert all("leaf 'b'" in text and "isn't split" in text for text in ranks(4).run(run, True, whole))
 
 
 @pytest.mark.full

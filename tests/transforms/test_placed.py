@@ -38,7 +38,7 @@ def _expected(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Ten
     return dict(zip(params, torch.autograd.grad(mse_loss(model(x), y), list(params.values())), strict=True))
 
 
-def _text(error: type[LtxError], f: Callable[[], Any]) -> str:
+def _text(error: type[LtxError] | tuple[type[Exception], ...], f: Callable[[], Any]) -> str:
     with pytest.raises(error) as caught:
         f()
     return str(caught.value)
@@ -273,6 +273,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
             both = {"w": DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Shard(0)])}
             at_hand = {"w": torch.ones(2, 2), "v": w["w"]}
             wrapped = ltx.data_parallel(step, axis=mesh["data"])
+            compiled: Any = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
             return [
                 _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=power))),
                 _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.after(5, adasum)))),
@@ -285,6 +286,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
                 _text(UnsupportedError, lambda: ltx.vmap(ltx.grad(ltx.data_parallel(step)), None, axis_size=2)(w)),
                 _text(UnsupportedError, lambda: ltx.psum(w, mesh["data"])),
                 _text(StepError, lambda: ltx.data_parallel(lambda p: p, axis=mesh["data"])(bare)),
+                _text(compiled, lambda: torch.compile(wrapped, fullgraph=True, backend="eager")(w)),
             ]
 
     split = "leaf 'w' is a DTensor of which ranks hold parts"
@@ -300,6 +302,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
         ["simulated ranks (ltx.vmap) among them", "x.full_tensor()"],
         ["psum: leaf 'w' is a DTensor, and a plain tensor was expected", "x.to_local()"],
         ["a tree with the structure and shapes of its parameters", "shape [4, 2]"],
+        ["a compiled graph can't reduce the gradients of DTensors"],
     ]
     for texts in ranks(4).run(run):
         for text, parts in zip(texts, wanted, strict=True):
