@@ -21,7 +21,12 @@ from ltx.errors import UnsupportedError
 
 
 def dtensor_class() -> Any:
-    """torch's DTensor; None where nobody has imported it, which takes seconds, so that there are none."""
+    """torch's DTensor; None where nobody has imported it, which takes seconds, so that there are none.
+
+    None inside a compiled graph too, where :func:`refuse_in_graph` looks for them.
+    """
+    if torch.compiler.is_compiling():
+        return None
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 

@@ -56,8 +56,6 @@ class PlacedState:
         """That of `state`; None where its parameters are plain tensors."""
         if dtensor_class() is None or not isinstance(state, TrainState) or state.pending_step is not None:
             return None
-        if torch.compiler.is_compiling():
-            return None
         state.check_owned()
         trained, frozen = state.held("params"), state.frozen
         given = Placements.of(tree.flatten(trained if frozen is None else tree.filled(trained, frozen))[0])
@@ -158,7 +156,7 @@ def on_parts(
 
 def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     """``train.init(params, buffers)`` where parameters are DTensors; None where none is."""
-    if dtensor_class() is None or torch.compiler.is_compiling():
+    if dtensor_class() is None:
         return None
     if isinstance(params, torch.nn.Module):
         if any(map(is_dtensor, params.parameters())):

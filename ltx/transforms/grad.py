@@ -74,7 +74,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         if sync_state is not None:
             check_state(sync_state)
         placements = None
-        if isinstance(argnums, int) and not torch.compiler.is_compiling():
+        if isinstance(argnums, int):
             placements = Placements.of(tree.flatten(args[argnums])[0])
             if placements is not None:  # whose first derivatives are all there is
                 args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])

@@ -72,7 +72,7 @@ class Marked:
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
             given = [leaves[i] for i in ties]
-            placements = None if torch.compiler.is_compiling() else Placements.of(given)
+            placements = Placements.of(given)
             tied = self.tie(given if placements is None else placements.local(given))
             for i, x in zip(ties, tied if placements is None else placements.placed(tied), strict=True):
                 leaves[i] = x

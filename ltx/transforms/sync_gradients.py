@@ -68,7 +68,7 @@ def sync_gradients(
         strategy = strategy.with_choice(sync_state.choice)
     leaves, spec = tree.flatten(grads)
     compiling = torch.compiler.is_compiling()
-    placements = None if compiling else Placements.of(leaves)
+    placements = Placements.of(leaves)
     if placements is not None:
         return _of_local_parts(grads, strategy, sync_state, axis)
     if not compiling:
