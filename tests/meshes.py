@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,7 +42,21 @@ def mesh_of(*sizes: int, names: tuple[str, ...] = ("data", "model"), **world: in
         with ltx.init(mesh=world or None):
             yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
     finally:
+        _forget_meshes()
         ltx.init()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches, which would hand a later world a mesh of this one, whose process groups are gone.
+
+    torch takes meshes of the same shape for equal.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        clear_redistribute_planner_cache()
 
 
 def parallelize(model: Block, mesh: Any, sequence: bool = False) -> Block:
