@@ -95,7 +95,7 @@ def _heartbeat_s() -> float:
     """Processor time of the threads that beat and ask the store, so far."""
     ticks = 0
     for thread in threading.enumerate():
-        if thread.name in ("ltx-pulse", "ltx-asks-the-store"):
+        if thread.name in ("ltx-heartbeat", "ltx-asks-the-store"):
             fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     return ticks / 100

@@ -29,7 +29,8 @@ from benchmarks.hooks import HOOKS
 from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio, run_ranks
 from benchmarks.step_time import Setting
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, pack, unpack
+from ltx.gradients.packing import pack, unpack
+from ltx.gradients.reduction import BucketInput, CollectiveRequest
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "ddp": ltx.DDPStrategy(),

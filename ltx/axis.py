@@ -16,7 +16,7 @@ from torch._C import _functorch
 from torch._guards import TracingContext
 
 from ltx.arguments import brief, check_fields
-from ltx.backings import GroupBacking, MeshPart, MetaBacking, Part, VmapBacking
+from ltx.backings import GroupBacking, MetaBacking, Part, VmapBacking, mesh_part, nodes
 from ltx.errors import AxisError
 
 DEFAULT_NAME = "data"
@@ -28,7 +28,7 @@ class Axis:
 
     Attributes:
         name: what collectives call it.
-        size: the number of ranks on it.
+        size: the number of ranks on it; where it stands for groups of unequal sizes on simulated ranks, the largest.
         backing: how its ranks are realised; None for an axis of size 1 that needs no communication.
     """
 
@@ -47,7 +47,7 @@ class Axis:
             case GroupBacking(rank=rank) | MetaBacking(rank=rank):
                 return torch.tensor(rank)
             case VmapBacking(part=part) as backing:
-                places = torch.arange(self.size) if part is None else part.place(torch.arange(part.world))
+                places = torch.arange(self.size) if part is None else part.by_rank(map(range, part.sizes))
                 return backing.batched(places)
             case None:
                 return torch.tensor(0)
@@ -72,6 +72,15 @@ class Axis:
     def meta(self) -> MetaBacking | None:
         """What answers for the network where tensors have shapes and no values; None elsewhere."""
         return self.backing if isinstance(self.backing, MetaBacking) else None
+
+
+def check_index(what: str, name: str, index: int, size: int) -> None:
+    """Raise unless `index`, the argument `name` of the collective `what`, is a rank of an axis of `size` ranks."""
+    if not 0 <= index < size:
+        raise AxisError(
+            f"{what}: {name}={index} isn't an index on an axis of {size} ranks, 0 to {size - 1}. It counts on the "
+            "axis, not in the world."
+        )
 
 
 def inner(axis: Axis, size: int) -> Axis:
@@ -108,23 +117,30 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
         raise AxisError(
             f"axis {axis.name!r} has {axis.size} ranks, which don't divide into nodes of {size}. Give a divisor."
         )
-    part = Part(axis.size, size, across)
-    if part.count == axis.size:
+    if size == (1 if across else axis.size):
         return axis
     name = f"{axis.name} {'across' if across else 'within'} nodes of {size}"
-    match axis.backing:
-        case _ if part.count == 1:
-            return Axis(name, 1)
-        case None:
-            return Axis(name, part.count)
+    return in_groups(axis, nodes(axis.size, size, across), name)
+
+
+def in_groups(axis: Axis, part: Part, name: str) -> Axis:
+    """The axis called `name` of the ranks that `part` puts together with this one.
+
+    Between processes all ranks of a group must call this together the first time.
+    """
+    backing = axis.backing
+    size = len(part.members(backing.rank)) if isinstance(backing, GroupBacking | MetaBacking) else max(part.sizes)
+    if size == 1:
+        return Axis(name, 1)
+    match backing:
         case GroupBacking(comm=axis_comm):
             opened: Axis = axis_comm.part(name, part)
             return opened
-        case VmapBacking(part=None) as backing:
-            return Axis(name, part.count, replace(backing, part=part))
-        case MetaBacking(rank=rank) as backing:
-            return Axis(name, part.count, replace(backing, rank=part.place(rank)))
-    raise AxisError(f"axis {axis.name!r} is a part of a simulated axis, which can't be divided further.")
+        case VmapBacking(part=whole):
+            return Axis(name, size, replace(backing, part=part if whole is None else part.within(whole)))
+        case MetaBacking(rank=rank):
+            return Axis(name, size, replace(backing, rank=part.place(rank)))
+    return Axis(name, size)
 
 
 _world_axes: tuple[Axis, ...] = ()
@@ -222,14 +238,16 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if len(axes) == 1:
         return axes[0]
     title, size = f"({', '.join(names)})", math.prod(axis.size for axis in axes)
-    real = [axis for axis in axes if axis.backing is not None]
+    real = [axis for axis in axes if axis.backing is not None and (axis.simulated or axis.size > 1)]
     kinds = {type(axis.backing) for axis in real}
     if not real:
         return Axis(title, size)
+    if len(real) == 1:
+        return real[0]
     if kinds == {VmapBacking}:
-        return real[0] if len(real) == 1 else Axis(title, size, _of_levels(real))
+        return Axis(title, size, _of_levels(real))
     if kinds == {GroupBacking}:
-        return _of_groups(said, title, axes)
+        return _of_groups(said, title, real)
     raise AxisError(
         f"{said} mixes axes of processes with simulated ones ({', '.join(f'{a.name!r}' for a in real)}). Reduce over "
         "one after the other, as in ltx.psum(ltx.psum(x, inner), outer)."
@@ -245,12 +263,11 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
     if not _whole_world or any(axis not in _world_axes for axis in axes):
         raise AxisError(f"{said}: only axes that ltx.init(mesh=...) has made can be joined.")
     whole = _whole_world[0]
-    part = MeshPart(tuple(axis.size for axis in _world_axes), tuple(_world_axes.index(axis) for axis in axes))
     assert isinstance(whole.backing, GroupBacking)
-    if part.members(whole.backing.rank) == list(range(whole.size)):
+    part = mesh_part(tuple(axis.size for axis in _world_axes), tuple(_world_axes.index(axis) for axis in axes))
+    if part.groups == (tuple(range(whole.size)),):
         return whole
-    opened: Axis = whole.backing.comm.part(title, part)
-    return opened
+    return in_groups(whole, part, title)
 
 
 # Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these need:

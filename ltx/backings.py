@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,53 +23,74 @@ class GroupBacking:
 
 @dataclass(frozen=True)
 class Part:
-    """Which of `world` ranks belong together: each `size` that follow one another, a node; or, `across` nodes, those
-    that have the same place in theirs."""
-
-    world: int
-    size: int
-    across: bool
-
-    @property
-    def count(self) -> int:
-        """The number of ranks that belong together."""
-        return self.world // self.size if self.across else self.size
-
-    def place(self, rank: Any) -> Any:
-        """Where among those that it belongs to a rank is."""
-        return rank // self.size if self.across else rank % self.size
-
-    def members(self, rank: int) -> list[int]:
-        """The ranks that `rank` belongs to, in order."""
-        if self.across:
-            return list(range(rank % self.size, self.world, self.size))
-        first = rank - rank % self.size
-        return list(range(first, first + self.size))
-
-
-@dataclass(frozen=True)
-class MeshPart:
-    """Which ranks of a mesh belong together: those whose places differ only along `dims`, the first the outermost.
+    """Which ranks of an axis belong together: each group of them is an axis of its own.
 
     Attributes:
+        groups: the ranks of each group, in the order of its axis. Every rank is in one of them.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks of all groups."""
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of ranks of each group."""
+        return [len(group) for group in self.groups]
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """The ranks that `rank` belongs to, in order."""
+        return next(group for group in self.groups if rank in group)
+
+    def place(self, rank: int) -> int:
+        """Where among those that it belongs to a rank is."""
+        return self.members(rank).index(rank)
+
+    def by_rank(self, entries: Iterable[Iterable[int]]) -> torch.Tensor:
+        """A vector with one entry for each rank, from `entries` by group and place."""
+        rows = zip(self.groups, entries, strict=True)
+        of = {rank: entry for group, row in rows for rank, entry in zip(group, row, strict=True)}
+        return torch.tensor([of[rank] for rank in range(self.world)])
+
+    @property
+    def order(self) -> torch.Tensor:
+        """Where each rank is if the groups lie one after the other."""
+        ends = itertools.accumulate(self.sizes)
+        return self.by_rank(range(end - size, end) for size, end in zip(self.sizes, ends, strict=True))
+
+    def within(self, outer: Part) -> Part:
+        """This part of each group of `outer`, as a part of the axis that `outer` is one of."""
+        return Part(tuple(tuple(group[i] for i in mine) for group in outer.groups for mine in self.groups))
+
+
+@lru_cache(maxsize=64)
+def nodes(world: int, size: int, across: bool) -> Part:
+    """Each `size` of `world` ranks that follow one another, a node; or, `across` nodes, those that have the same place
+    in theirs."""
+    if across:
+        return Part(tuple(tuple(range(place, world, size)) for place in range(size)))
+    return Part(tuple(tuple(range(first, first + size)) for first in range(0, world, size)))
+
+
+@lru_cache(maxsize=64)
+def mesh_part(sizes: tuple[int, ...], dims: tuple[int, ...]) -> Part:
+    """The ranks of a mesh whose places differ only along `dims`, the first the outermost.
+
+    Args:
         sizes: of the mesh's axes, outermost first.
         dims: the places in `sizes` of the axes that are joined.
     """
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
-    sizes: tuple[int, ...]
-    dims: tuple[int, ...]
+    def ranks(along: Iterable[int]) -> list[int]:
+        steps = [[i * strides[dim] for i in range(sizes[dim])] for dim in along]
+        return [sum(step) for step in itertools.product(*steps)]
 
-    @property
-    def count(self) -> int:
-        """The number of ranks that belong together."""
-        return math.prod(self.sizes[dim] for dim in self.dims)
-
-    def members(self, rank: int) -> list[int]:
-        """The ranks that `rank` belongs to, in order."""
-        strides = [math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes))]
-        first = rank - sum(rank // strides[dim] % self.sizes[dim] * strides[dim] for dim in self.dims)
-        places = itertools.product(*(range(self.sizes[dim]) for dim in self.dims))
-        return [first + sum(i * strides[dim] for i, dim in zip(at, self.dims, strict=True)) for at in places]
+    others = [dim for dim in range(len(sizes)) if dim not in dims]
+    return Part(tuple(tuple(first + step for step in ranks(dims)) for first in ranks(others)))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from tests.covering import fast
 from tests.forks import Ranks
+from tests.streams.pool import StreamedPool
 
 # Below pytest's timeout of 60 s, so that the error of a run that hangs is the pool's, which names the ranks.
 RUN_TIMEOUT_S = 50.0
@@ -35,6 +36,7 @@ RUN_TIMEOUT_S = 50.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also tests marked full, and all rows of tables")
+    parser.addoption("--streams", action="store_true", help="ranks(n) communicate by a backend that orders streams")
     parser.addoption("--part", default="1/1", help="with --full: k/n runs the k-th of n parts of what it adds")
 
 
@@ -114,17 +116,19 @@ def _threads() -> int:
 
 
 @pytest.fixture(scope="session")
-def ranks(pools: dict[int, Pool]) -> Callable[[int], Pool]:
+def ranks(pools: dict[int, Pool], request: pytest.FixtureRequest) -> Callable[[int], Any]:
     """``ranks(n)`` is a pool of n workers, started at the first call and shared by the whole session.
 
     ``ranks(2).run(f, x)`` gives what ``f(x)`` returned on each of two ranks. Workers keep their state between tests, so
     a test leaves no seeds, hooks or axes behind in them.
     """
 
-    def pool_of(n: int) -> Pool:
+    streams = request.config.getoption("--streams")
+
+    def pool_of(n: int) -> Any:
         if n not in pools:
             pools[n] = Pool(n, timeout_s=RUN_TIMEOUT_S)
-        return pools[n]
+        return StreamedPool(pools[n]) if streams else pools[n]
 
     return pool_of
 
@@ -144,7 +148,7 @@ def torn() -> Iterator[Callable[..., PerRank[Any]]]:
         """
         world_axes = axes_in_scope()
         for axis in comm.open_axes():
-            if axis not in world_axes:
+            if axis not in world_axes and not cast(GroupBacking, axis.backing).comm.closed:  # a part, with its axis
                 _close(axis)
         gc.collect()  # groups in the tracebacks of errors
         # Not torch's half an hour: whoever lets go of a group waits for what is under way on it.

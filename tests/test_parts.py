@@ -106,11 +106,15 @@ def test_hooks_may_ask_among_parts(size: int, ranks: Ranks, seed: int) -> None:
         torch.testing.assert_close(values, x.mean(0).expand(4, 3))
 
 
+def test_parts_of_parts(seed: int) -> None:
+    xs = torch.randn(8)
+    got = ltx.vmap(lambda x: ltx.psum(x, inner(outer(find("data"), 2), 2)))(xs)
+    torch.testing.assert_close(got, torch.cat([(xs[i : i + 2] + xs[i + 2 : i + 4]).repeat(2) for i in (0, 4)]))
+
+
 def test_what_cant_be() -> None:
     with pytest.raises(AxisError, match=re.escape("axis 'data' has 4 ranks, which don't divide into nodes of 3.")):
         ltx.vmap(lambda x: ltx.psum(x, inner(find("data"), 3)))(torch.ones(4))
-    with pytest.raises(AxisError, match="which can't be divided further"):
-        ltx.vmap(lambda x: ltx.psum(x, inner(outer(find("data"), 2), 2)))(torch.ones(8))
     with pytest.raises(UnsupportedError, match=re.escape("Nest two ltx.vmap")):
         ltx.vmap(lambda x: torch.func.grad(ltx.data_parallel(lambda w: w * x, axis=inner(find("data"), 2)))(x))(
             torch.ones(4)

@@ -24,7 +24,7 @@ class Saving:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(job,), name="ltx-checkpoint")
         if job.together.comm is not None:
-            job.together.comm.notes.hold(self._thread)
+            job.together.comm.store_exchange.hold(self._thread)
         self._thread.start()
 
     def _run(self, job: Job) -> None:

@@ -145,7 +145,7 @@ def load(
         if not problems:
             assert opened is not None
             plan = _checked(together, partial(_plan, opened, state, per_rank, data, bool(rng)))
-            # All of it before the ranks meet once more: afterwards one of them may remove the checkpoint.
+            # All of it before the ranks' last exchange: afterwards one of them may remove the checkpoint.
             found_in = _attempt(together, "the tensors", partial(_read, opened, state, plan, data), problems)
             if not problems:
                 assert found_in is not None
@@ -204,7 +204,7 @@ def _all(together: Together, what: str, make: Callable[[], T]) -> list[T]:
         mine = make()
     except Exception as error:
         failure = error
-    posts = together.meet(what, [mine, said_of(failure) if failure else None])
+    posts = together.exchange(what, [mine, said_of(failure) if failure else None])
     refuse([trouble for _, trouble in posts], failure, "checkpoint.load")
     return [value for value, _ in posts]
 
@@ -225,7 +225,7 @@ def _attempt(together: Together, what: str, make: Callable[[], T], problems: lis
         mine = [str(error)]
     except Exception as error:
         mine = [f"rank {together.rank}: {type(error).__name__}: {error}"]
-    for texts in together.meet(what, mine):
+    for texts in together.exchange(what, mine):
         problems += [text for text in texts if text not in problems]
     return made
 

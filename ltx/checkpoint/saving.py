@@ -125,7 +125,7 @@ def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _C
     if getattr(state.pending, "mean", state.pending) is not None:
         raise InputError(
             f"checkpoint: {state.layout.strategy} has an exchange under way between two steps, which a file can't "
-            "hold. Land it first, on all ranks: state = train.finish(state)."
+            "hold. Finish it first, on all ranks: state = train.finish(state)."
         )
     rank, own, common = together.rank, [], []
     for leaf in leaves_of(state):
@@ -185,7 +185,7 @@ def begin_saving(
         "temporary": temporary.name if temporary else "",
     }
     try:
-        by_rank = together.meet("", mine)
+        by_rank = together.exchange("", mine)
         troubles = [said["error"] for said in by_rank]
         refuse(troubles, failure, "the checkpoint wasn't saved", " Earlier ones are as they were.")
         assert contents is not None
@@ -242,7 +242,7 @@ def save(
     manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. What is the same on all ranks
     (``state.kinds``) is written once, about as much by each rank; what is each rank's own, by that rank; sharded
     optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools can read them. When
-    the process that holds the ranks' store has ended they meet in `path`, so that their state can still be saved.
+    the process that holds the ranks' store has ended they talk through a file in `path`, so their state can be saved.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.

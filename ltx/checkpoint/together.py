@@ -1,11 +1,10 @@
-"""The ranks that save or load together: they meet in the store, and nothing of it goes over a channel.
+"""The ranks that save or load together: they talk through the store, and nothing of it goes over a channel.
 
-Who saves because the store is gone meets in the folder of the checkpoints instead.
+Ranks that save because the store is gone talk through a file in the directory of the checkpoints instead.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -64,7 +63,7 @@ class Together:
 
     Args:
         operation: what is called.
-        folder: one that all ranks see. If the store is gone, they meet there.
+        folder: one that all ranks see. If the store is gone, they talk through a file in it.
         axis: as in :func:`ltx.psum`.
 
     Attributes:
@@ -83,11 +82,11 @@ class Together:
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
         self._folder = folder
-        self._notes: comm.Notes | None = None if self.comm is None else self.comm.notes
-        self._place = "" if self._notes is None else self._notes.begin()
-        self._meetings = 0
+        self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.store_exchange
+        self._place = "" if self._exchange is None else self._exchange.new_place()
+        self._exchanges = 0
 
-    def meet(self, what: str, value: Any) -> list[Any]:
+    def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value`, which is JSON, on every rank. For the thread that trains.
 
         Raises:
@@ -95,10 +94,10 @@ class Together:
         """
         if self.comm is None:
             return [value]
-        self._meetings += 1
-        place = f"{self._place}/{self._meetings}"
+        self._exchanges += 1
+        place = f"{self._place}/{self._exchanges}"
         try:
-            return self.comm.exchange_values(place, comm.Signature(self.operation, (), what), value)
+            return self.comm.exchange_values(comm.Signature(self.operation, (), what), value, place)
         except StoreGoneError:
             if self._folder is None:
                 raise
@@ -106,46 +105,45 @@ class Together:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{self.operation}: the ranks' store is gone, and they can't meet in {self._folder} instead: "
+                f"{self.operation}: the ranks' store is gone, and they can't talk through {self._folder} instead: "
                 f"{said_of(error)[1]}"
             ) from error
-        self._notes = self.comm.notes_without_store(self._folder)
-        self._notes.put(f"{place}/{self.rank}", json.dumps([what, value]))
-        texts = self._notes.take([f"{place}/{rank}" for rank in range(self.size)], self.operation)
-        told = [json.loads(text) for text in texts]
+        self._exchange = self.comm.exchange_in(self._folder)
+        told = self._exchange.exchange(place, [what, value], self.operation)
         if any(theirs != what for theirs, _ in told):
             values = {rank: theirs for rank, (theirs, _) in enumerate(told)}
             raise comm.mismatch(f"of {self.operation}", "what is done", values, "call the same on every rank")
         return [value for _, value in told]
 
     def let_go(self) -> None:
-        """Nobody will be told anything more. What was met in instead of a store is gone with the last rank's hold."""
-        self._notes = None
+        """Nobody will be told anything more. The last rank that lets go of a file in place of the store removes it."""
+        self._exchange = None
 
     def gather(self, text: str) -> list[str] | None:
         """On rank 0 every rank's text; None on the others, whom :meth:`tell` tells the outcome. For any thread."""
-        if self._notes is None:
+        if self._exchange is None:
             return [text]
-        keys = [f"{self._place}/note/{rank}" for rank in range(1, self.size)]
+        place, others = f"{self._place}/parts", range(1, self.size)
         if self.rank > 0:
-            self._notes.put(keys[self.rank - 1], text)
+            self._exchange.announce(place, text)
             return None
-        texts = self._notes.take(keys, self.operation)
-        self._notes.forget(keys)
+        texts = self._exchange.collect(place, self.operation, others)
+        self._exchange.forget(place, others)
         return [text, *texts]
 
     def tell(self, text: str | None) -> str:
         """Rank 0's text, on every rank."""
-        if self._notes is None:
+        if self._exchange is None:
             return text or ""
-        notes, key = self._notes, f"{self._place}/told"
-        heard = [f"{self._place}/heard/{rank}" for rank in range(1, self.size)]
+        exchange, outcome, heard = self._exchange, f"{self._place}/outcome", f"{self._place}/heard"
         if self.rank > 0:
-            (told,) = notes.take([key], self.operation)
-            notes.put(heard[self.rank - 1], "")
-            return told
-        notes.put(key, text or "")
+            (told,) = exchange.collect(outcome, self.operation, [0])
+            exchange.announce(heard, True)
+            return str(told)
+        exchange.announce(outcome, text or "")
         with suppress(LtxError):  # rank 0 may end next, and the store with it
-            notes.take(heard, self.operation, _HEARD_S)
-            notes.forget([key, *heard])
+            others = range(1, self.size)
+            exchange.collect(heard, self.operation, others, _HEARD_S)
+            exchange.forget(outcome, [0])
+            exchange.forget(heard, others)
         return text or ""

@@ -2,8 +2,10 @@
 
 from ltx.collectives.adasum import adasum
 from ltx.collectives.argextremum import pargmax, pargmin
-from ltx.collectives.broadcast import broadcast
+from ltx.collectives.asynchronous import async_
+from ltx.collectives.broadcast import broadcast, psum_to
 from ltx.collectives.extremum import pmax, pmin
+from ltx.collectives.futures import Future
 from ltx.collectives.gather import AllGatherGrad, all_gather, psum_scatter
 from ltx.collectives.index import axis_index
 from ltx.collectives.objects import all_gather_object, barrier, broadcast_object
@@ -11,20 +13,24 @@ from ltx.collectives.permute import all_to_all, ppermute
 from ltx.collectives.psum import axis_size, pmean, psum, pvary
 from ltx.collectives.ranks import rank_seed, shard
 from ltx.collectives.reduce import reduce, reduce_boolean_decision
+from ltx.collectives.scatter import gather, scatter
 from ltx.collectives.uneven import gather_all_tensors
 from ltx.collectives.weighted_mean import weighted_mean
 
 __all__ = [
     "AllGatherGrad",
+    "Future",
     "adasum",
     "all_gather",
     "all_gather_object",
     "all_to_all",
+    "async_",
     "axis_index",
     "axis_size",
     "barrier",
     "broadcast",
     "broadcast_object",
+    "gather",
     "gather_all_tensors",
     "pargmax",
     "pargmin",
@@ -34,10 +40,12 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "psum_to",
     "pvary",
     "rank_seed",
     "reduce",
     "reduce_boolean_decision",
+    "scatter",
     "shard",
     "weighted_mean",
 ]

@@ -11,18 +11,12 @@ from typing import Any
 import torch
 
 from ltx.arguments import checked
-from ltx.collectives.calls import collective
-from ltx.collectives.linear import Rule, Static, add_rule
+from ltx.axis import check_index
+from ltx.collectives.calls import collective, tensors_of
+from ltx.collectives.linear import Rule, Static, add_rule, only_at
+from ltx.collectives.psum import countable
 from ltx.collectives.scale import GradScale, scale_gradient
-from ltx.errors import AxisError
 from ltx.typing import Tree
-
-
-def _only_at(summed: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
-    at = torch.arange(n, device=summed.device) == static[0]
-    here = at.reshape(n, *[1] * summed.ndim)
-    return torch.where(here, summed, torch.zeros((), dtype=summed.dtype, device=summed.device)), True
-
 
 add_rule(
     Rule(
@@ -45,7 +39,7 @@ add_rule(
         operation="psum",
         before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
         after=lambda result, rank, n, static: result if rank == static[0] else torch.zeros_like(result),
-        stacked=lambda xs, n, static: _only_at(xs.sum(0, dtype=xs.dtype), n, static),
+        stacked=lambda xs, n, static: only_at(xs.sum(0, dtype=xs.dtype), n, static[0]),
         alone=lambda x, static: x,
         transpose=lambda shape, static: ("broadcast", static),
         batched=lambda static: static,
@@ -59,7 +53,7 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; only `src`'s values matter.
-        src: an index on the axis (not a global rank), 0 to n - 1.
+        src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
 
@@ -81,8 +75,42 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
-        if not 0 <= src < n:
-            raise AxisError(f"broadcast: src={src} isn't an index on an axis of {n} ranks, 0 to {n - 1}.")
+        check_index("broadcast", "src", src, n)
         return (src,)
 
     return collective("broadcast", scale_gradient(value, axis, grad_scale, lambda n: 1 / n), axis, static)
+
+
+@checked("dst")
+def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
+    """The sum over ranks of every tensor of a tree, on rank `dst` alone.
+
+    Args:
+        value: as in :func:`ltx.psum`, but for sparse tensors.
+        dst: an index on the axis (not a rank of the world), 0 to n - 1.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: on `dst` the same tree of new tensors with the sums; on the other ranks zeros of the same
+        shapes and dtypes, so that all ranks can go on alike, under transforms and simulated.
+
+    Gradient:
+        broadcast(ȳ): the cotangent on `dst`, on every rank.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or `dst` isn't on it.
+        TreeError, UnsupportedError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.psum_to(x, dst=1))(torch.tensor([1.0, 2.0]))
+        tensor([0., 3.])
+
+    Source: ``torch.distributed.reduce``, which leaves something unspecified on the other ranks.
+    """
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        check_index("psum_to", "dst", dst, n)
+        return (dst,)
+
+    return collective("psum_to", countable(tensors_of(value, axis)), axis, static)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import _functorch
 
 from ltx import comm, tree
 from ltx.axis import Axis
-from ltx.collectives.linear import RULES, Static, apply, key_of
+from ltx.collectives.futures import Future
+from ltx.collectives.linear import RULES, Static, apply, begin, finished, key_of
 from ltx.comm.operations import OPERATIONS, SUMMED
-from ltx.comm.process_groups import as_bytes, from_bytes
-from ltx.errors import UnsupportedError
+from ltx.comm.process_groups import as_bytes, as_it_is, from_bytes
+from ltx.errors import AxisError, UnsupportedError
 from ltx.typing import Tree
 
 # Dynamo drops the backward of an autograd.Function that it traces into under torch.func.grad, so the Function is
@@ -25,6 +27,8 @@ def prepare_trace(axis: Any) -> str:
     """Run by Dynamo at trace time: register the entry into the graph, and name the axis by a constant."""
     torch.compiler.allow_in_graph(in_graph)
     torch.compiler.allow_in_graph(in_graph_index)
+    if isinstance(axis, str) and axis in _traced_axes:  # a key already
+        return axis
     found = comm.resolve(axis)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
     if found.simulated:
@@ -33,12 +37,33 @@ def prepare_trace(axis: Any) -> str:
     return key
 
 
+def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
+    return prepare_trace(comm.InGroups(axis, groups))
+
+
 prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_prepare_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The node that a compiled graph holds for a collective."""
     return tuple(apply(name, static, _traced_axes[axis_key], list(xs), compiled=True))
+
+
+def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") -> Any:
+    """The axis of the ranks of a group, as a collective takes one; `equal`: the collective that needs equal groups."""
+    if groups is None:
+        return axis
+    lists = [list(group) for group in groups]
+    if equal and len({len(group) for group in lists}) > 1:
+        raise AxisError(
+            f"{equal}: axis_index_groups={lists} are of unequal sizes, and what ranks get would have unequal shapes. "
+            "Make them equal; psum, pmean, pmax and pmin take unequal ones."
+        )
+    parts = tuple(tuple(group) for group in lists)
+    if isinstance(axis, comm.InBackground):
+        return axis._replace(axis=comm.InGroups(axis.axis, parts))
+    return _prepare_groups(axis, parts) if torch.compiler.is_compiling() else comm.InGroups(axis, parts)
 
 
 def tensors_of(value: Tree, axis: Any) -> Tree:
@@ -61,32 +86,85 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
         return x
 
 
-def collective(name: str, value: Tree, axis: Any, static: Callable[[torch.Tensor, int], Static]) -> Tree:
-    """The collective `name` of every leaf of `value`; `static` gives its arguments for a leaf and the axis' size."""
+def collective(
+    name: str,
+    value: Tree,
+    axis: Any,
+    static: Callable[[torch.Tensor, int], Static],
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+) -> Tree:
+    """The collective `name` of every leaf of `value`, or on an axis "in the background" the future of that.
+
+    Args:
+        name: the rule's.
+        value, axis: the caller's.
+        static: gives the rule's arguments for a leaf and the axis' size.
+        then: what is done to each result.
+    """
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        check_dense(name, leaves, value)
-        if RULES[name].operation in ("psum", "psum_scatter"):
-            check_sums(name, leaves, value)
-        found = comm.resolve(axis)
-        if found.comm is not None:
-            tree.check_values(leaves, value, name)
-        groups = [static(x, found.size) for x in leaves]
-        moved = [movable(name, x) for x in leaves]
-        meet_as_tree(name, value, leaves, spec, groups, found, moved)
-        if len(set(groups)) == 1:
-            results = apply(name, groups[0], found, moved)
-        else:
-            results = [y for x, g in zip(moved, groups, strict=True) for y in apply(name, g, found, [x])]
-    else:
+    if torch.compiler.is_compiling():
         key = prepare_trace(axis)
         size = traced_size(key)
-        moved = [movable(name, x) for x in leaves]
-        results = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, moved, strict=True)]
-    restored = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, results, strict=True)]
-    return tree.unflatten(spec, restored)
+        sent = [movable(name, x) for x in leaves]
+        in_graphs = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, sent, strict=True)]
+        values = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, sent, in_graphs, strict=True)]
+        return tree.unflatten(spec, [then(y) for y in values])
+    check_dense(name, leaves, value)
+    if RULES[name].operation in ("psum", "psum_scatter"):
+        check_sums(name, leaves, value)
+    found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
+    if found.comm is not None:
+        tree.check_values(leaves, value, name)
+    if background:
+        check_plain(background.name, leaves, value, found)
+    groups = [static(x, found.size) for x in leaves]
+    moved = [movable(name, x) for x in leaves]
+    meet_as_tree(name, value, leaves, spec, groups, found, moved)
+
+    def restored(results: Sequence[torch.Tensor]) -> Tree:
+        all_three = zip(leaves, moved, results, strict=True)
+        return tree.unflatten(spec, [then(y if m is x else from_bytes(y, x.dtype)) for x, m, y in all_three])
+
+    if background and found.comm is not None:
+        axis_comm: comm.AxisComm = found.comm
+        begun = [(RULES[name], x, group) for x, group in zip(moved, groups, strict=True)]
+        works = [begin(axis_comm, *each, label=f"async {background.name}") for each in begun]
+        return Future(
+            background.name,
+            works,
+            lambda ys: restored([finished(axis_comm, *each, y) for each, y in zip(begun, ys, strict=True)]),
+            axis_comm,
+        )
+    if len(set(groups)) == 1:
+        results = apply(name, groups[0], found, moved)
+    else:
+        results = [y for x, group in zip(moved, groups, strict=True) for y in apply(name, group, found, [x])]
+    return Future(background.name, finish=lambda _: restored(results)) if background else restored(results)
+
+
+def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:
+    """Raise where a collective that is begun and waited for later would have to be differentiated or batched."""
+    levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    batched = axis.simulated is not None and all(level == _functorch.TransformType.Vmap for level in levels)
+    if torch.autograd.forward_ad._current_level >= 0 or (levels and not batched):
+        raise UnsupportedError(
+            f"async_: ltx.{name} under a transform of torch.func or forward mode: what is waited for later can't be "
+            f"differentiated or batched. Use ltx.{name} itself."
+        )
+    if grads := torch.is_grad_enabled() and [i for i, x in enumerate(leaves) if x.requires_grad]:
+        raise UnsupportedError(
+            f"async_: ltx.{name} of leaf {tree.leaf_paths(value)[grads[0]]!r}, which requires a gradient: what is "
+            f"waited for later has none. Use x.detach() or torch.no_grad(), or ltx.{name} itself."
+        )
+
+
+def refuse_background(what: str, axis: Any) -> None:
+    """Raise if what takes several messages, one after the other, is to be waited for later."""
+    if isinstance(axis, comm.InBackground):
+        raise UnsupportedError(
+            f"async_: {what} is more than one message, so it can't be waited for later. Call it itself."
+        )
 
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,26 @@ keep or drop it by the order in which they meet it, so over them a flag travels 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ltx import comm, tree
+from ltx.arguments import checked
 from ltx.axis import Axis
-from ltx.collectives.calls import check_dense, check_sums, meet_as_tree, prepare_trace, tensors_of, traced_axis
+from ltx.collectives.calls import (
+    check_dense,
+    check_plain,
+    check_sums,
+    grouped,
+    meet_as_tree,
+    prepare_trace,
+    tensors_of,
+    traced_axis,
+)
+from ltx.collectives.futures import Arrived, Future, Pending
 from ltx.collectives.linear import Function, apply, index_below, key_of, on_stack, peeled_level
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
@@ -93,6 +105,10 @@ def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tenso
     axis_comm.negotiate_issue(axis_comm.user, key_of(name, x), lambda: comm.Signature.of(name, ["<tensor>"], [x]))
     if not x.is_floating_point() or axis_comm.user.uses_transport(x):  # which compares as torch.maximum does
         return axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+    if axis_comm.user.orders_streams(x.device):  # the host doesn't wait for what it could branch on
+        value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        return value.masked_fill_(nans.bool(), torch.nan)
     sign = 1 if which == "pmax" else -1
     buffer = x.new_empty(x.numel() + 1)
     buffer[:-1].view(x.shape).copy_(x)
@@ -108,7 +124,7 @@ def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tenso
 
 def _compiled(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:
     # What is done may not depend on values here, so the places of NaN always travel too.
-    n, group = axis_comm.size, axis_comm.user.group.group_name
+    n, group = axis_comm.size, axis_comm.user.group_for(x.device).group_name
     value = OPERATIONS[which].begin_in_graph(x.clone(memory_format=torch.contiguous_format), n, group)()
     if not x.is_floating_point():
         return value
@@ -127,10 +143,32 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
         path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.is_complex())
         raise UnsupportedError(f"{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
     check_sums(which, leaves, value, "extrema")
-    found = comm.resolve(axis)
+    found, in_background = comm.resolve(axis), isinstance(axis, comm.InBackground)
+    if in_background:
+        check_plain(which, leaves, value, found)
     meet_as_tree(which, value, leaves, spec, [() for _ in leaves], found)
+    if in_background and found.comm is not None:
+        works = [work for x in leaves for work in _begin(found.comm, which, x)]
+        return Future(which, works, lambda ys: tree.unflatten(spec, list(map(_marked, ys[::2], ys[1::2]))), found.comm)
     index = found.index() if found.simulated else None
-    return tree.unflatten(spec, [Extremum.apply(which, found, False, index, x) for x in leaves])
+    results = tree.unflatten(spec, [Extremum.apply(which, found, False, index, x) for x in leaves])
+    return Future(which, finish=lambda _: results) if in_background else results
+
+
+def _begin(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> tuple[Pending, Pending]:
+    """Start an extremum, and where there are NaN: all that it takes, as nothing can be issued when it is waited for."""
+    nothing = Arrived(torch.zeros((), dtype=torch.uint8, device=x.device))
+    if x.numel() == 0:
+        return Arrived(x.clone()), nothing
+    axis_comm.negotiate_issue(axis_comm.user, key_of(which, x), lambda: comm.Signature.of(which, ["<tensor>"], [x]))
+    value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), f"async {which}")
+    if not x.is_floating_point() or axis_comm.user.uses_transport(x):
+        return value, nothing
+    return value, axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"async {which}: NaN")
+
+
+def _marked(value: torch.Tensor, nans: torch.Tensor) -> torch.Tensor:
+    return value.masked_fill(nans.bool(), torch.nan) if value.is_floating_point() else value
 
 
 def _prepare_trace(axis: Any) -> str:
@@ -149,12 +187,13 @@ def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tenso
     return found
 
 
-def pmax(value: Tree, axis: Any = None) -> Tree:
+@checked("axis_index_groups")
+def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
 
     Args:
         value: tree of real or boolean tensors, the same structure, shapes and dtypes on every rank; any strides.
-        axis: as in :func:`ltx.psum`.
+        axis, axis_index_groups: as in :func:`ltx.psum`.
 
     Returns:
         What each rank sees: the same tree of new tensors, shapes and dtypes as given. NaN on any rank gives NaN.
@@ -172,10 +211,11 @@ def pmax(value: Tree, axis: Any = None) -> Tree:
         tensor([[3., 4.],
                 [3., 4.]])
     """
-    return _extremum("pmax", value, axis)
+    return _extremum("pmax", value, grouped(axis, axis_index_groups))
 
 
-def pmin(value: Tree, axis: Any = None) -> Tree:
+@checked("axis_index_groups")
+def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.
 
     Example:
@@ -184,4 +224,4 @@ def pmin(value: Tree, axis: Any = None) -> Tree:
         tensor([[1., 2.],
                 [1., 2.]])
     """
-    return _extremum("pmin", value, axis)
+    return _extremum("pmin", value, grouped(axis, axis_index_groups))

@@ -9,35 +9,43 @@ With ``tiled`` the ranks' parts lie one after another on an existing dimension i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ltx import tree
 from ltx.arguments import checked
-from ltx.collectives.calls import collective
+from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
 from ltx.collectives.scale import GradScale, scale_gradient
-from ltx.collectives.uneven import all_gather_uneven, psum_scatter_uneven
+from ltx.collectives.uneven import (
+    all_gather_inferred,
+    all_gather_uneven,
+    is_even,
+    psum_scatter_inferred,
+    psum_scatter_uneven,
+)
+from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
 
-def _spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
+def spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
     """(n, *shape) with the first dimension moved to where `static` = (dim, tiled) wants it."""
     dim, tiled = static
     moved = gathered.movedim(0, dim)
     return moved.flatten(dim, dim + 1) if tiled else moved
 
 
-def _split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
-    """Inverse of :func:`_spread`."""
+def split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
+    """Inverse of :func:`spread`."""
     dim, tiled = static
     return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
 
 
-def _one_more_dim(static: Static) -> Static:
+def one_more_dim(static: Static) -> Static:
+    """`static` = (dim, tiled) for a tensor with one more dimension in front."""
     dim, tiled = static
     return (dim + 1, tiled)
 
@@ -47,11 +55,11 @@ add_rule(
         name="all_gather",
         operation="all_gather",
         before=lambda x, n, static: x.contiguous(),
-        after=lambda result, rank, n, static: _spread(result, static),
-        stacked=lambda xs, n, static: (_spread(xs, static).clone(), False),
-        alone=lambda x, static: _spread(x.unsqueeze(0), static),
+        after=lambda result, rank, n, static: spread(result, static),
+        stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
+        alone=lambda x, static: spread(x.unsqueeze(0), static),
         transpose=lambda shape, static: ("psum_scatter", static),
-        batched=_one_more_dim,
+        batched=one_more_dim,
     )
 )
 
@@ -59,17 +67,17 @@ add_rule(
     Rule(
         name="psum_scatter",
         operation="psum_scatter",
-        before=lambda x, n, static: _split(x, n, static).contiguous(),
+        before=lambda x, n, static: split(x, n, static).contiguous(),
         after=lambda result, rank, n, static: result,
-        stacked=lambda xs, n, static: (_split(xs.sum(0, dtype=xs.dtype), n, static), True),
-        alone=lambda x, static: _split(x, 1, static).squeeze(0),
+        stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
+        alone=lambda x, static: split(x, 1, static).squeeze(0),
         transpose=lambda shape, static: ("all_gather", static),
-        batched=_one_more_dim,
+        batched=one_more_dim,
     )
 )
 
 
-@checked("dim", "tiled", "sync_grads", "splits")
+@checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
     axis: Any = None,
@@ -77,8 +85,9 @@ def all_gather(
     dim: int = 0,
     tiled: bool = False,
     sync_grads: bool = True,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Literal["infer"] | None = None,
     grad_scale: GradScale = "sum",
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """Every rank's tensor, on every rank.
 
@@ -90,8 +99,11 @@ def all_gather(
         tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
         sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
         splits: with `tiled`, the length of each rank's part along `dim`, where they differ: the same list on every
-            rank. Only between processes. For shapes that ranks don't know of each other see :func:`gather_all_tensors`.
+            rank, between processes. "infer": ranks tell each other their lengths, at every call, in one small message
+            for all leaves, whose lengths may differ; simulated ranks have equal ones. All ranks must say so. For shapes
+            that differ in other dimensions see :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their own group, in its order.
 
     Returns:
         What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.
@@ -109,27 +121,35 @@ def all_gather(
         >>> gathered[0], gathered[1]
         (tensor([1., 2.]), tensor([1., 2.]))
     """
+    axis = grouped(axis, axis_index_groups, equal="all_gather")
     scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)
-    if splits is not None:
-        if not tiled:
-            raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
-        gathered = all_gather_uneven(scaled, axis, dim, tuple(splits))
-    else:
-        gathered = collective(
-            "all_gather", scaled, axis, lambda x, n: _static("all_gather", x, dim, tiled, new_dim=not tiled)
-        )
-    return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
+    if splits is not None and not tiled:
+        raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
+    if splits is not None and not is_even(splits, axis):
+        if isinstance(splits, str):
+            gathered = all_gather_inferred(scaled, axis, dim)
+        else:
+            gathered = all_gather_uneven(scaled, axis, dim, splits)
+        return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
+    return collective(
+        "all_gather",
+        scaled,
+        axis,
+        lambda x, n: place_of("all_gather", x, dim, tiled, new_dim=not tiled),
+        as_it_is if sync_grads else torch.Tensor.detach,
+    )
 
 
-@checked("dim", "tiled", "splits")
+@checked("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,
     axis: Any = None,
     *,
     dim: int = 0,
     tiled: bool = False,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Literal["infer"] | None = None,
     grad_scale: GradScale = "sum",
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """This rank's part of the sum over ranks.
 
@@ -140,9 +160,11 @@ def psum_scatter(
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
         tiled: split a dimension into chunks instead of taking it away.
-        splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. Only
-            between processes.
+        splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. "infer":
+            parts as equal as can be, the first ones longer by one. Only between processes, but that simulated ranks
+            take "infer" where all parts are equal.
         grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r is that of the r-th rank of the group.
 
     Returns:
         What each rank sees: its own part, without dimension `dim` or with it n times smaller.
@@ -160,30 +182,38 @@ def psum_scatter(
         tensor([4., 6.])
     """
 
-    def static(x: torch.Tensor, n: int) -> Static:
-        found = _static("psum_scatter", x, dim, tiled, new_dim=False)
-        length = x.shape[found[0]]
-        if length % n != 0 if tiled else length != n:
-            wanted = f"a multiple of {n}" if tiled else str(n)
-            raise AxisError(
-                f"psum_scatter over {n} ranks: dimension {dim} of a tensor of shape {list(x.shape)} must be {wanted}, "
-                f"got {length}. Pad it, or split another dimension."
-            )
-        return found
-
+    axis = grouped(axis, axis_index_groups, equal="psum_scatter")
     scaled = scale_gradient(countable(value), axis, grad_scale, lambda n: n)
-    if splits is not None:
-        if not tiled:
-            raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
-        return psum_scatter_uneven(scaled, axis, dim, tuple(splits))
-    return collective("psum_scatter", scaled, axis, static)
+    if splits is not None and not tiled:
+        raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
+    if splits is not None and not is_even(splits, axis):
+        if splits == "infer":
+            return psum_scatter_inferred(scaled, axis, dim)
+        return psum_scatter_uneven(scaled, axis, dim, splits)
+    return collective(
+        "psum_scatter",
+        scaled,
+        axis,
+        lambda x, n: place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n),
+    )
 
 
-def _static(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool) -> Static:
+def place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, parts: int | None = None) -> Static:
+    """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any.
+
+    Raises:
+        AxisError: x has no such dimension, or it can't be split so.
+    """
     ndim = x.ndim + new_dim
     if not -ndim <= dim < ndim:
         hint = " Stack 0-dim tensors with tiled=False." if x.ndim == 0 and tiled else ""
         raise AxisError(f"{name}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.{hint}")
+    if parts is not None and (x.shape[dim] % parts != 0 if tiled else x.shape[dim] != parts):
+        wanted = f"a multiple of {parts}" if tiled else str(parts)
+        raise AxisError(
+            f"{name} over {parts} ranks: dimension {dim} of a tensor of shape {list(x.shape)} must be {wanted}, "
+            f"got {x.shape[dim]}. Pad it, or split another dimension."
+        )
     return (dim % ndim, int(tiled))
 
 

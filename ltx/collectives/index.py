@@ -11,7 +11,7 @@ from ltx.collectives.calls import in_graph_index, prepare_trace
 
 
 def axis_index(axis: Any = None) -> torch.Tensor:
-    """This rank's position on an axis: a 0-dim int64 tensor on every backing.
+    """This rank's position on an axis: a 0-dim int64 tensor on every backing, on this rank's device.
 
     Args:
         axis: as in :func:`ltx.psum`.
@@ -25,4 +25,5 @@ def axis_index(axis: Any = None) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return in_graph_index(prepare_trace(axis))
-    return comm.resolve(axis).index()
+    found = comm.resolve(axis)
+    return found.index() if found.comm is None else torch.tensor(found.comm.rank, device=found.comm.device)

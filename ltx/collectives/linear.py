@@ -23,6 +23,7 @@ from torch._C import _functorch
 from ltx import comm
 from ltx.axis import Axis
 from ltx.backings import MetaBacking, VmapBacking
+from ltx.collectives.futures import Arrived, Pending
 from ltx.comm.operations import OPERATIONS
 
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
@@ -103,14 +104,12 @@ class Linear(Function):
             return tuple(_on_shapes(rule, static, axis, axis.meta, x) for x in xs)
         assert axis.comm, "a simulated axis is peeled by the vmap rule"
         axis_comm: comm.AxisComm = axis.comm
-        begin = _begin_compiled if compiled else _begin
-        waits = [begin(axis_comm, rule, x, static) for x in xs]
-        landed = [
-            _fresh(rule.after(wait(), axis_comm.rank, axis.size, static), x) for wait, x in zip(waits, xs, strict=True)
-        ]
-        if rule.keeps_strides and not compiled:
-            landed = [y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in zip(landed, xs, strict=True)]
-        return tuple(landed)
+        if compiled:
+            waits = [_begin_compiled(axis_comm, rule, x, static) for x in xs]
+            results = [rule.after(wait(), axis_comm.rank, axis.size, static) for wait in waits]
+            return tuple(_fresh(y, x) for y, x in zip(results, xs, strict=True))
+        works = [begin(axis_comm, rule, x, static) for x in xs]
+        return tuple(finished(axis_comm, rule, x, static, work.wait()) for x, work in zip(xs, works, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -201,10 +200,15 @@ def on_stack(
     xs = x.expand(world, *x.shape) if dim is None else x.movedim(dim, 0)
     if part is None:
         return body(xs, n)
-    by_node = xs.unflatten(0, (-1, part.size))
-    results = [body(group, n) for group in (by_node.transpose(0, 1) if part.across else by_node)]
-    ys = torch.stack([y if per_rank else y.expand(n, *y.shape) for y, per_rank in results])
-    return (ys.transpose(0, 1) if part.across else ys).flatten(0, 1), True
+    results = [(body(xs[torch.tensor(group, device=xs.device)], len(group)), len(group)) for group in part.groups]
+    by_group = torch.cat([y if per_rank else y.expand(size, *y.shape) for (y, per_rank), size in results])
+    return by_group[part.order.to(xs.device)], True
+
+
+def only_at(value: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, bool]:
+    """What a Rule's `stacked` gives where `rank` alone gets `value`, and the others zeros."""
+    stack = torch.zeros((), dtype=value.dtype, device=value.device).expand(n, *value.shape)
+    return torch.cat([stack[:rank], value.unsqueeze(0), stack[rank + 1 :]]), True
 
 
 def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: MetaBacking, x: torch.Tensor) -> torch.Tensor:
@@ -218,9 +222,10 @@ def _fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.view_as(y) if y is x else y
 
 
-def _begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static) -> Callable[[], torch.Tensor]:
+def begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static, label: str = "") -> Pending:
+    """Start a rule's operation. With a `label`, which the ledger and errors show, x may change meanwhile."""
     if rule.operation is None:
-        return lambda: rule.before(x, axis_comm.size, static)
+        return Arrived(rule.before(x, axis_comm.size, static))
     key = key_of(rule.name, x, static)
     axis_comm.negotiate_issue(
         axis_comm.user,
@@ -229,9 +234,18 @@ def _begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static
     )
     buffer = rule.before(x, axis_comm.size, static)
     if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
-        empty = OPERATIONS[rule.operation].new_result(buffer, axis_comm.size)
-        return lambda: empty
-    return axis_comm.user.issue(rule.operation, buffer, rule.name, rule.arguments(static)).wait
+        return Arrived(OPERATIONS[rule.operation].new_result(buffer, axis_comm.size))
+    if label and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        buffer = buffer.clone()
+    return axis_comm.user.issue(rule.operation, buffer, label or rule.name, rule.arguments(static))
+
+
+def finished(
+    axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static, result: torch.Tensor
+) -> torch.Tensor:
+    """The value that the rule makes of the operation's result."""
+    y = _fresh(rule.after(result, axis_comm.rank, axis_comm.size, static), x)
+    return y if x.is_contiguous() or not rule.keeps_strides else torch.empty_like(x).copy_(y)
 
 
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
@@ -242,7 +256,7 @@ def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
 def _begin_compiled(
     axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static
 ) -> Callable[[], torch.Tensor]:
-    n, name = axis_comm.size, axis_comm.user.group.group_name
+    n, name = axis_comm.size, axis_comm.user.group_for(x.device).group_name
     buffer = rule.before(x, n, static)
     if rule.operation is None:
         return lambda: buffer

@@ -13,7 +13,7 @@ import torch
 
 from ltx import comm
 from ltx.arguments import checked
-from ltx.axis import Axis
+from ltx.axis import Axis, check_index
 from ltx.collectives.uneven import told
 from ltx.comm.pickling import dumps
 from ltx.errors import AxisError
@@ -30,8 +30,8 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     make one. Without, with one that the ranks agree on through their store.
 
     Args:
-        obj: anything cloudpickle can carry; only `src`'s matters. Tensors in it arrive on the device they were on.
-        src: an index on the axis.
+        obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator come to the receiver's own.
+        src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -48,8 +48,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
         {'lr': 0.1}
     """
     found = comm.resolve(axis)
-    if not 0 <= src < found.size:
-        raise AxisError(f"broadcast_object: src={src} isn't an index on an axis of {found.size} ranks.")
+    check_index("broadcast_object", "src", src, found.size)
     axis_comm = _axis_comm("broadcast_object", found)
     if axis_comm is None:
         return obj
@@ -57,12 +56,12 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     payload, broken = _pickled(obj, axis_comm, issue) if axis_comm.rank == src else (b"", False)
     header = _broadcast_bytes_tensor(axis_comm, torch.tensor([len(payload), broken]), src)
     length, failed = int(header[0]), bool(header[1])
-    body = torch.empty(length, dtype=torch.uint8, device=axis_comm.device)
+    body = torch.empty(length, dtype=torch.uint8)
     if axis_comm.rank == src and length:
         body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     if length:
-        body = axis_comm.user.issue("broadcast", body, "broadcast_object", (src,)).wait()
-    data = _bytes_of(body.cpu())
+        body = axis_comm.user.issue("broadcast", body, "broadcast_object", (src,), on_host=True).wait()
+    data = _bytes_of(body)
     if failed:
         raise TypeError(f"broadcast_object: rank {src}'s object can't be pickled: {data.decode()}")
     return obj if axis_comm.rank == src else pickle.loads(comm.opened(axis_comm, data, src, issue))
@@ -72,7 +71,8 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     """Every rank's object, on every rank.
 
     Args:
-        obj: anything cloudpickle can carry, of any size on each rank. Tensors in it arrive on the device they were on.
+        obj: anything cloudpickle can carry, of any size on each rank. Tensors of an accelerator arrive
+            on the receiver's own.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -96,10 +96,10 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     payload, failed = _pickled(obj, axis_comm, issue)
     sizes = told("all_gather_object", [len(payload), int(failed)], found)
     most = max(length for length, _ in sizes)
-    body = torch.zeros(most, dtype=torch.uint8, device=axis_comm.device)
+    body = torch.zeros(most, dtype=torch.uint8)
     if payload:
         body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    rows = axis_comm.user.issue("all_gather", body, "all_gather_object").wait().cpu()
+    rows = axis_comm.user.issue("all_gather", body, "all_gather_object", on_host=True).wait()
     texts = [_bytes_of(row[:length]) for row, (length, _) in zip(rows, sizes, strict=True)]
     for rank, (text, (_, broken)) in enumerate(zip(texts, sizes, strict=True)):
         if broken:
@@ -127,12 +127,12 @@ def _broadcast_bytes_tensor(axis_comm: comm.AxisComm, header: torch.Tensor, src:
     axis_comm.negotiate_issue(
         axis_comm.user, ("broadcast_object", src), lambda: comm.Signature("broadcast_object", (), f"src={src}")
     )
-    return axis_comm.user.issue("broadcast", header.to(axis_comm.device), "broadcast_object", (src,)).wait()
+    return axis_comm.user.issue("broadcast", header, "broadcast_object", (src,), on_host=True).wait()
 
 
 @checked("name")
 def barrier(name: str | None = None, axis: Any = None) -> None:
-    """Return once every rank of the axis has come here.
+    """Return once every rank of the axis has come here, and its accelerator has done what was enqueued before.
 
     Args:
         name: what errors call it; ranks must give the same one.
@@ -151,7 +151,9 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
     axis_comm: comm.AxisComm = found.comm
     label = f"barrier {name!r}" if name else "barrier"
     axis_comm.negotiate_issue(axis_comm.user, label, lambda: comm.Signature(label, ()))
-    axis_comm.user.issue("psum", torch.zeros(1, device=axis_comm.device), label).wait()
+    if axis_comm.device.type != "cpu":
+        axis_comm.user.wait_for_host(comm.HostCopy(torch.zeros(1, device=axis_comm.device)), label)
+    axis_comm.user.issue("psum", torch.zeros(1), label, on_host=True).wait()
 
 
 def _axis_comm(what: str, axis: Axis) -> comm.AxisComm | None:

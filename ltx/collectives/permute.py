@@ -6,17 +6,19 @@ ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from ltx import tree
 from ltx.arguments import brief, checked, shown
-from ltx.collectives.calls import collective
+from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
-from ltx.collectives.uneven import all_to_all_uneven
+from ltx.collectives.uneven import all_to_all_inferred, all_to_all_uneven, is_even
+from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -84,7 +86,7 @@ add_rule(
 )
 
 
-@checked("split_dim", "concat_dim", "tiled", "splits")
+@checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
 def all_to_all(
     value: Tree,
     split_dim: int,
@@ -92,7 +94,8 @@ def all_to_all(
     axis: Any = None,
     *,
     tiled: bool = True,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Literal["infer"] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """Exchange parts: each rank's chunk r of dimension `split_dim` goes to rank r.
 
@@ -105,7 +108,9 @@ def all_to_all(
             new one of size n, by source, comes in at `concat_dim` of what is left.
         splits: the lengths of the n chunks, which may differ from one another and from rank to rank; they add up to
             ``shape[split_dim]``. Ranks tell each other their splits at every call. Only between processes, and not in
-            compiled graphs.
+            compiled graphs. "infer": chunks as equal as can be, the first ones longer by one, where ranks may have
+            unequal ``shape[split_dim]``; simulated ranks take it if it is a multiple of n.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: chunk r goes to the r-th rank of the group.
 
     Returns:
         What each rank sees: a tree of new tensors with ``split_dim`` n times shorter and ``concat_dim`` n times longer.
@@ -127,10 +132,19 @@ def all_to_all(
 
     Source: ``jax.lax.all_to_all``, whose `tiled` is False by default; Horovod's ``alltoall`` for `splits`.
     """
+    axis = grouped(axis, axis_index_groups, equal="all_to_all")
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     if not tiled:
-        return _untiled(value, split_dim, concat_dim, axis, splits)
-    if splits is not None:
-        return all_to_all_uneven(value, split_dim, concat_dim, axis, tuple(splits))
+        if splits is not None:
+            raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
+        value = _in_front(value, split_dim, concat_dim, axis_size(axis))
+        then = partial(torch.movedim, source=0, destination=concat_dim)
+        split_dim = concat_dim = 0
+    even = is_even(splits, axis)
+    if splits is not None and not even:
+        if splits == "infer":
+            return all_to_all_inferred(value, split_dim, concat_dim, axis)
+        return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
 
     def static(x: torch.Tensor, n: int) -> Static:
         for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
@@ -139,22 +153,26 @@ def all_to_all(
         if x.shape[split_dim] % n:
             raise AxisError(
                 f"all_to_all over {n} ranks: dimension {split_dim} of a tensor of shape {list(x.shape)} must be a "
-                f"multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits=."
+                f'multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits= or splits="infer".'
             )
         return (split_dim % x.ndim, concat_dim % x.ndim)
 
-    return collective("all_to_all", value, axis, static)
-
-
-def _untiled(value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Any) -> Tree:
-    """Each rank's slice r along `split_dim` goes to rank r; what arrives is stacked along `concat_dim`."""
-    if splits is not None:
-        raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
+    exchanged = collective("all_to_all", value, axis, static, then)
+    if not even:
+        return exchanged
     n = axis_size(axis)
+    lengths = [x.shape[split_dim] // n for x in tree.flatten(value)[0]]
+    if len(set(lengths)) > 1:
+        raise AxisError(f"all_to_all: the leaves' chunks have lengths {lengths}, and splits= are those of all of them.")
+    return exchanged, (*lengths[:1],) * n
 
-    def in_front(x: torch.Tensor) -> torch.Tensor:
+
+def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
+    """`value`, whose slices along `split_dim` are for the n ranks, with that dimension in front."""
+
+    def moved(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
-            return x  # all_to_all says so
+            return x  # collective says so
         for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
             if not -x.ndim <= dim < x.ndim:
                 raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
@@ -165,8 +183,7 @@ def _untiled(value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: An
             )
         return x.movedim(split_dim, 0)
 
-    moved = all_to_all(tree.map(in_front, value), 0, 0, axis)
-    return tree.map(lambda y: y.movedim(0, concat_dim), moved)
+    return tree.map(moved, value)
 
 
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
@@ -174,8 +191,9 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
-        perm: pairs (source, destination) of indices on the axis, the same on every rank: a list, or another iterable
-            such as ``zip(sources, destinations)``. No rank may occur twice as a source, or twice as a destination.
+        perm: pairs (source, destination) of indices on the axis (not ranks of the world), the same on every rank: a
+            list, or another iterable such as ``zip(sources, destinations)``. No rank may occur
+            twice as a source, or twice as a destination.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -204,7 +222,8 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
         for pair in pairs:
             if len(pair) != 2 or not all(isinstance(rank, int) and 0 <= rank < n for rank in pair):
                 raise AxisError(
-                    f"ppermute: perm holds {brief(pair)}, not a (source, destination) of ranks 0 to {n - 1}."
+                    f"ppermute: perm holds {brief(pair)}, not a (source, destination) of ranks 0 to {n - 1}. They "
+                    "count on the axis, not in the world."
                 )
         for what, place in (("source", 0), ("destination", 1)):
             ranks = [pair[place] for pair in pairs]

@@ -10,14 +10,26 @@ gradient is the sum over all ranks' copies.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ltx import comm, tree
-from ltx.collectives.calls import collective, prepare_trace, tensors_of, traced_size
+from ltx.arguments import brief, checked
+from ltx.collectives.calls import (
+    check_sums,
+    collective,
+    grouped,
+    prepare_trace,
+    refuse_background,
+    tensors_of,
+    traced_size,
+)
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.sparse import is_sparse, psum_sparse
+from ltx.comm.process_groups import as_it_is
+from ltx.errors import InputError, TreeError
 from ltx.typing import Tree
 
 add_rule(
@@ -47,7 +59,15 @@ add_rule(
 )
 
 
-def psum(value: Tree, axis: Any = None) -> Tree:
+@checked("axis_index_groups", "prescale", "postscale")
+def psum(
+    value: Tree,
+    axis: Any = None,
+    *,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    prescale: float | torch.Tensor = 1,
+    postscale: float | torch.Tensor = 1,
+) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
     Args:
@@ -61,16 +81,24 @@ def psum(value: Tree, axis: Any = None) -> Tree:
             of several with different names there is none, even if some have size 1, so that a program means the same
             everywhere. Two exceptions: the simulated axes inside a world of one process, and the innermost of nested
             ones of one name.
+        axis_index_groups: lists of indices on the axis, in which each occurs once: every rank gets the sum over its
+            own list. The same on every rank. Lists may be of unequal lengths. Between processes the ranks compare new
+            lists and open a communicator for each, which the world's end closes.
+        prescale, postscale: numbers or 0-dim tensors that multiply this rank's tensors before they are added up, and
+            the sums after that. Ranks may give different ones. Integers take whole numbers alone; to scale them by
+            others, cast them first.
 
     Returns:
         What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.
 
     Gradient:
-        The sum over ranks of the cotangents: psum(ȳ).
+        The sum over ranks of the cotangents: psum(ȳ); prescale · psum(postscale · ȳ). Factors that are tensors have
+        theirs too.
 
     Raises:
-        AxisError: `axis` isn't in scope, or is None where several are.
-        TreeError: a leaf is neither a tensor nor a number.
+        AxisError: `axis` isn't in scope, or is None where several are; or an index is in none of the groups, or in two.
+        TreeError: a leaf is neither a tensor nor a number; or it is an integer tensor, and a factor isn't whole.
+        InputError: a factor is a tensor that isn't 0-dim.
         UnsupportedError: its dtype has no sums.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
 
@@ -80,16 +108,63 @@ def psum(value: Tree, axis: Any = None) -> Tree:
         tensor([[4., 6.],
                 [4., 6.]])
 
+        >>> ltx.vmap(lambda x: ltx.psum(x, prescale=0.5))(torch.tensor([1.0, 2.0]))
+        tensor([1.5000, 1.5000])
+
     Source: ``jax.lax.psum`` under ``vmap``, ``pmap`` and ``shard_map(check_vma=False)``: the transpose is that of the
     global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
+    `prescale` and `postscale` are Horovod's ``prescale_factor`` and ``postscale_factor``.
     """
+    axis = grouped(axis, axis_index_groups)
     value = countable(tensors_of(value, axis))
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    if not (_is_one(prescale) and _is_one(postscale)):
+        before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
+        value, then = tree.map(lambda x: _times(x, before), value), lambda total: _times(total, after)
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
-        return tree.map(lambda x: psum_sparse(x, axis) if is_sparse(x) else psum(x, axis), value)
-    return collective("psum", value, axis, lambda x, n: ())
+        refuse_background("psum of sparse tensors", axis)
+        return tree.map(lambda x: then(psum_sparse(x, axis) if is_sparse(x) else psum(x, axis)), value)
+    return collective("psum", value, axis, lambda x, n: (), then)
 
 
-def pmean(value: Tree, axis: Any = None) -> Tree:
+def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
+    """`factor`, the argument `name` of psum, once it is known to be one for `value`; an int if it is whole."""
+    if isinstance(factor, torch.Tensor):
+        said = tree.describe(factor)
+        whole = not (factor.is_floating_point() or factor.is_complex())
+        if factor.ndim != 0:
+            raise InputError(f"psum: {name} must be a number or a 0-dim tensor, got {said}. Sum it.")
+    elif _is_one(factor):
+        return 1
+    elif isinstance(factor, int) and not abs(factor) < 2**63:
+        raise InputError(f"psum: {name}={brief(factor)} doesn't fit into 64 bits.")
+    else:
+        said, whole = f"{factor:g}", float(factor).is_integer() and abs(factor) < 2**63
+        factor = int(factor) if whole else factor
+    leaves = tree.flatten(value)[0]
+    if not torch.compiler.is_compiling():
+        tree.check_leaves(leaves, value, "psum: its argument")
+        check_sums("psum", leaves, value)
+    for i, x in enumerate(leaves):
+        if not (whole or x.is_floating_point() or x.is_complex()):
+            raise TreeError(
+                f"psum: leaf {tree.leaf_paths(value)[i]!r} is {tree.describe(x)}, and {name}={said} isn't a whole "
+                "number. Cast the leaf to a floating dtype."
+            )
+    return factor
+
+
+def _times(x: Any, factor: float | torch.Tensor) -> Any:
+    """A tensor times a factor, in its own dtype."""
+    return x if _is_one(factor) else (x * factor).to(x.dtype)
+
+
+def _is_one(factor: float | torch.Tensor) -> bool:
+    return not isinstance(factor, torch.Tensor) and factor == 1
+
+
+@checked("axis_index_groups")
+def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree; integers give floats.
 
     Arguments, errors and what each rank sees are those of :func:`psum`. Integer and boolean tensors give the default
@@ -103,8 +178,21 @@ def pmean(value: Tree, axis: Any = None) -> Tree:
         >>> ltx.vmap(ltx.pmean)(torch.tensor([1, 2]))
         tensor([1.5000, 1.5000])
     """
-    n = axis_size(axis)
-    return tree.map(lambda total: total / n, psum(value, axis))
+    axis = grouped(axis, axis_index_groups)
+    n = _count(axis, axis_index_groups)
+    value = countable(tensors_of(value, axis))
+    if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
+        return tree.map(lambda total: total / n, psum(value, axis))
+    return collective("psum", value, axis, lambda x, n: (), lambda total: total / n)
+
+
+def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
+    """The number of ranks: a tensor where it differs between simulated ranks."""
+    unequal = groups is not None and len({len(group) for group in groups}) > 1
+    if unequal and (torch.compiler.is_compiling() or comm.resolve(axis).simulated):
+        ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64), axis)
+        return ranks
+    return axis_size(axis)
 
 
 def pvary(value: Tree, axis: Any = None) -> Tree:

@@ -52,6 +52,9 @@ ROWS = (
     Row("all_to_all", "[(x_0)_r, ..., (x_{n-1})_r]", rule="all_to_all", static=(0, 1)),
     Row("ppermute", "x_src, 0 without a source", rule="ppermute", static=(0, 1)),
     Row("broadcast", "x_src", rule="broadcast", static=(0,)),
+    Row("psum_to", "Σ_s x_s on dst, 0 elsewhere", rule="psum_to", static=(0,)),
+    Row("gather", "[x_0, ..., x_{n-1}] on dst, 0 elsewhere", rule="gather", static=(0, 0, 0)),
+    Row("scatter", "part r of x_src", rule="scatter", static=(0, 0, 0)),
     Row("reduce", "the reduction that is named", gradient="that of the reduction"),
     Row("gather_all_tensors", "the list of all x_s, of any shapes", gradient="Σ_s ȳ_s[r]", simulated=False),
     Row("reduce_boolean_decision", "whether all, or any, say True", gradient="none", simulated=False),
@@ -60,7 +63,13 @@ ROWS = (
     Row("barrier", "nothing, once all are there", gradient="none"),
 )
 
-_SAID = {"psum_to": "psum(ȳ) on src, 0 elsewhere", "ppermute": "ppermute(ȳ), pairs turned round"}
+_SAID = {
+    "psum_to": "psum(ȳ) on src, 0 elsewhere",
+    "ppermute": "ppermute(ȳ), pairs turned round",
+    "gather": "[ȳ_0, ..., ȳ_{n-1}] on src, 0 elsewhere",
+    "scatter": "part r of ȳ_dst",
+    "broadcast": "ȳ_dst",
+}
 
 
 def gradient_of(row: Row) -> str:

@@ -14,14 +14,16 @@ import torch
 from ltx import comm, tree
 from ltx.arguments import shown
 from ltx.axis import Axis
-from ltx.collectives.calls import collective, movable
-from ltx.collectives.linear import apply
+from ltx.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
+from ltx.collectives.linear import apply, key_of
+from ltx.comm.process_groups import from_bytes
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
 
 # In one order on all ranks, which have the same torch.
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _MOST_DIMS = 32
+_INFERRED = 'all_gather(splits="infer")'
 
 
 def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Tensor]:
@@ -92,14 +94,86 @@ def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
     axis_comm.negotiate_issue(
         axis_comm.user, (what, "lengths", len(numbers)), lambda: comm.Signature(what, (), f"{len(numbers)} lengths")
     )
+    return _exchanged(what, numbers, axis_comm)
+
+
+def _exchanged(what: str, numbers: list[int], axis_comm: comm.AxisComm) -> list[list[int]]:
     with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
-        mine = torch.tensor(numbers, dtype=torch.int64, device=axis_comm.device)
-        rows: list[list[int]] = axis_comm.user.issue("all_gather", mine, f"{what}: lengths").wait().tolist()
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        work = axis_comm.user.issue("all_gather", mine, f"{what}: lengths", on_host=True)
+        rows: list[list[int]] = work.wait().tolist()
     return rows
 
 
-def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...]) -> Tree:
+def all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
+    """all_gather(tiled=True) of parts whose lengths along `dim` the ranks tell each other, for all leaves at once."""
+    found = _real(axis, _INFERRED, "")
+    value = tensors_of(value, found)
+    leaves, spec = tree.flatten(value)
+    check_dense("all_gather", leaves, value)
+    fit = [-x.ndim <= dim < x.ndim for x in leaves]
+    kinds = [
+        (x.dtype, tuple(-1 if ok and at == dim % x.ndim else length for at, length in enumerate(x.shape)))
+        for x, ok in zip(leaves, fit, strict=True)
+    ]
+    if found.comm is not None:
+        axis_comm: comm.AxisComm = found.comm
+        tree.check_values(leaves, value, "all_gather")
+        texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("-1", "any") for dtype, shape in kinds]
+        agreed = axis_comm.negotiate(
+            axis_comm.user,
+            (_INFERRED, spec, tuple(kinds), dim),
+            lambda: comm.Signature(_INFERRED, tuple(zip(tree.leaf_paths(value), texts, strict=True)), f"dim={dim}"),
+        )
+        axis_comm.user.advance(agreed)
+    if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
+        _dim("all_gather", leaves[fit.index(False)], dim)
+    mine = [x.shape[dim] for x in leaves]
+    rows = _exchanged(_INFERRED, mine, axis_comm) if found.comm is not None and leaves else [mine]
+    ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
+    lengths = list(zip(*rows, strict=True))
+    padded = [_padded(x, at, max(parts)) for x, at, parts in zip(moved, ats, lengths, strict=True)]
+    if found.comm is not None:
+        axis_comm.agree([key_of("all_gather", x, (0, 0)) for x in padded], agreed)  # follows from what was told
+    whole = [
+        torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, parts, strict=True)], at)
+        for gathered, at, parts in zip(apply("all_gather", (0, 0), found, padded), ats, lengths, strict=True)
+    ]
+    return tree.unflatten(
+        spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, whole, strict=True)]
+    )
+
+
+def psum_scatter_inferred(value: Tree, axis: Any, dim: int) -> Tree:
+    """psum_scatter(tiled=True) into parts that are as equal as can be, the first ones longer by one."""
+    found = _real(axis, 'psum_scatter(splits="infer")', "")
+    return tree.map(lambda x: psum_scatter_uneven(x, found, dim, _equal_splits(x, dim, found.size)), value)
+
+
+def all_to_all_inferred(value: Tree, split_dim: int, concat_dim: int, axis: Any) -> tuple[Tree, tuple[int, ...]]:
+    """all_to_all of chunks that are as equal as can be, the first ones longer by one; and the lengths that came."""
+    found = _real(axis, 'all_to_all(splits="infer")', "")
+    first = next(iter(tree.flatten(value)[0]), None)
+    return all_to_all_uneven(value, split_dim, concat_dim, found, _equal_splits(first, split_dim, found.size))
+
+
+def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
+    """The lengths of n parts of x; zeros where it has no such dimension, which whoever takes them refuses."""
+    length = x.shape[dim] if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim else 0
+    return tuple(length // n + (place < length % n) for place in range(n))
+
+
+def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
+    """Whether `splits` are to be inferred on simulated ranks, where they are equal."""
+    if splits != "infer" or torch.compiler.is_compiling():
+        return False
+    refuse_background('splits="infer"', axis)
+    return comm.resolve(axis).simulated is not None
+
+
+def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -> Tree:
     """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
+    splits = tuple(splits)
     found = _real(axis, "all_gather(splits=)", "Simulated ranks have equal shapes: leave splits out.")
     here = _rank(found)
 
@@ -121,8 +195,9 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...])
     return tree.map(one, value)
 
 
-def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...]) -> Tree:
+def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -> Tree:
     """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
+    splits = tuple(splits)
     found = _real(axis, "psum_scatter(splits=)", "Simulated ranks have equal shapes: leave splits out.")
     _agree("psum_scatter", splits, found, _sum_misfit("psum_scatter", value, dim, splits, found))
 
@@ -136,9 +211,10 @@ def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: tuple[int, ...
 
 
 def all_to_all_uneven(
-    value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: tuple[int, ...]
+    value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Sequence[int]
 ) -> tuple[Tree, tuple[int, ...]]:
     """all_to_all of chunks whose lengths along `split_dim` are `splits`; and the lengths of what has come."""
+    splits = tuple(splits)
     found = _real(axis, "all_to_all(splits=)", "Simulated ranks have equal shapes: leave splits out.")
     table = _table_of_splits(value, split_dim, found, splits)
     received = tuple(row[_rank(found)] for row in table)
@@ -171,6 +247,7 @@ def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int,
 def _real(axis: Any, what: str, instead: str) -> Axis:
     if torch.compiler.is_compiling():
         _refuse_trace(what)
+    refuse_background(what, axis)
     found = comm.resolve(axis)
     if found.simulated:
         raise AxisError(f"{what} has no simulated form. {instead}")

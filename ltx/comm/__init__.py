@@ -1,21 +1,32 @@
 """The one door to the network: every collective of every layer is issued through here."""
 
 from ltx.comm.axis_comm import AxisComm
-from ltx.comm.channel import Channel, Work
+from ltx.comm.channel import Channel
 from ltx.comm.debug import Checks, debug_checks
 from ltx.comm.events import Event, Span
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.comm.ledger import record, span
 from ltx.comm.measure import measure_network, measured
 from ltx.comm.network import Network
-from ltx.comm.notes import Notes
 from ltx.comm.operations import bytes_sent
 from ltx.comm.recovery import BackwardPass, nested_run
-from ltx.comm.registry import axis_from_group, close_axis, open_axes, open_axis, resolve, size_and_rank
+from ltx.comm.registry import (
+    InBackground,
+    InGroups,
+    axis_from_group,
+    close_axis,
+    open_axes,
+    open_axis,
+    resolve,
+    size_and_rank,
+)
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
-from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, send_summary
+from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass
+from ltx.comm.store_exchange import StoreExchange, poll_until
+from ltx.comm.streams import HostCopy
 from ltx.comm.timeline import Trace
+from ltx.comm.work import Work
 
 __all__ = [
     "DEFAULT_HEARTBEAT_S",
@@ -26,18 +37,23 @@ __all__ = [
     "Channel",
     "Checks",
     "Event",
+    "HostCopy",
+    "InBackground",
+    "InGroups",
     "Network",
-    "Notes",
     "PendingSummary",
     "Signature",
     "Span",
     "StepSummary",
+    "StoreExchange",
     "Trace",
     "Work",
     "axis_from_group",
+    "begin_pass",
     "bytes_sent",
     "close_axis",
     "debug_checks",
+    "end_pass",
     "list_values",
     "measure_network",
     "measured",
@@ -46,10 +62,10 @@ __all__ = [
     "open_axes",
     "open_axis",
     "opened",
+    "poll_until",
     "record",
     "resolve",
     "sealed",
-    "send_summary",
     "size_and_rank",
     "span",
 ]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,7 +22,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis
-from ltx.backings import GroupBacking, MeshPart, Part
+from ltx.backings import GroupBacking, Part
+from ltx.comm.backends import backends_of
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.debug import under_way
@@ -31,11 +31,11 @@ from ltx.comm.drain_background import drain_background
 from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.network import Network
-from ltx.comm.notes import Notes
-from ltx.comm.posts import StorePosts
-from ltx.comm.process_groups import open_group, unregister
+from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
+from ltx.comm.store_exchange import StoreExchange
+from ltx.comm.streams import CommStream
 from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
@@ -51,16 +51,25 @@ class Later(Protocol):
         ...
 
 
+class Unread(Protocol):
+    """Something on the device that the host has to look at sooner or later."""
+
+    def wait(self) -> object:
+        """Look at it; raises what is wrong with it."""
+        ...
+
+
 class AxisComm:
     """Channels and known signatures of one axis in this process."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, timeout: timedelta, heartbeat_s: float):
         self.name = name
-        self.group = group
+        self.group: Any = group  # None once the world is gone
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout.total_seconds()
         self.global_ranks = dist.get_process_group_ranks(group)
+        self.backends = backends_of(group)
         self._timeout = timeout
         # The label has the ranks, the name, and how many times this rank has opened them, which the store counts. So a
         # communicator that is opened again after a shutdown doesn't find what the earlier one left.
@@ -69,45 +78,63 @@ class AxisComm:
         self.label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
         self.heartbeat = hold_heartbeat(store, dist.get_rank(), heartbeat_s)
         self._store = TimeoutStore(PrefixStore(f"{self.label}/", store), self.heartbeat)
-        self.posts = StorePosts(self._store, self.rank, self.size)
+        self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
         self.closed = False
         self._pid = os.getpid()
-        self._foreign: WorldError | None = None  # in a fork of the rank's process: why it can't be used
+        self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
         self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         self.network: Network | None = None  # once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
-        self._parts: dict[Part | MeshPart, Axis] = {}
-        #: Backward passes that land later (see ltx.training.pending_step), oldest first.
+        self._parts: dict[tuple[int, ...], Axis] = {}
+        #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.
         self.pending_steps: list[Later] = []
+        self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
+        self.issued_in_graphs = 0  # collectives of the user that may have a part in a backward pass
+        #: Collectives that were begun and not waited for yet (see ltx.collectives.futures), oldest first.
+        self.futures: list[Any] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
-        self.recovery = Recovery(
-            self._store, self.posts.holds, self.rank, self.size, name, self.timeout_s, self._fail_channels, self._renew
-        )
+        self.recovery = Recovery(self.store_exchange, name, self._fail_channels, self._renew)
         self.negotiation = Negotiation(self)
+        self._streams: dict[torch.device, CommStream] = {}
+        self._stream_group = self._open_stream_group()
         self.user = self._open_channel("user", transports=True)
         self.background = self._open_background()
         self.open_phases(1)
         self.heartbeat.reports[self.label] = lambda: {channel.address: channel.issued for channel in self.channels}
-        self.notes = Notes(self._store, self.posts.holds, self.gone, self.rank, self.size, self.timeout_s)
         self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
 
     def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
         address = f"{name}.{generation}" if generation else name
-        group = open_group(
-            self.global_ranks,
-            f"{self.label}/{address}",
-            dist.get_backend(self.group),
-            self._timeout,
-            f"ltx:{self.name}:{name}",
-            in_turn,
-        )
+        host = self.backends.host
+        label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
+        group = open_group(self.global_ranks, label, host, self._timeout, described, in_turn)
         transport = None
-        if transports and self.size > 1 and dist.get_backend(self.group) == "gloo":
+        # Where tensors on the host are ordered by streams, none goes through shared memory.
+        if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
-        return Channel(name, address, self.name, group, self.timeout_s, self.negotiation, transport)
+        return Channel(
+            name,
+            address,
+            self.name,
+            group,
+            self.timeout_s,
+            self.negotiation,
+            transport,
+            None if name == "background" else self._stream_group,
+            self.backends,
+        )
+
+    def _open_stream_group(self) -> dist.ProcessGroup | None:
+        """The one communicator of this axis for tensors on the device. Opening waits for all ranks."""
+        stream, device_type = self.backends.stream, self.backends.device_type
+        if stream is None:
+            return None
+        label = f"{self.label}/stream.{self.recovery.generation}"
+        backend, device = f"{device_type}:{stream}", self.device
+        return open_group(self.global_ranks, label, backend, self._timeout, f"ltx:{self.name}", device=device)
 
     def _open_background(self) -> Channel:
         channel = self._open_channel("background", generation=self.recovery.generation)
@@ -121,15 +148,25 @@ class AxisComm:
             made = self._open_channel(name, transports=True, generation=self.recovery.generation, in_turn=True)
             self._phases.append(made)
 
-    def part(self, name: str, part: Part | MeshPart) -> Axis:
+    def stream_of(self, device: torch.device) -> CommStream | None:
+        """The stream on which buckets on `device` are reduced; None where waits block the host."""
+        if not self.user.orders_streams(device):
+            return None
+        if device not in self._streams:
+            self._streams[device] = CommStream(device)
+        return self._streams[device]
+
+    def part(self, name: str, part: Part) -> Axis:
         """The axis of those ranks of this one that `part` puts together with this rank. All ranks open it together."""
-        if part not in self._parts:
-            ranks = [self.global_ranks[member] for member in part.members(self.rank)]
+        members = part.members(self.rank)
+        if members not in self._parts:
+            ranks = [self.global_ranks[member] for member in members]
             label = f"{self.label}/{name} of ranks {ranks}"
-            group = open_group(ranks, label, dist.get_backend(self.group), self._timeout, name)
+            backend = dist.get_backend_config(self.group)
+            group = open_group(ranks, label, backend, self._timeout, name)
             axis_comm = AxisComm(name, group, self._timeout, self.heartbeat.heartbeat_s)
-            self._parts[part] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
-        return self._parts[part]
+            self._parts[members] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+        return self._parts[members]
 
     @property
     def parts(self) -> list[Axis]:
@@ -149,26 +186,33 @@ class AxisComm:
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
             unregister(channel.group)
-        for part in self._part_lines:
+        if self._stream_group is not None:
+            abort(self._stream_group)
+            unregister(self._stream_group)
+        for part in self._part_comms:
             part.recovery.abort(error)
 
     @property
-    def _part_lines(self) -> list[AxisComm]:
+    def _part_comms(self) -> list[AxisComm]:
         return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _renew(self) -> None:
         """Replace the failed channels. Their process groups stay open until the next time: a schedule may still refer
         to them.
         """
-        _let_go(self._left)
-        self._left = [*self._phases, self.background]
+        left, self._left = self._left, [*self._phases, self.background]
+        groups = [group for channel in left for group in channel.release()]
+        drop_groups(groups)
         for channel in self._phases:
             if channel.transport is not None:
                 channel.transport.close()
         count, self._phases = len(self._phases), []
+        if self._stream_group is not None:
+            self._streams = {}
+            self._stream_group = self.user.stream_group = self._open_stream_group()
         self.background = self._open_background()
         self.open_phases(count)
-        for part in self._part_lines:
+        for part in self._part_comms:
             part.recovery.recover()
 
     def wait_for_earlier(self) -> None:
@@ -178,9 +222,11 @@ class AxisComm:
 
     @property
     def device(self) -> torch.device:
-        """Where the backend needs its tensors: the current CUDA device for NCCL, else the CPU."""
-        nccl = dist.get_backend(self.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        """Where this rank's gradients are: on its accelerator, if the axis has a backend for that; else on the CPU."""
+        kind = self.backends.device_type
+        if kind is None or kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.accelerator.current_device_index())
 
     @property
     def channels(self) -> list[Channel]:
@@ -191,27 +237,37 @@ class AxisComm:
         """Close the channels and the parts, and destroy their process groups."""
         if self.closed:
             return
-        self.notes.finish()
+        self.store_exchange.finish()
         self.closed = True
         self.buffer_pool.clear()
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
-        drain_background(self.background, self._store, self.posts.holds, self.lost)
+        for future in list(self.futures):
+            future.wait_all()
+        drain_background(self.background, self.store_exchange)
         for work in list(self.background.works):
             work.give_up()
         with suppress(PeerLostError):  # the store is gone
-            self.posts.leave()
+            self.negotiation.end()
         self.heartbeat.reports.pop(self.label, None)
         self.heartbeat.deadlocks.counts.pop(self.label, None)
         release_heartbeat(self.heartbeat)
-        for axis_comm in self._part_lines:
+        for axis_comm in self._part_comms:
             axis_comm.close()
             dist.destroy_process_group(axis_comm.group)
         for channel in self.channels:
             if channel.transport is not None:
                 channel.transport.close()
-            dist.destroy_process_group(channel.group)
+        opened = [group for channel in self.channels for group in (channel.group, channel.stream_group)]
+        for group in {id(group): group for group in opened if group is not None}.values():
+            dist.destroy_process_group(group)
+
+    def release(self) -> list[dist.ProcessGroup]:
+        """The process groups that this holds besides its channels, and holds no longer."""
+        groups = [group for group in (self.group, self._stream_group) if group is not None]
+        self.group = self._stream_group = None
+        return groups
 
     def negotiate(
         self,
@@ -231,8 +287,8 @@ class AxisComm:
         Raises:
             RankMismatchError: on every rank, before any data has moved.
         """
-        if self._foreign is not None:
-            raise self._foreign
+        if self._fork_error is not None:
+            raise self._fork_error
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
@@ -265,6 +321,8 @@ class AxisComm:
 
     def negotiate_issue(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
         """:meth:`negotiate`, and count the collective that follows into the channel's digest."""
+        if channel is self.user and not torch.is_grad_enabled():  # as in the forward of an autograd Function
+            self.issued_in_graphs += 1
         channel.advance(self.negotiate(channel, key, describe))
 
     def refuse_fork(self) -> None:
@@ -272,36 +330,38 @@ class AxisComm:
 
         A fork has copies of the rank's connections and shares its memory, so peers would take it for the rank.
         """
-        self._foreign = WorldError(
+        self._fork_error = WorldError(
             f"rank {self.rank}: this process ({os.getpid()}) is a fork of the rank's own ({self._pid}), and can't take "
             f"part in collectives on axis {self.name!r}: its peers would take it for the rank. Call them in the rank's "
             "own process. Forks that only compute, such as workers of a DataLoader, are fine."
         )
         for channel in self.channels:
-            channel.failed = self._foreign
+            channel.failed = self._fork_error
 
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
         return self.negotiation.exchange(place, Post(signature, offer))[0].value
 
-    def notes_without_store(self, folder: Path) -> Notes:
-        """Notes in a file in `folder` that all ranks see, for when the store is gone."""
+    def exchange_in(self, folder: Path) -> StoreExchange:
+        """An exchange through a file in `folder`, which all ranks see, for when the store is gone."""
         name = hashlib.sha1(f"{self.label} of {self.heartbeat.world}".encode()).hexdigest()[:12]
-        return self.notes.through(folder / f".ltx-notes-{name}", self.lost)
+        return self.store_exchange.in_file(folder / f".ltx-exchange-{name}", self.lost)
 
-    def exchange_values(self, place: str, signature: Signature, value: Any) -> list[Any]:
-        """Every rank's `value`, as JSON, at a place that `notes` began. No collective is issued. For the main thread.
+    def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
+        """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
 
-        If a peer waits in a collective instead, both ranks raise.
+        If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
+        has returned on all ranks, or below it; None for a new one.
 
         Raises:
             RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Negotiation.exchange`.
         """
-        if self._foreign is not None:
-            raise self._foreign
+        if self._fork_error is not None:
+            raise self._fork_error
         issued = {channel.address: channel.issued for channel in self.channels}
-        return [post.value for post in self.negotiation.exchange(place, Post(signature, value, issued=issued))]
+        post = Post(signature, value, issued=issued)
+        return [theirs.value for theirs in self.negotiation.exchange(place or self.store_exchange.new_place(), post)]
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""
@@ -313,19 +373,5 @@ class AxisComm:
         Raises:
             PeerLostError: the store is gone or doesn't answer.
         """
-        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.look(self.global_ranks)]
+        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.stale_ranks(self.global_ranks)]
         return sorted({*self.lost(), *silent})
-
-
-def _let_go(channels: list[Channel]) -> None:
-    """Drop the process groups of channels that are no longer used.
-
-    A group ends with its last reference, and waits then for its pending collectives: forever, if a peer never joins
-    them. So a thread drops it.
-    """
-    groups = []
-    for channel in channels:
-        dist.destroy_process_group(channel.group)
-        groups.append(channel.group)
-        channel.group = None
-    Thread(target=groups.clear, name="ltx-let-go", daemon=True).start()

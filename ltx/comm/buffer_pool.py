@@ -1,8 +1,8 @@
 """Memory for messages, taken again at the next step.
 
 A step's buckets are as large as the last one's. Fresh memory for each would be handed back to the system, and faulted
-in again page by page at the next step. So a line keeps what the buckets of its last plan lay in, and gives it to the
-next step's if nobody else looks at it any more: torch counts that. Whoever has kept a gradient, or an array or a view
+in again page by page at the next step. So an axis keeps the memory of its last plan's buckets, and gives it to the next
+step's if nobody else looks at it any more: torch counts that. Whoever has kept a gradient, or an array or a view
 of one, keeps its memory too.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,7 +53,7 @@ def _nothing(_: object) -> None:
     pass
 
 
-#: What a lane keeps in place of a piece that has been through it.
+#: What a transport keeps in place of a chunk that is complete.
 NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
 
 
@@ -111,6 +111,23 @@ def ppermute(
     if rank not in source_of:
         out.zero_()
     return _sent(buffer, out, rank in source_of.values(), source_of.get(rank))
+
+
+def gather(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Chunk]:
+    if rank == arguments[0]:
+        return all_gather(buffer, out, arguments, rank, size)
+    out.zero_()
+    return _sent(buffer, buffer, True, None)
+
+
+def scatter(
+    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
+) -> Iterator[Chunk]:
+    result = out.view(-1)
+    for chunk in _rows(buffer, size, lambda rows, at: result[at].copy_(rows[arguments[0]]), rank):
+        yield chunk if rank == arguments[0] else replace(chunk, give=_nothing)
 
 
 def _rows(

@@ -29,6 +29,7 @@ from itertools import count
 from typing import Any, NoReturn, Protocol
 
 from ltx.comm.signature import list_values
+from ltx.comm.store_exchange import poll_until
 from ltx.errors import LtxError, RankMismatchError
 
 #: Who has waited for so long, says so.
@@ -146,7 +147,7 @@ class Deadlocks:
         }
         return asdict(Told(waits, counts, self._found))
 
-    def look(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
+    def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
         """Called now and then by a thread that has waited for :data:`PATIENCE_S`: will it for ever?
 
         Raises:
@@ -202,11 +203,9 @@ class Deadlocks:
     def _raise(self, nodes: list[tuple[int, int, int]], text: str) -> NoReturn:
         """Raise, once all in the deadlock know of it: whoever leaves first may be gone next, and the store with it."""
         self._found = (nodes, text)
-        deadline = time.monotonic() + _LINGER_S
         with suppress(LtxError):  # it is known what to raise
             self._heartbeat.beat()
-            while time.monotonic() < deadline and not self._have_heard(nodes):
-                time.sleep(0.05)
+            poll_until(lambda: self._have_heard(nodes), _LINGER_S)
         raise self._error(text)
 
     def _have_heard(self, nodes: list[tuple[int, int, int]]) -> bool:

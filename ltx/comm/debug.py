@@ -1,8 +1,8 @@
 """debug_checks: every call compared with the peers before it is issued.
 
-Under it, all that the ranks of a line call goes through one sequence of meetings in the store, whatever channel it is
-issued on: the k-th call of one rank meets the k-th of the others. So ranks that stand at different calls find each
-other at once, where known signatures are otherwise issued unasked.
+Under it, the ranks of an axis compare each of their calls through the store, whatever channel it is issued on: the k-th
+call of one rank with the k-th of the others. So ranks that are at different calls find out at once, where known
+signatures are otherwise issued without being compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +32,13 @@ CHECKS = "checks"
 
 # Ranks may well call these from different branches: a source and its receivers, or work that one rank does first.
 _FROM_ANY_LINE = ("broadcast", "broadcast_object", "barrier", "data_parallel", "sync_gradients")
-_FOREIGN = (
+_LIBRARIES = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,
 )
 # What is on the way from a collective that is called to what it issues.
-_INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wrapped")
+_INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wait", "wrapped")
 
 
 class Checks:
@@ -52,9 +51,9 @@ class Checks:
 
     def __init__(self, same_lines: bool, around: Checks | None):
         self.same_lines = same_lines
-        self._lines: dict[AxisComm, None] = {} if around is None else around._lines
+        self._axes: dict[AxisComm, None] = {} if around is None else around._axes
         self._covered: deque[tuple[AxisComm, Any]] = deque()
-        self._met: BaseException | None = None
+        self._told: BaseException | None = None
 
     def negotiate(
         self,
@@ -64,7 +63,7 @@ class Checks:
         offer: Callable[[], Any],
         known: Agreement | None,
     ) -> Agreement:
-        """:meth:`AxisComm.meet` of a call, `known` or not."""
+        """:meth:`ltx.comm.axis_comm.AxisComm.negotiate` for a call, `known` or not."""
         if known is not None and self._covered and self._covered[0] == (axis_comm, key):
             self._covered.popleft()
             return known
@@ -83,8 +82,8 @@ class Checks:
 
     def exchange(self, axis_comm: AxisComm, signature: Signature, value: Any = None) -> list[Post]:
         """Every rank's post for this call: equal signatures, and each rank's `value`."""
-        if axis_comm not in self._lines:
-            self._lines[axis_comm] = None
+        if axis_comm not in self._axes:
+            self._axes[axis_comm] = None
             axis_comm.negotiation.next_check = (axis_comm.negotiation.next_check[0] + 1, 0)
         (session, call) = axis_comm.negotiation.next_check
         axis_comm.negotiation.next_check = (session, call + 1)
@@ -94,15 +93,13 @@ class Checks:
         try:
             posts = self._exchange(axis_comm, place, before, post)
         except BaseException as error:
-            self._met = error
+            self._told = error
             if not isinstance(error, RankMismatchError):
                 with suppress(LtxError, dist.DistError):
-                    axis_comm.posts.withdraw(
-                        place, replace(post, signature=Signature(f"nothing: {_briefly(error)}", ()))
-                    )
+                    axis_comm.negotiation.withdraw(place, post, f"nothing: {_briefly(error)}")
             raise
         if call:
-            axis_comm.posts.forget(before)
+            axis_comm.store_exchange.forget(before, [axis_comm.rank])
         return posts
 
     def _exchange(self, axis_comm: AxisComm, place: str, before: str, post: Post) -> list[Post]:
@@ -110,8 +107,8 @@ class Checks:
             return axis_comm.negotiation.exchange(place, post)
         except CollectiveTimeoutError as error:
             text = f"{error} This is {post.call}."
-            for rank in axis_comm.posts.absent(place):
-                last = axis_comm.posts.read(before, rank)
+            for rank in axis_comm.store_exchange.absent(place):
+                last = axis_comm.negotiation.peek(before, rank)
                 text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
             raise CollectiveTimeoutError(text) from None
 
@@ -124,7 +121,7 @@ class Checks:
             axis_comm.name,
             f"the line that calls {operation}",
             lines,
-            "call the same collectives in the same order; if these calls are meant to meet, "
+            "call the same collectives in the same order; if these calls belong together, "
             "ltx.debug_checks(same_lines=False)",
         )
         raise RankMismatchError(f"{differ} The calls: {list_calls(dict(enumerate(posts)))}.")
@@ -142,17 +139,17 @@ class Checks:
 
     def abort(self, error: BaseException) -> None:
         """Let the peers know that this rank won't come to their next call. Waits for nobody."""
-        if error is self._met or isinstance(error, RankMismatchError):
+        if error is self._told or isinstance(error, RankMismatchError):
             return  # they know: all of them were there
         signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())
         for axis_comm in self._open():
             session, call = axis_comm.negotiation.next_check
             axis_comm.negotiation.next_check = (session, call + 1)
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
-                axis_comm.posts.post(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
+                axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
     def _open(self) -> list[AxisComm]:
-        return [axis_comm for axis_comm in self._lines if not axis_comm.closed]
+        return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
 
 
 # Not a context variable: backward passes run on threads of the engine, which don't inherit those.
@@ -165,7 +162,7 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
     """Compare every call with all ranks before it is issued, and replicas at every step. For finding faults: slow.
 
     All ranks enter it together, as ``with ltx.debug_checks():`` or as a decorator ``@ltx.debug_checks()``; it may be
-    nested. Inside, at each collective and each call of a data-parallel step, the ranks of its axis meet in the store
+    nested. Inside, the ranks of an axis compare each collective and each call of a data-parallel step through the store
     (about a millisecond), known signatures too. What it finds that is otherwise found late or not at all:
 
     * known collectives in another order on some ranks, also where the backend would abort or hang; other arguments
@@ -189,7 +186,7 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
 
     Args:
         same_lines: equal calls must also come from the same line of the program (barriers, broadcasts and steps may
-            come from any). False for programs whose ranks branch, and meet in different branches on purpose.
+            come from any). False for programs whose ranks branch, and call them from different branches on purpose.
 
     Raises:
         RankMismatchError: on every rank, at the first call that differs, naming the calls, their leaves and lines; also
@@ -223,7 +220,7 @@ def caller() -> str:
     """File and line of the innermost call from outside ltx and torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_FOREIGN):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "no line of the program (a thread of the autograd engine)"
@@ -233,7 +230,7 @@ def called(issued: str) -> str:
     """What the program calls that has `issued` this, such as pmean, which issues a psum."""
     frame: FrameType | None = sys._getframe(1)
     name = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         code = frame.f_code
         if frame.f_globals["__name__"].startswith("ltx.collectives.") and code.co_name not in _INSIDE:
             name = code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else name

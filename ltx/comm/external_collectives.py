@@ -1,4 +1,4 @@
-"""Collectives that others issue, on process groups of theirs: the wire only waits for them.
+"""Collectives that other libraries issue, on process groups of theirs: ltx only waits for them.
 
 It can't renew such a group. So ranks that leave a backward pass halfway tell each other how far they had come with
 these collectives (:class:`ltx.comm.recovery.Recovery`), and where that differs no more of them are run.
@@ -22,7 +22,7 @@ _SHORT_TICK_S = 0.001
 
 
 def begin_external(axis_comm: AxisComm, label: str) -> None:
-    """Collectives of others are about to be issued, on every rank of `line`.
+    """Other libraries' collectives are about to be issued, on every rank of `axis_comm`.
 
     Raises:
         DeadlockDetectedError: earlier ones are still waiting for a peer, and the next would pair with them.
@@ -37,7 +37,7 @@ def begin_external(axis_comm: AxisComm, label: str) -> None:
 
 
 def wait_for_external(axis_comm: AxisComm, future: torch.futures.Future[Any], label: str) -> Any:
-    """The value of `future`, or what was raised in it. Peers of `line` that have given up are noticed meanwhile.
+    """The value of `future`, or what was raised in it. Raises if a peer of `axis_comm` has given up.
 
     Raises:
         CollectiveTimeoutError: it isn't there within the axis' timeout.
@@ -48,8 +48,9 @@ def wait_for_external(axis_comm: AxisComm, future: torch.futures.Future[Any], la
     channel, began = axis_comm.bucket_channel(0), time.perf_counter()
     looked = began
     try:
+        # The future wakes this thread, which poll_until's pauses would delay.
         while not completed.wait(_SHORT_TICK_S if any_transport_busy() else _TICK_S):
-            progress_everywhere()  # peers may wait for this rank's strides in a lane
+            progress_everywhere()  # peers may wait for this rank's progress in shared memory
             now = time.perf_counter()
             if now - looked < _TICK_S:
                 continue

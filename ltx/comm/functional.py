@@ -1,4 +1,4 @@
-"""The wire inside a compiled graph: functional collectives that Inductor sees and may reorder.
+"""Collectives inside a compiled graph: functional ones, which Inductor sees and may reorder.
 
 :mod:`ltx.comm.operations` lists them.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from ltx.comm.process_groups import Arguments, permuted_splits
+from ltx.comm.process_groups import Arguments, gathered_splits, permuted_splits
 
 _resolve: Callable[[str], Any] = c10d._resolve_process_group  # type: ignore[attr-defined,assignment]
 #: ``(buffer, n, group name, arguments)`` -> what :func:`wait` makes the result of.
@@ -31,17 +31,42 @@ def all_to_all(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tenso
 
 def ppermute(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
     """Rank to rank as `arguments` say (source, destination, ...); zeros where no rank sends."""
-    # A filler for each rank that gets or gives nothing: Inductor takes empty buffers out of the graph, and with them
-    # the exchange that peers wait for.
     rank, numel = _resolve(group).rank(), x.numel()
     sent, received = permuted_splits(arguments, rank, n, numel)
-    filler = x.new_zeros(1)
-    given = torch.cat([x.flatten() if count else filler for count in sent])
-    arrived = wait(_ops().all_to_all_single(given, [max(c, 1) for c in received], [max(c, 1) for c in sent], group))
+    arrived = _exchanged([x.flatten() if count else None for count in sent], received, x, group)
     source = next((other for other, count in enumerate(received) if count), None)
     if source is None:
         return torch.zeros_like(x) * arrived[0]
     return arrived[source : source + numel].reshape(x.shape)
+
+
+def _exchanged(given: list[torch.Tensor | None], received: list[int], like: torch.Tensor, group: str) -> torch.Tensor:
+    """What arrives where rank i is given ``given[i]``, one part after the other, with one element for nothing.
+
+    A filler goes to each rank that gets nothing: Inductor takes empty buffers out of the graph, and with them the
+    exchange that peers wait for.
+    """
+    filler = like.new_zeros(1)
+    parts = [filler if part is None else part for part in given]
+    lengths = [max(count, 1) for count in received]
+    return wait(_ops().all_to_all_single(torch.cat(parts), lengths, [part.numel() for part in parts], group))
+
+
+def gather(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    """Every rank's `x` on the rank in `arguments`, one after the other; zeros elsewhere."""
+    rank, numel = _resolve(group).rank(), x.numel()
+    sent, received = gathered_splits(arguments[0], rank, n, numel)
+    arrived = _exchanged([x.flatten() if count else None for count in sent], received, x, group)
+    return arrived if rank == arguments[0] else x.new_zeros(n * numel) * arrived[0]
+
+
+def scatter(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    """This rank's part, of n along dimension 0, of the `x` of the rank in `arguments`."""
+    rank, numel = _resolve(group).rank(), x.numel() // n
+    received, sent = gathered_splits(arguments[0], rank, n, numel)
+    parts = [part if count else None for part, count in zip(x.reshape(n, -1).unbind(), sent, strict=True)]
+    arrived = _exchanged(list(parts), received, x, group)
+    return arrived[arguments[0] : arguments[0] + numel]
 
 
 def all_reduce(op: str) -> Start:
@@ -68,6 +93,6 @@ def broadcast(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torc
 
 
 def wait(value: torch.Tensor) -> torch.Tensor:
-    """The landed result."""
+    """The completed result."""
     completed: torch.Tensor = torch.ops._c10d_functional.wait_tensor(value)
     return completed

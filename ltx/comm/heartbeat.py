@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ltx.comm.deadlock import Deadlocks
+from ltx.comm.store_exchange import poll_until
 from ltx.errors import PeerLostError, StoreGoneError
 
 T = TypeVar("T")
@@ -53,16 +54,16 @@ class Heartbeat:
         self._pause_s = min(1.0, heartbeat_s / 5)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._looked_s = self._polled_s = 0.0
-        self._looking = threading.Lock()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
-        self._asked = PrefixStore("ltx/pulse/", store)
+        self._asked = PrefixStore("ltx/beats/", store)
         # A connection of its own: calls on one connection wait for each other.
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
-        self._beats = PrefixStore("ltx/pulse/", self._connection)
+        self._beats = PrefixStore("ltx/beats/", self._connection)
         #: Called with each beat, in the beats' thread and with their connection to `store`.
         self.on_beat: Callable[[Store], None] = lambda store: None
-        #: By axis, what its line tells about how far it is.
+        #: By axis, how much its communicator has issued on each channel.
         self.reports: dict[str, Callable[[], dict[str, int]]] = {}
         #: What else goes with the beats: who waits for what.
         self.deadlocks = Deadlocks(self, rank)
@@ -70,7 +71,7 @@ class Heartbeat:
         self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
         self._beats.set(str(rank), self._sign())
         self._threads = [
-            threading.Thread(target=self._beat, name="ltx-pulse", daemon=True),
+            threading.Thread(target=self._beat, name="ltx-heartbeat", daemon=True),
             threading.Thread(target=self._answer, name="ltx-asks-the-store", daemon=True),
         ]
         for thread in self._threads:
@@ -122,12 +123,12 @@ class Heartbeat:
             f"start again. ({said})"
         )
 
-    def look(self, ranks: Sequence[int]) -> list[int]:
+    def stale_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose heartbeats have stopped for too long. Called repeatedly during a wait."""
-        with self._looking:
-            return self._look(ranks)
+        with self._lock:
+            return self._stale_ranks(ranks)
 
-    def _look(self, ranks: Sequence[int]) -> list[int]:
+    def _stale_ranks(self, ranks: Sequence[int]) -> list[int]:
         now = time.monotonic()
         if now - self._looked_s > 3 * self._pause_s:  # a new wait begins: old beats tell nothing
             self._seen.clear()
@@ -152,12 +153,15 @@ class Heartbeat:
         Raises:
             PeerLostError: the store is gone or doesn't answer.
         """
-        before, deadline, quiet = self.last(ranks), time.monotonic() + 1.3 * self._pause_s, list(ranks)
-        while quiet and time.monotonic() < deadline:
-            time.sleep(self._pause_s / 20)
-            beaten = {rank for rank, old, new in zip(ranks, before, self.last(ranks), strict=False) if old != new}
-            quiet = [rank for rank in quiet if rank not in beaten]
-        return quiet
+        before, silent = self.last(ranks), set(ranks)
+
+        def all_have_beaten() -> bool:
+            beats = zip(ranks, before, self.last(ranks), strict=False)
+            silent.difference_update(rank for rank, old, new in beats if old != new)
+            return not silent
+
+        poll_until(all_have_beaten, 1.3 * self._pause_s)
+        return sorted(silent)
 
     @property
     def _limit_s(self) -> float:
@@ -251,18 +255,18 @@ class TimeoutStore:
 
 def last_beats(store: Store, ranks: Sequence[int]) -> dict[int, bytes]:
     """The last beat of those of `ranks` that have had one."""
-    held = PrefixStore("ltx/pulse/", store)
+    held = PrefixStore("ltx/beats/", store)
     return {rank: held.get(str(rank)) for rank in ranks if held.check([str(rank)])}
 
 
-_pulses: dict[int, tuple[Store, Heartbeat]] = {}
+_heartbeats: dict[int, tuple[Store, Heartbeat]] = {}
 
 
 def hold_heartbeat(store: Store, rank: int, heartbeat_s: float) -> Heartbeat:
     """The one heartbeat of this process in the world of `store`. Call :func:`release_heartbeat` when done."""
-    known = _pulses.get(id(store))
+    known = _heartbeats.get(id(store))
     if known is None:
-        known = _pulses[id(store)] = (store, Heartbeat(store, rank, heartbeat_s))
+        known = _heartbeats[id(store)] = (store, Heartbeat(store, rank, heartbeat_s))
     heartbeat = known[1]
     heartbeat.heartbeat_s = min(heartbeat.heartbeat_s, heartbeat_s)
     heartbeat.hold()
@@ -272,6 +276,6 @@ def hold_heartbeat(store: Store, rank: int, heartbeat_s: float) -> Heartbeat:
 def release_heartbeat(heartbeat: Heartbeat) -> None:
     """The counterpart of :func:`hold_heartbeat`."""
     if heartbeat.release():
-        for key, (_, known) in list(_pulses.items()):
+        for key, (_, known) in list(_heartbeats.items()):
             if known is heartbeat:
-                del _pulses[key]
+                del _heartbeats[key]

@@ -1,4 +1,4 @@
-"""The ledger: what each issue put on the wire, and when; and when steps computed.
+"""The ledger: what each issue sent, and when; and when steps computed.
 
 ``ltx.profile.record()`` is the one way to read it. Counting is off unless somebody records, so that a step that nobody
 looks at pays nothing for it. Pictures and files of it are made in :mod:`ltx.comm.timeline`.
@@ -22,7 +22,7 @@ _recording: list[Trace] = []
 @checked("profiler")
 @contextmanager
 def record(*, profiler: bool = False) -> Iterator[Trace]:
-    """Record every issue on the wire of this process, and when its steps computed.
+    """Record every collective that this process issues, and when its steps computed.
 
     What each rank sees: its own issues. Recordings nest; each sees everything. :meth:`Trace.plot` draws one and
     :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does so for several ranks

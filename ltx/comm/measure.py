@@ -28,7 +28,7 @@ _SMALL, _LARGE = 9, 3
 
 
 def measured(axis_comm: AxisComm) -> Network:
-    """The network of `line` as its buckets see it: measured at the first call, to which all its ranks come together."""
+    """The network of `axis_comm` as its buckets see it. Its ranks make the first call together, which measures it."""
     if axis_comm.network is None:
         axis_comm.wait_for_earlier()
         axis_comm.recovery.recover()
@@ -81,7 +81,7 @@ def _measure(channel: Channel, device: torch.device) -> Network:
 
 
 def _sum_s(channel: Channel, numel: int, device: torch.device) -> float:
-    """How long a sum of so many float32 took on rank 0; the sum that tells the others sets all ranks off together."""
+    """How long a sum of so many float32 took on rank 0; the sum that tells the others has all ranks start together."""
     buffer = torch.ones(numel, device=device)
     began = time.perf_counter()
     channel.issue("psum", buffer, "measuring").wait()[0].item()  # to read it is to wait for a GPU too

@@ -1,7 +1,8 @@
 """Negotiation: the ranks of an axis compare what they are about to issue, through the store.
 
-Ranks post signatures at places in the store. A rank that waits there, or for a collective, checks now and then whether
-it would wait forever: because a peer has died, or waits for something else itself.
+Ranks announce signatures at places in the store (:mod:`ltx.comm.store_exchange`). A rank that waits there, or for a
+collective, checks now and then whether it would wait forever: because a peer has died, or waits for something else
+itself.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ltx.comm.deadlock import FREE_THREAD, PATIENCE_S
 from ltx.comm.debug import CHECKS, called, caller, under_way
-from ltx.comm.notes import NOTES
 from ltx.comm.signature import Post, Signature, explain_posts
-from ltx.comm.transports.shared_memory import progress_everywhere
-from ltx.errors import CollectiveTimeoutError, PeerLostError, RankMismatchError, StoreGoneError
+from ltx.comm.store_exchange import EXCHANGES
+from ltx.errors import PeerLostError, RankMismatchError, StoreGoneError
 
 if TYPE_CHECKING:
     from ltx.comm.axis_comm import AxisComm
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # More calls than one session of debug_checks has: its calls are counted through all sessions.
 _CALLS = 1 << 32
+# At this place each rank announces the place at which it waits for its peers; "" where it doesn't.
+_WAITS_AT = "waits at"
 
 
 class Negotiation:
@@ -37,7 +40,7 @@ class Negotiation:
 
     def __init__(self, axis_comm: AxisComm):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
-        self._posts, self._recovery, self._heartbeat = axis_comm.posts, axis_comm.recovery, axis_comm.heartbeat
+        self._store, self._recovery, self._heartbeat = axis_comm.store_exchange, axis_comm.recovery, axis_comm.heartbeat
         self.deadlocks = axis_comm.heartbeat.deadlocks
         self._answered: set[str] = set()
         self._gone = ""  # what :meth:`missing_peers` has found
@@ -51,41 +54,47 @@ class Negotiation:
             PeerLostError: a peer's process has died, where all ranks share a machine.
             CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
         """
-        self._posts.post(place, post)
-        self._posts.stand_at(place)
-        everyone = [f"{place}/{rank}" for rank in range(self._size)]
+        self.announce(place, post)
+        self._store.announce(_WAITS_AT, place)
         try:
-            self._wait_at(place, post, everyone)
+            announced = self._store.collect(
+                place,
+                f"{post.signature.operation} on axis {self._name!r}",
+                while_waiting=partial(self._check_while_comparing, place, post, time.monotonic()),
+                to="compare it",
+                fix=" Every rank must call the same collectives.",
+            )
         finally:
             self.deadlocks.done()
-        self._posts.stand_at("")
-        posts = self._posts.posts(everyone)
+        self._store.announce(_WAITS_AT, "")
+        posts = [Post.of(fields) for fields in announced]
         self._refuse(dict(enumerate(posts)))
         return posts
 
-    def _wait_at(self, place: str, post: Post, everyone: list[str]) -> None:
-        """Wait until the posts of `everyone` at `place` are there."""
-        began, pause = time.monotonic(), 0.0005
-        while not self._posts.holds(everyone):
-            if not progress_everywhere():  # peers may wait for this rank's progress in shared memory
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            if pause == 0.05:
-                self._recovery.check_abandoned()
-                self._refuse_silent()
-                self._refuse_elsewhere(place, post)
-                self._refuse_lost(everyone, post)
-                if self._recovery.inside:
-                    self._recovery.look()
-                if time.monotonic() - began > PATIENCE_S:
-                    self._refuse_deadlock(place, post)
-            if time.monotonic() - began > self._comm.timeout_s:
-                absent = self._posts.absent(place)
-                raise CollectiveTimeoutError(
-                    f"rank {self._rank}: {post.signature.operation} on axis {self._name!r}: ranks {absent} "
-                    f"didn't come to compare it within {self._comm.timeout_s:g} s. Every rank must call the same "
-                    "collectives."
-                )
+    def announce(self, place: str, post: Post) -> None:
+        """Put this rank's `post` at `place`, without waiting for the others."""
+        self._store.announce(place, post.fields())
+
+    def withdraw(self, place: str, post: Post, why: str) -> None:
+        """Wait no longer at `place`, where this rank has announced `post`. A peer that comes there finds `why`."""
+        self.announce(place, replace(post, signature=Signature(why, ())))
+        self._store.announce(_WAITS_AT, "")
+
+    def peek(self, place: str, rank: int) -> Post | None:
+        """The post of `rank` at `place`, if it is there."""
+        fields = self._store.peek(place, rank)
+        return None if fields is None else Post.of(fields)
+
+    def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
+        """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
+        self._recovery.check_abandoned()
+        self._refuse_silent()
+        self._refuse_elsewhere(place, post)
+        self._refuse_lost(place, post)
+        if self._recovery.inside:
+            self._recovery.check_aborted()
+        if time.monotonic() - began > PATIENCE_S:
+            self._refuse_deadlock(place, post)
 
     def key(self, channel: Channel, compared: bool = False) -> str:
         """The name of `channel` in :mod:`ltx.comm.deadlock`, for its collectives or for what is compared for it."""
@@ -96,7 +105,7 @@ class Negotiation:
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {
             f"{self._comm.label}/{CHECKS}": (session * _CALLS + call, ()),
-            f"{self._comm.label}/{NOTES}": (self._comm.notes.begun, ()),
+            f"{self._comm.label}/{EXCHANGES}": (self._store.begun, ()),
         }
         for channel in self._comm.channels:
             threads = set(channel.threads)
@@ -123,38 +132,51 @@ class Negotiation:
             return f"{called(what)} on axis {self._name!r} ({where})"
 
         with suppress(StoreGoneError):  # as in answer_peers()
-            self.deadlocks.look(key, number, self._comm.global_ranks, describe)
+            self.deadlocks.check(key, number, self._comm.global_ranks, describe)
 
     def _refuse_deadlock(self, place: str, post: Post) -> None:
         """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
         address, number, detail, *_ = place.split("/")
         if address == CHECKS:
             awaited = CHECKS, int(number) * _CALLS + int(detail) + 1
-        elif address == NOTES:
-            awaited = NOTES, int(detail)
+        elif address == EXCHANGES:
+            awaited = EXCHANGES, int(detail)
         else:
             awaited = f"{address}/compared", int(number) + 1
         try:
             self._check_deadlock(f"{self._comm.label}/{awaited[0]}", awaited[1], post.signature.operation)
         except RankMismatchError:
             # A peer that comes here after all must not continue alone.
-            self._posts.withdraw(place, replace(post, signature=Signature("nothing any more: it has given up", ())))
+            self.withdraw(place, post, "nothing any more: it has given up")
             raise
 
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank at another place: neither would ever come."""
         for rank in range(self._size):
-            there = self._posts.standing(rank)
-            if rank == self._rank or there in ("", place) or self._posts.holds([f"{there}/{self._rank}"]):
+            there = self._waits_at(rank)
+            if rank == self._rank or there in ("", place) or self._store.has(there, [self._rank]):
                 continue
-            if self._posts.holds([f"{place}/{rank}"]):  # it has been here and has continued
+            if self._store.has(place, [rank]):  # it has been here and has continued
                 continue
             self._reply(there, rank, post)
 
-    def _refuse_lost(self, keys: list[str], post: Post) -> None:
-        """Raise if a peer has died, unless it had posted before: then all `keys` are there."""
-        lost = sorted({*self._comm.lost(), *self._posts.have_left()})
-        if lost and not self._posts.holds(keys):
+    def _waits_at(self, rank: int) -> str:
+        """Where `rank` waits for its peers to compare something; "" if nowhere."""
+        place: str | None = self._store.peek(_WAITS_AT, rank)
+        return place or ""
+
+    def end(self) -> None:
+        """Tell the peers that this rank has ended its part of the world in good order."""
+        self._store.append("ended", self._rank)
+
+    def _ended(self) -> list[int]:
+        """The ranks that have."""
+        return self._store.entries("ended")
+
+    def _refuse_lost(self, place: str, post: Post) -> None:
+        """Raise if a peer has died or ended, unless all had come to `place` before that."""
+        lost = sorted({*self._comm.lost(), *self._ended()})
+        if lost and not self._store.has(place):
             raise PeerLostError(
                 f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
                 f"its peers to compare it: {self.describe_lost(lost)}."
@@ -164,7 +186,7 @@ class Negotiation:
         """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
         left: list[int] = []
         with suppress(PeerLostError):  # the store is gone too
-            left = [rank for rank in self._posts.have_left() if rank in lost]
+            left = [rank for rank in self._ended() if rank in lost]
         # Ranks may have ended because of the others.
         if gone := [rank for rank in lost if rank not in left]:
             return f"the process of rank {', '.join(map(str, gone))} is gone"
@@ -176,7 +198,7 @@ class Negotiation:
 
     def _refuse_silent(self) -> None:
         """Raise if the heartbeat of a peer has stopped."""
-        if silent := self._heartbeat.look(self._comm.global_ranks):
+        if silent := self._heartbeat.stale_ranks(self._comm.global_ranks):
             peers = ", ".join(str(self._comm.global_ranks.index(rank)) for rank in silent)
             raise PeerLostError(
                 f"rank {self._rank}: rank {peers} on axis {self._name!r} has shown no sign of life for "
@@ -201,29 +223,27 @@ class Negotiation:
         gone, place = peers, f"missing/{self._recovery.generation}"
         if len(peers) > 1:
             with suppress(PeerLostError):
-                self._posts.post(place, Post(Signature("who is missing", ()), None))
+                self._store.announce(place, None)
                 silent = self._heartbeat.silent_ranks([self._comm.global_ranks[rank] for rank in peers])
-                # A peer that posted here and continued before this rank looked is alive.
-                gone = [
-                    r for r in peers if self._comm.global_ranks[r] in silent and not self._posts.holds([f"{place}/{r}"])
-                ]
+                # A peer that announced it too and continued before this rank looked is alive.
+                gone = self._store.absent(place, [rank for rank in peers if self._comm.global_ranks[rank] in silent])
         if not gone:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
         self._gone = f"{which} {', '.join(map(str, gone))} is gone"
         with suppress(PeerLostError):
-            if {*gone} & {*self._posts.have_left()}:
+            if {*gone} & {*self._ended()}:
                 self._gone = self.describe_lost(gone)
         return self._gone
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead. Both ranks raise."""
-        theirs = self._posts.read(place, rank)
+        theirs = self.peek(place, rank)
         assert theirs is not None
         if theirs.signature == post.signature:  # the same call, but it would pair with another
             operation = f"{post.signature.operation} (after other calls)"
             post = replace(post, signature=replace(post.signature, operation=operation))
-        self._posts.post(place, post)
+        self.announce(place, post)
         self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
 
     def answer_peers(self) -> None:
@@ -239,14 +259,14 @@ class Negotiation:
             return  # pending collectives need no store; a peer that is gone too breaks its connections
 
     def _look_for_trouble(self) -> None:
-        self._recovery.look()
+        self._recovery.check_aborted()
         self._refuse_silent()
         for rank in range(self._size):
-            place = self._posts.standing(rank)
+            place = self._waits_at(rank)
             if rank == self._rank or place == "" or place in self._answered:
                 continue
             address, _, position = place.rsplit("/", 2)
-            if address == CHECKS or address.startswith(NOTES):
+            if address == CHECKS or address.startswith(EXCHANGES):
                 self._answer_check(place, rank)
                 continue
             channel = next((c for c in self._comm.channels if c.address == address), None)
@@ -254,14 +274,14 @@ class Negotiation:
                 continue
             self._answered.add(place)
             mine = dict(channel.recent).get(int(position))
-            if mine is None or self._posts.holds([f"{place}/{self._rank}"]):
+            if mine is None or self._store.has(place, [self._rank]):
                 continue  # answered when it was new here too
-            self._posts.post(place, Post(mine.signature, mine.offer))
+            self.announce(place, Post(mine.signature, mine.offer))
             self._compare_posted(place)
 
     def _answer_check(self, place: str, rank: int) -> None:
-        theirs = self._posts.read(place, rank)
-        if theirs is None or self._posts.holds([f"{place}/{self._rank}"]):
+        theirs = self.peek(place, rank)
+        if theirs is None or self._store.has(place, [self._rank]):
             return
         checked = place.startswith(CHECKS)
         for channel in self._comm.channels:
@@ -275,11 +295,11 @@ class Negotiation:
                 self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
 
     def _compare_posted(self, place: str) -> None:
-        posts = {rank: post for rank in range(self._size) if (post := self._posts.read(place, rank)) is not None}
+        posts = {rank: post for rank in range(self._size) if (post := self.peek(place, rank)) is not None}
         self._refuse(posts)
 
     def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call that only some ranks came to counts for all: so their next calls meet."""
+        """Raise if `posts` disagree. A call of some ranks alone counts for all: their next calls are compared next."""
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):
             raise error

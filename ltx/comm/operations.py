@@ -72,7 +72,7 @@ class Operation:
             started = self.start_in_graph(buffer.contiguous(), n, group_name, arguments)
             return partial(functional.wait, started)
         # Functional collectives gather and scatter along dimension 0; a channel's have a dimension for the ranks.
-        flat = buffer if self.name == "all_gather" or buffer.ndim == 1 else buffer.flatten(0, 1)
+        flat = buffer if self.name in ("all_gather", "gather") or buffer.ndim == 1 else buffer.flatten(0, 1)
         started, shape = (
             self.start_in_graph(flat.contiguous(), n, group_name, arguments),
             self.result_shape(buffer.shape, n),
@@ -125,6 +125,26 @@ _ROWS = (
         bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
         messages=lambda n: n - 1,
         in_place=True,
+        moves=True,
+    ),
+    Operation(
+        "gather",
+        process_groups.gather,
+        functional.gather,
+        chunks.gather,
+        bytes_sent=lambda nbytes, n: nbytes,
+        messages=lambda n: n - 1,
+        result_shape=lambda shape, n: (n, *shape),
+        moves=True,
+    ),
+    Operation(
+        "scatter",
+        process_groups.scatter,
+        functional.scatter,
+        chunks.scatter,
+        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
+        messages=lambda n: n - 1,
+        result_shape=lambda shape, n: tuple(shape[1:]),
         moves=True,
     ),
     Operation(

@@ -7,9 +7,11 @@ the caller has made for it. :mod:`ltx.comm.operations` lists them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 #: Static arguments of an operation.
 Arguments = tuple[int, ...]
-#: What is under way, what will have landed, and how that becomes the value.
+#: The work that was started, the buffer that it completes, and how that becomes the value.
 Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
@@ -42,12 +44,19 @@ def as_it_is(completed: torch.Tensor) -> torch.Tensor:
     return completed
 
 
+def summable(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """`buffer` in a dtype that every backend can sum, and what makes a sum of it one of `buffer`'s dtype."""
+    if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
+        return buffer.int(), torch.Tensor.short
+    if buffer.is_complex():  # which NCCL doesn't know; a sum of complex numbers is one of their parts
+        return torch.view_as_real(buffer.resolve_conj()), torch.view_as_complex
+    return buffer, as_it_is
+
+
 def all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
     def start(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-        if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
-            wide = buffer.int()
-            return dist.all_reduce(wide, op, group=group, async_op=True), wide, torch.Tensor.short
-        return dist.all_reduce(buffer, op, group=group, async_op=True), buffer, as_it_is
+        given, restored = summable(buffer)
+        return dist.all_reduce(given, op, group=group, async_op=True), given, restored
 
     return start
 
@@ -68,11 +77,9 @@ def psum_scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argu
     if _is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
         work, rows, finish = all_to_all(group, as_bytes(buffer), arguments)
         return work, rows, lambda rows: from_bytes(finish(rows), buffer.dtype).sum(0, dtype=buffer.dtype)
-    if buffer.dtype is torch.int16:
-        work, wide, _ = psum_scatter(group, buffer.int(), arguments)
-        return work, wide, torch.Tensor.short
-    out = buffer.new_empty(buffer.shape[1:])
-    return _reduce_scatter(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
+    given, restored = summable(buffer)
+    out = given.new_empty(given.shape[1:])
+    return _reduce_scatter(out.view(-1), given.view(-1), group=group, async_op=True), out, restored
 
 
 def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
@@ -135,6 +142,38 @@ def ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argument
     return Works(works), out, as_it_is
 
 
+def gather(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    size, taken, works = group.size(), [], []
+    for given in buffer.flatten().split(_message_length(group, buffer.numel(), buffer.itemsize)):
+        sent, received = gathered_splits(arguments[0], group.rank(), size, given.numel())
+        taken.append(given.new_empty(sum(received)))
+        works.append(dist.all_to_all_single(taken[-1], given, received, sent, group=group, async_op=True))
+
+    def finish(buffer: torch.Tensor) -> torch.Tensor:
+        if group.rank() != arguments[0]:
+            return buffer.new_zeros((size, *buffer.shape))
+        return torch.cat([rows.view(size, -1) for rows in taken], 1).view(size, *buffer.shape)
+
+    return Works(works), buffer, finish
+
+
+def scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    rows = buffer.reshape(group.size(), -1)
+    out = buffer.new_empty(buffer.shape[1:])
+    length, works = _message_length(group, rows.shape[1], buffer.itemsize), []
+    for given, taken in zip(rows.split(length, 1), out.flatten().split(length), strict=True):
+        received, sent = gathered_splits(arguments[0], group.rank(), group.size(), taken.numel())
+        flat = given.reshape(-1)[: sum(sent)]
+        works.append(dist.all_to_all_single(taken, flat, received, sent, group=group, async_op=True))
+    return Works(works), out, as_it_is
+
+
+def gathered_splits(to: int, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
+    """How many elements `rank` sends to and gets from each rank, where all go to one; a scatter turns it round."""
+    sent = [numel if other == to else 0 for other in range(size)]
+    return sent, [numel if rank == to else 0] * size
+
+
 def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
     """How many elements `rank` sends to and gets from each rank. `permutation`: source, destination, .."""
     pairs = list(zip(permutation[::2], permutation[1::2], strict=True))
@@ -143,12 +182,19 @@ def permuted_splits(permutation: Arguments, rank: int, size: int, numel: int) ->
 
 
 def open_group(
-    ranks: list[int], name: str, backend: str, timeout: timedelta, description: str, in_turn: bool = False
+    ranks: list[int],
+    name: str,
+    backend: str,
+    timeout: timedelta,
+    description: str,
+    in_turn: bool = False,
+    device: torch.device | None = None,
 ) -> dist.ProcessGroup:
     """A process group of the global `ranks`, opened by these alone and called `name` on all of them.
 
     `in_turn`: its collectives move one after the other. Otherwise two operations of a gloo group share the link, and
-    the first takes as long as both.
+    the first takes as long as both. `device`: it is connected at once for tensors on that device, so that no rank
+    connects in the middle of a step.
 
     ``dist.new_group(..., use_local_synchronization=True)`` derives names from the number of groups that a process has
     at the moment. So ranks that differ in their other groups wait for each other forever, and a name is used again
@@ -160,20 +206,37 @@ def open_group(
     if in_turn and backend == "gloo":
         _register_in_turn()
         backend = _IN_TURN
-    group: dist.ProcessGroup = make(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        c10d.Backend(backend),
-        store,
-        name,
-        timeout=limit,
-        group_desc=description,
-    )[0]
+    with _without_split():
+        group: dist.ProcessGroup = make(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            c10d.Backend(backend),
+            store,
+            name,
+            timeout=limit,
+            group_desc=description,
+        )[0]
     if limit < timeout:
         c10d._set_pg_timeout(timeout, group)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    if device is not None and type(group) is dist.ProcessGroup:
+        connect: Any = group._get_backend(device)
+        group.bound_device_id = device
+        if getattr(connect, "supports_splitting", False):  # those that can split can connect ahead, too
+            connect.eager_connect_single_device(device)
     return group
+
+
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """Make groups anew. If the world is bound to a device, torch splits it, for which all of its ranks are needed."""
+    world: Any = c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 _IN_TURN = "ltx_gloo_in_turn"
@@ -181,6 +244,18 @@ _IN_TURN = "ltx_gloo_in_turn"
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     return group.name() == "gloo" or dist.get_backend(group) == _IN_TURN
+
+
+def is_of_network(error: RuntimeError) -> bool:
+    """Whether a backend raised `error` because of its peers, and not for want of memory, of a dtype or of a device."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "Gloo", "Timed out"))
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Give up what is under way on a stream-ordered group: kernels that wait for a peer end, and the stream goes on."""
+    stop = getattr(group, "abort", None)
+    if stop is not None:
+        stop()
 
 
 @cache
@@ -201,6 +276,18 @@ def _register_in_turn() -> None:
 def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
     """How long ranks may take to connect when they make a group in `store`: `timeout`, or the store's if less."""
     return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout
+
+
+def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Destroy groups that are no longer used.
+
+    A group ends with its last reference, and waits then for its pending collectives: forever, if a peer never joins
+    them. So a thread drops it.
+    """
+    dropped = list({id(group): group for group in groups if group is not None}.values())
+    for group in dropped:
+        dist.destroy_process_group(group)
+    Thread(target=dropped.clear, name="ltx-let-go", daemon=True).start()
 
 
 def unregister(group: dist.ProcessGroup) -> None:

@@ -3,20 +3,18 @@
 When something raises in a backward pass, the autograd engine drops it, without telling the nodes it doesn't run. The
 ranks have then issued different collectives, and the next one would pair with one of the dropped pass. So a rank that
 aborts a pass says so in the store. Peers that wait for the rest of that pass read it and raise, which aborts it there
-too. Before the next pass all ranks meet and continue with new channels.
+too. Before the next pass all ranks wait for one another and continue with new channels.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-from ltx.comm.heartbeat import TimeoutStore
-from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
+from ltx.comm.store_exchange import StoreExchange
+from ltx.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
 
 # The runs of the engine that the present one is inside of.
 _enclosing: list[int] = []
@@ -56,10 +54,9 @@ class Recovery:
     """The backward passes on one axis.
 
     Args:
-        store: the store that the axis' ranks share.
-        posted: whether all of some keys are in it; raises PeerLostError if it is gone.
-        rank, size, axis_name, timeout_s: the axis'.
-        tear: marks the bucket channels as failed.
+        exchange: the axis' exchange through the store.
+        axis_name: the axis' name.
+        fail_channels: marks the bucket channels as failed.
         renew: replaces them, on all ranks together.
 
     Attributes:
@@ -70,18 +67,13 @@ class Recovery:
 
     def __init__(
         self,
-        store: TimeoutStore,
-        posted: Callable[[list[str]], bool],
-        rank: int,
-        size: int,
+        exchange: StoreExchange,
         axis_name: str,
-        timeout_s: float,
-        tear: Callable[[LtxError], None],
+        fail_channels: Callable[[LtxError], None],
         renew: Callable[[], None],
     ):
-        self._store, self._posted, self._rank, self._size = store, posted, rank, size
-        self._axis_name, self._timeout_s = axis_name, timeout_s
-        self._fail_channels, self._renew = tear, renew
+        self._exchange, self._rank, self._axis_name = exchange, exchange.rank, axis_name
+        self._fail_channels, self._renew = fail_channels, renew
         self._under_way: list[BackwardPass] = []
         self._completed = 0
         self._has_left = False
@@ -135,9 +127,7 @@ class Recovery:
                 "peers wait for the rest of it."
             )
         )
-        self._store.set(
-            self._key(self._rank), json.dumps([self._completed, why, self.external_runs, self.external_error, lost])
-        )
+        self._exchange.announce(self._place, [self._completed, why, self.external_runs, self.external_error, lost])
 
     def abandon(self, why: str, lost: bool) -> None:
         """This rank won't issue anything on the axis any more: its world ends because of an exception.
@@ -145,26 +135,25 @@ class Recovery:
         `lost`: the exception is the loss of a peer, and then the other ranks raise that too.
         """
         with suppress(RuntimeError):  # the store is gone: nobody is left to be told, or all see that
-            self._store.set("abandoned", json.dumps([self._rank, why, lost]))
+            self._exchange.append("abandoned", [self._rank, why, lost])
 
     def check_abandoned(self) -> None:
         """Raise if a peer has abandoned the axis."""
-        if self._posted(["abandoned"]):
-            rank, why, lost = json.loads(self._store.get("abandoned"))
+        for rank, why, lost in self._exchange.entries("abandoned"):
             if rank != self._rank:
                 raise (PeerLostError if lost else DeadlockDetectedError)(
                     f"rank {self._rank}: rank {rank} has left axis {self._axis_name!r} because of an exception "
                     f"({why}), so what this rank waits for won't come."
                 )
 
-    def look(self) -> None:
+    def check_aborted(self) -> None:
         """Called during a wait: raise if a peer has aborted the pass, so that what this rank waits for won't come."""
         self.check_abandoned()
         if self._has_left:
             return
-        for rank in range(self._size):
-            if rank != self._rank and self._posted([self._key(rank)]):
-                _, why, *_, lost = json.loads(self._store.get(self._key(rank)))
+        for rank in range(self._exchange.size):
+            if rank != self._rank and (left := self._exchange.peek(self._place, rank)):
+                _, why, *_, lost = left
                 raise (PeerLostError if lost else DeadlockDetectedError)(
                     f"rank {self._rank}: rank {rank} has left a backward pass on axis {self._axis_name!r} halfway "
                     f"({why}), so what this rank waits for won't come."
@@ -176,27 +165,24 @@ class Recovery:
 
         Raises:
             CollectiveTimeoutError: a peer hasn't aborted it within the axis' timeout.
+            DeadlockDetectedError, PeerLostError: a peer won't, for it has left the axis or is gone.
             ReplicaDivergedError: on every rank, once: some ranks had completed that pass and others hadn't. The
                 channels are new.
         """
         if not self._has_left:
             return
-        keys = {rank: self._key(rank) for rank in range(self._size)}
-        deadline, pause_s = time.monotonic() + self._timeout_s, 0.001
-        while not self._posted(list(keys.values())):
-            if time.monotonic() > deadline:
-                absent = [rank for rank, key in keys.items() if not self._posted([key])]
-                raise CollectiveTimeoutError(
-                    f"rank {self._rank}: a backward pass on axis {self._axis_name!r} was left halfway, and ranks "
-                    f"{absent} haven't come to begin the next one within {self._timeout_s:g} s."
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
-        posts = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
-        completed = {rank: post[0] for rank, post in posts.items()}
-        runs = {post[2] for post in posts.values()}
+        what = f"recovery on axis {self._axis_name!r} from a backward pass that was left halfway"
+
+        def look() -> None:
+            if not self._exchange.has(self._place):
+                self.check_abandoned()
+                self._exchange.refuse_lost(self._place, what, range(self._exchange.size))
+
+        left = self._exchange.collect(self._place, what, while_waiting=look, to="begin the next one")
+        completed = {rank: passes for rank, (passes, *_) in enumerate(left)}
+        runs = {begun for _, _, begun, *_ in left}
         begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
-        self.external_error = next((post[3] for post in posts.values() if post[3]), begun)
+        self.external_error = next((error for *_, error, _ in left if error), begun)
         self._has_left, self._completed = False, 0
         self.generation += 1
         self._renew()
@@ -208,5 +194,7 @@ class Recovery:
                 "share: ltx.broadcast them, or load a checkpoint. The axis works again."
             )
 
-    def _key(self, rank: int) -> str:
-        return f"left/{self.generation}/{rank}"
+    @property
+    def _place(self) -> str:
+        """Where each rank announces that it has aborted the current pass."""
+        return f"left/{self.generation}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -15,15 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ltx import axis as axes
 from ltx.arguments import brief, is_whole
 from ltx.axis import Axis
-from ltx.backings import GroupBacking
+from ltx.backings import GroupBacking, Part
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.comm.process_groups import open_group
+from ltx.comm.signature import Signature
 from ltx.errors import AxisError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-_lines: dict[dist.ProcessGroup, Axis] = {}
+_opened: dict[dist.ProcessGroup, Axis] = {}
 
 
 def open_axis(
@@ -35,13 +36,37 @@ def open_axis(
     """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
     if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name!r}: {_outsider()}")
-    known = _lines.get(group)
+    known = _opened.get(group)
     if known is not None and known.name == name:
         return known
     axis_comm = AxisComm(name, group, timeout, heartbeat_s)
     opened = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
-    _lines[group] = opened
+    _opened[group] = opened
     return opened
+
+
+class InGroups(NamedTuple):
+    """The ranks of a group of an axis, as an axis: what `axis_index_groups` makes of the axis of a collective.
+
+    Attributes:
+        axis: as users give one.
+        groups: the indices of each group; as lists in errors.
+    """
+
+    axis: Any
+    groups: tuple[tuple[int, ...], ...]
+
+
+class InBackground(NamedTuple):
+    """An axis on which a collective is begun and waited for later (``ltx.async_``).
+
+    Attributes:
+        axis: as users give one.
+        name: the collective's, as users call it.
+    """
+
+    axis: Any
+    name: str
 
 
 @dataclass(frozen=True)
@@ -116,7 +141,7 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
         raise AxisError(f"axis {name or group!r}: {_outsider()}")
     opened = open_axis(group.group_name if name is None else name, group)
     axis = GroupAxis(opened.name, opened.size, opened.backing, ranks is not None)
-    _lines[group] = axis
+    _opened[group] = axis
     return axis
 
 
@@ -132,7 +157,7 @@ def _group_of(ranks: list[Any]) -> dist.ProcessGroup:
     store: Any = c10d._get_default_store()
     told = f"ltx/ranks {ranks}"
     number = store.add(f"{told}/opened by {mine}", 1)
-    return open_group(ranks, f"{told}, {number}", dist.get_backend(), _DEFAULT_TIMEOUT, f"ranks {ranks}")
+    return open_group(ranks, f"{told}, {number}", dist.get_backend_config(), _DEFAULT_TIMEOUT, f"ranks {ranks}")
 
 
 def _outsider() -> str:
@@ -144,14 +169,14 @@ def close_axis(axis: Axis) -> None:
     """Close what :func:`open_axis` opened."""
     if axis.comm is not None:
         axis_comm: AxisComm = axis.comm
-        _lines.pop(axis_comm.group, None)
+        _opened.pop(axis_comm.group, None)
         axis_comm.close()
 
 
 def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
-    lines = [axis.comm for axis in _lines.values() if axis.comm is not None]
-    return (*_lines.values(), *(part for axis_comm in lines for part in axis_comm.parts))
+    comms = [axis.comm for axis in _opened.values() if axis.comm is not None]
+    return (*_opened.values(), *(part for axis_comm in comms for part in axis_comm.parts))
 
 
 def _refuse_forks() -> None:
@@ -166,7 +191,7 @@ os.register_at_fork(after_in_child=_refuse_forks)
 def size_and_rank(axis: Any) -> tuple[int, int]:
     """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
 
-    Unlike :func:`resolve` it never opens an axis, for which ranks would have to meet.
+    Unlike :func:`resolve` it never opens an axis, which all its ranks would have to do together.
     """
     meshes = _meshes_in(axis)
     if meshes:
@@ -185,6 +210,10 @@ def resolve(axis: Any) -> Axis:
         return _called(axis)
     if axis is None:
         return axes.find(axis)
+    if isinstance(axis, InBackground):
+        return resolve(axis.axis)
+    if isinstance(axis, InGroups):
+        return _resolve_groups(resolve(axis.axis), axis.groups)
     if meshes := _meshes_in(axis):
         return _of_meshes(meshes)
     if isinstance(axis, tuple):
@@ -192,7 +221,7 @@ def resolve(axis: Any) -> Axis:
     if isinstance(axis, Axis):
         return axes.check_open(axis)
     if isinstance(axis, dist.ProcessGroup):
-        known = _lines.get(axis)
+        known = _opened.get(axis)
         return known if known is not None else open_axis(axis.group_name, axis)
     if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
         # What torch gives to those who aren't in a new group.
@@ -204,7 +233,7 @@ def resolve(axis: Any) -> Axis:
 
 def _called(name: str) -> Axis:
     """The axis of that name: what is in scope first, then what was opened by a group or a DeviceMesh."""
-    opened = [known for known in _lines.values() if known.name == name]
+    opened = [known for known in _opened.values() if known.name == name]
     if all(known.name != name for known in axes.axes_in_scope()):
         if len(opened) > 1:
             raise AxisError(f"axis={name!r}: {len(opened)} axes are called so. Give the axis, group or mesh itself.")
@@ -232,7 +261,7 @@ def _meshes_in(axis: Any) -> list[DeviceMesh]:
     if not isinstance(axis, tuple):
         return []
     scope = {known.name for known in axes.axes_in_scope()}
-    named = {known.name: known.mesh for known in _lines.values() if isinstance(known, MeshAxis)}
+    named = {known.name: known.mesh for known in _opened.values() if isinstance(known, MeshAxis)}
     meshes = [named.get(part) if isinstance(part, str) and part not in scope else part for part in axis]
     found = [mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]
     if found and len(found) < len(axis):
@@ -270,10 +299,42 @@ def _of_meshes(meshes: list[DeviceMesh]) -> Axis:
     names = [name for mesh in meshes for name in mesh.mesh_dim_names or map(str, range(mesh.ndim))]
     if len(names) > 1:
         title = f"({', '.join(names)})"
-        known = [axis for axis in _lines.values() if _ranks(axis) == ranks]
+        known = [axis for axis in _opened.values() if _ranks(axis) == ranks]
         return Axis(title, 1) if len(ranks) == 1 else known[0] if known else axis_from_group(ranks, title)
     group = meshes[0].get_group()
-    if group not in _lines:
+    if group not in _opened:
         opened = open_axis(names[0] if meshes[0].mesh_dim_names else group.group_name, group)
-        _lines[group] = MeshAxis(opened.name, opened.size, opened.backing, meshes[0])
-    return _lines[group]
+        _opened[group] = MeshAxis(opened.name, opened.size, opened.backing, meshes[0])
+    return _opened[group]
+
+
+def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:
+    """The axis of this rank's group; ranks compare groups that are new before they open any."""
+    part, said = Part(groups), f"axis_index_groups={brief([list(group) for group in groups])}"
+    size = axis.size if axis.simulated is None or axis.simulated.part is None else min(axis.simulated.part.sizes)
+    indices = [index for group in groups for index in group]
+    if size < axis.size or () in groups or sorted(indices) != list(range(size)):
+        raise AxisError(
+            f"{said}: on axis {axis.name!r} of {axis.size} ranks, every index from 0 to {axis.size - 1} must be in "
+            f"exactly one group, and no group may be empty. {_partition_fault(indices, size)}"
+        )
+    if len(groups) == 1 and indices == list(range(size)):
+        return axis
+    if axis.comm is None:
+        return axes.in_groups(axis, part, f"{axis.name} in {len(groups)} groups")
+    axis_comm: AxisComm = axis.comm
+    if not axis_comm.has_compared(InGroups, groups):
+        axis_comm.negotiate(axis_comm.user, (InGroups, groups), lambda: Signature("axis_index_groups", (), said))
+        axis_comm.count_as_compared(InGroups, groups)
+    members = part.members(axis_comm.rank)
+    return axes.in_groups(axis, part, f"{axis.name}, ranks {', '.join(map(str, members))}")
+
+
+def _partition_fault(indices: list[int], size: int) -> str:
+    if unknown := sorted({index for index in indices if not 0 <= index < size}):
+        return f"It has no rank {unknown[0]}."
+    if twice := sorted({index for index in indices if indices.count(index) > 1}):
+        return f"Rank {twice[0]} is in more than one place."
+    if missing := sorted(set(range(size)) - {*indices}):
+        return f"Rank {missing[0]} is in none."
+    return "Leave the empty ones out." if size else "Give one list for each group."

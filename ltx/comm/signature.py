@@ -1,7 +1,7 @@
 """Signatures: what ranks must agree on before any data moves.
 
-A rank that meets a new signature compares it with its peers through the store, out of band, so that a disagreement is
-the same named error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
+A rank compares a new signature with its peers through the store, out of band, so that a disagreement is the same named
+error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
 known and costs a dictionary look-up.
 """
 
@@ -96,14 +96,14 @@ class Post:
         """What is called, and on which line."""
         return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
 
-    def to_json(self) -> str:
-        """Text for the store."""
-        return json.dumps([self.signature.to_json(), self.value, self.caller, dict(self.issued), self.next_check])
+    def fields(self) -> list[Any]:
+        """Itself as JSON values, for the store."""
+        return [self.signature.to_json(), self.value, self.caller, dict(self.issued), self.next_check]
 
     @staticmethod
-    def from_json(text: str | bytes) -> Post:
-        """Inverse of :meth:`to_json`."""
-        signature, value, caller, issued, next_check = json.loads(text)
+    def of(fields: list[Any]) -> Post:
+        """Inverse of :meth:`fields`."""
+        signature, value, caller, issued, next_check = fields
         return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check))
 
 
@@ -116,6 +116,13 @@ def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchEr
     if any(post.caller for post in by_rank.values()):
         return RankMismatchError(f"{error} The calls: {list_calls(by_rank)}.")
     return error
+
+
+#: What takes tensors that differ in length.
+_UNEVEN = {
+    "all_gather": 'ltx.all_gather(x, tiled=True, splits="infer")',
+    "all_to_all": 'ltx.all_to_all(x, ..., splits="infer")',
+}
 
 
 def list_calls(by_rank: Mapping[int, Post]) -> str:
@@ -133,9 +140,10 @@ def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMisma
     for path in paths:
         values = {rank: dict(s.leaves).get(path, "no such leaf") for rank, s in by_rank.items()}
         if len(set(values.values())) > 1:
-            return mismatch(
-                axis_name, f"{operation}, leaf {path!r}", values, "give every rank the same tree, shapes and dtypes"
-            )
+            fix = "give every rank the same tree, shapes and dtypes"
+            if operation in _UNEVEN and len({value.partition("[")[0] for value in values.values()}) == 1:
+                fix += f"; {_UNEVEN[operation]} takes unequal lengths"
+            return mismatch(axis_name, f"{operation}, leaf {path!r}", values, fix)
     orders = {rank: str([path for path, _ in s.leaves]) for rank, s in by_rank.items()}
     if len(set(orders.values())) > 1:
         return mismatch(axis_name, f"{operation}, order of leaves", orders, "give every rank the same tree")

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ltx.comm.channel import Channel, Work
+from ltx.comm.axis_comm import AxisComm
+from ltx.comm.channel import Channel
+from ltx.comm.signature import Agreement
+from ltx.comm.streams import CommStream, HostCopy, to_device
+from ltx.comm.work import Work
 from ltx.errors import RankMismatchError
 
 _LIMB_BITS = 20
@@ -41,35 +45,108 @@ class StepSummary:
 
 
 class PendingSummary:
-    """A step summary that is pending."""
+    """A step summary that is pending.
 
-    def __init__(self, work: Work, size: int, axis_name: str):
+    On a stream-ordered backend the host doesn't stop for it: :meth:`enqueued` gives the sums as the device will have
+    them, and :meth:`wait` is called when the host needs them, at the latest in the next pass.
+    """
+
+    def __init__(self, work: Work, channel: Channel, stream: CommStream | None = None):
         self._work: Work | None = work
-        self._size = size
-        self._axis_name = axis_name
+        self._channel = channel
         self._summary: StepSummary | None = None
+        self._copy: HostCopy | None = None
+        if stream is not None:
+            with stream.behind_current():
+                self._copy = work.read()
+                self._sums = work.wait()
+            self._fence = stream.fence()
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether the host continues without the sums."""
+        return self._copy is not None and self._summary is None
+
+    def enqueued(self) -> StepSummary:
+        """The sums, which nobody has looked at yet, on the device; elsewhere as :meth:`wait`."""
+        if not self.stays_on_device:
+            return self.wait()
+        self._fence([self._sums])
+        return StepSummary(self._sums[0], self._sums[1])
 
     def wait(self) -> StepSummary:
         """The summary; raises :class:`ltx.errors.RankMismatchError` if ranks have issued different things."""
         if self._summary is None:
             assert self._work is not None
-            summed = self._work.wait()
+            late = self._copy is not None
+            summed = self._work.wait() if self._copy is None else self._channel.wait_for_host(self._copy, "summary")
             limbs = [int(x) for x in summed[2:].tolist()]
             for first, second in zip(limbs[::2], limbs[1::2], strict=True):
-                if self._size * second != first * first:
+                if self._channel.size * second != first * first:
+                    applied = (
+                        "What the step before this one made of them was applied: load a checkpoint."
+                        if late
+                        else "Nothing of this step was applied."
+                    )
                     raise RankMismatchError(
-                        f"axis {self._axis_name!r}: ranks have issued different collectives, or the same ones in "
-                        "another order, since the last synchronised step; the results since then are not to be "
-                        "trusted. Nothing of this step was applied. Wrap the program in ltx.debug_checks() to see "
-                        "which call differs."
+                        f"axis {self._channel.axis_name!r}: ranks have issued different collectives, or the same ones "
+                        "in another order, since the last synchronised step; the results since then are not to be "
+                        f"trusted. {applied} Wrap the program in ltx.debug_checks() to see which call differs."
                     )
             self._summary, self._work = StepSummary(summed[0], summed[1]), None
         return self._summary
 
 
-def send_summary(channel: Channel, total: torch.Tensor, weight: torch.Tensor, digest: int) -> PendingSummary:
-    """Issue this rank's part: `total` and `weight` are 0-dim tensors on the communicator's device."""
-    limbs = [(digest >> (_LIMB_BITS * i)) & _MASK for i in range(_LIMBS)]
-    marks = torch.tensor([y for d in limbs for y in (d, d * d)], dtype=torch.float64, device=total.device)
-    buffer = torch.cat([total.detach().double().reshape(1), weight.detach().double().reshape(1), marks])
-    return PendingSummary(channel.issue("psum", buffer, "summary"), channel.size, channel.axis_name)
+def end_pass(among: AxisComm, summary: PendingSummary) -> StepSummary:
+    """End a pass all buckets of which are complete or enqueued: its step summary, which is checked here or later."""
+    if summary.stays_on_device:
+        among.unread = summary
+    return summary.enqueued()
+
+
+def begin_pass(
+    axis_comm: AxisComm,
+    among: AxisComm,
+    name: str,
+    agreement: Agreement | None,
+    total: torch.Tensor | float = 0.0,
+    weight: torch.Tensor | float = 0.0,
+) -> PendingSummary:
+    """Begin a pass over buckets: wait until the last one is out of the way, then issue this rank's step summary.
+
+    Args:
+        axis_comm: on whose bucket channels the pass goes out.
+        among: the ranks that are in the pass: `axis_comm`, or a part of it.
+        name: what errors call the pass.
+        agreement: what the ranks have compared of it.
+        total, weight: the loss and its weight on this rank, 0-dim tensors; 0 where nobody asks for them.
+    """
+    axis_comm.wait_for_earlier()
+    if among.unread is not None:  # the host may be one step ahead of the device
+        unread, among.unread = among.unread, None
+        unread.wait()
+    among.recovery.recover()
+    channel = among.bucket_channel(0)
+    axis_comm.under_way = among.under_way = name
+    if agreement is not None:
+        channel.advance(agreement)
+    digest = axis_comm.user.digest ^ (channel.digest << 1)
+    return send_summary(channel, total, weight, digest, axis_comm.device, axis_comm.stream_of(axis_comm.device))
+
+
+def send_summary(
+    channel: Channel,
+    total: torch.Tensor | float,
+    weight: torch.Tensor | float,
+    digest: int,
+    device: torch.device,
+    stream: CommStream | None = None,
+) -> PendingSummary:
+    """Issue this rank's part; `stream` is where the sum is waited for, if not on the host."""
+    limbs = [float((digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
+    given = [0.0 if isinstance(x, torch.Tensor) else x for x in (total, weight)]
+    numbers = to_device([*given, *(y for d in limbs for y in (d, d * d))], device)
+    for place, x in enumerate((total, weight)):
+        if isinstance(x, torch.Tensor):
+            numbers[place] = x.detach()
+    return PendingSummary(channel.issue("psum", numbers, "summary"), channel, stream)

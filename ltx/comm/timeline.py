@@ -34,7 +34,7 @@ class Trace:
     """What a recording has seen so far; it can be read while it goes on, and pickled.
 
     Attributes:
-        events: issues on the wire, in their order.
+        events: what was issued, in its order.
         spans: stretches of computing, in the order in which they began: of a train step its parts; of a data-parallel
             step that is called by itself "forward", and "backward" where ``torch.func.grad`` runs it.
         rank: this process' rank.
@@ -81,11 +81,11 @@ class Trace:
         return 1.0 if total <= 0.0 else max(0.0, 1.0 - self.waited_s / total)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw computing and communication over time: :meth:`ltx.profile.timeline.plot` of this rank alone."""
+        """Draw computing and communication over time: ``plot`` of :func:`ltx.profile.timeline` with this rank alone."""
         return timeline([self]).plot(ax)
 
     def save(self, path: str | Path) -> None:
-        """Write a file for Perfetto: :meth:`ltx.profile.timeline.save` of this rank alone."""
+        """Write a file for Perfetto: ``save`` of :func:`ltx.profile.timeline` with this rank alone."""
         timeline([self]).save(path)
 
 

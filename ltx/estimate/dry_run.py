@@ -24,9 +24,9 @@ from ltx.estimate.still import Still
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.exchange import Exchange
 from ltx.gradients.leaves import arrival_order, differentiable
-from ltx.gradients.pending import Reduced
 from ltx.gradients.planning import make_plan
-from ltx.gradients.reduction import LeafState, reduce_at_once
+from ltx.gradients.programs import reduce_at_once
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer
 from ltx.strategies import Strategy

@@ -14,8 +14,10 @@ import torch
 from ltx import comm
 from ltx.errors import LtxError, StrategyError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.pending import PendingReductions, Reduced
-from ltx.gradients.reduction import LeafState, pack, pack_pure, reduce_at_once, unpack
+from ltx.gradients.packing import pack, pack_pure, unpack
+from ltx.gradients.pending import PendingReductions
+from ltx.gradients.programs import program_of, reduce_at_once
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
 
 _T = TypeVar("_T")
@@ -67,23 +69,20 @@ class Exchange:
 
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
-        axis_comm.wait_for_earlier()
-        axis_comm.recovery.recover()
-        axis_comm.under_way = "an exchange of the strategy"
-        channel = axis_comm.background if background else axis_comm.bucket_channel(0)
-        assert plan.agreement is not None
-        channel.advance(plan.agreement)
         if background:
+            axis_comm.wait_for_earlier()
+            axis_comm.recovery.recover()
+            axis_comm.under_way = "an exchange of the strategy"
+            assert plan.agreement is not None
+            axis_comm.background.advance(plan.agreement)
             self._pending = PendingReductions(axis_comm, lambda axis_comm, phase: axis_comm.background, "background")
         else:
-            nothing = torch.zeros((), dtype=torch.float64, device=axis_comm.device)
-            digest = axis_comm.user.digest ^ (channel.digest << 1)
-            self._summary = comm.send_summary(channel, nothing, nothing, digest)
+            self._summary = comm.begin_pass(axis_comm, axis_comm, "an exchange of the strategy", plan.agreement)
             self._pending = PendingReductions(axis_comm, what="exchange")
         for bucket in plan.buckets:
             mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
             flat = pack(mine, bucket, hook, plan.axis.size, states)
-            self._pending.launch(hook, plan.bucket_input(bucket, flat, states))
+            self._pending.launch(program_of(hook, plan.bucket_input(bucket, flat, states)), hook)
             self._pending.poll()
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
@@ -132,7 +131,7 @@ class Exchange:
             return
         self._completed = list(self._pending.wait_each())
         if self._summary is not None:
-            self._summary.wait()
+            comm.end_pass(self._comm, self._summary)
         if not self._midway:
             self._comm.recovery.complete()
         self._pending = None

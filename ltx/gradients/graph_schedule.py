@@ -9,8 +9,9 @@ import torch
 
 from ltx.comm.operations import OPERATIONS
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.pending import Reduced
-from ltx.gradients.reduction import CollectiveRequest, Reduction, collective_alone, pack_pure, unpack
+from ltx.gradients.packing import pack_pure, unpack
+from ltx.gradients.programs import advance, collective_alone
+from ltx.gradients.reduction import CollectiveRequest, Reduced, Reduction
 from ltx.gradients.schedule import Dims, Plan, Schedule
 
 
@@ -28,11 +29,11 @@ class GraphSchedule(Schedule):
 
     def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Callable[[], torch.Tensor] | Reduced:
         """Run a reduction up to its next collective; return a function that waits for that, or the final result."""
-        try:
-            return self._issue(next(reduction) if result is None else reduction.send(result))
-        except StopIteration as end:
-            reduced: Reduced = end.value
-            return reduced
+        request = advance(reduction, result)
+        if isinstance(request, CollectiveRequest):
+            return self._issue(request)
+        reduced: Reduced = request
+        return reduced
 
     def _issue(self, request: CollectiveRequest) -> Callable[[], torch.Tensor]:
         """Start a collective; return a function that waits for it."""
@@ -41,7 +42,7 @@ class GraphSchedule(Schedule):
         if axis.backing is None:
             return lambda: collective_alone(request)
         assert axis.comm
-        group = axis.comm.bucket_channel(0).group.group_name
+        group = axis.comm.bucket_channel(0).group_for(buffer.device).group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
         return OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)

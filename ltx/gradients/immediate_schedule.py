@@ -9,7 +9,8 @@ import torch
 from torch._C import _functorch
 
 from ltx.axis import Axis
-from ltx.gradients.reduction import pack_pure, reduce_at_once, unpack
+from ltx.gradients.packing import pack_pure, unpack
+from ltx.gradients.programs import reduce_at_once
 from ltx.gradients.schedule import Dims, Schedule
 
 

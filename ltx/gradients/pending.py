@@ -2,34 +2,37 @@
 
 Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
 out in bucket order, so all ranks issue alike, whatever the order in which gradients arrive and collectives complete.
+
+On stream-ordered backends an axis has one communicator, and the host needn't wait between two phases: a program is
+enqueued as a whole when it is launched, on the communication stream. So the order of issues is that of the buckets, and
+within a bucket that of its phases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ltx import comm
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import BucketInput, LeafState, Reducer, Reduction, collective_alone
-
-#: (sum of the shares, next states)
-Reduced = tuple[torch.Tensor, Sequence[LeafState]]
+from ltx.gradients.programs import Program, advance, collective_alone
+from ltx.gradients.reduction import CollectiveRequest, Reduced, Reducer
 
 
 @dataclass
 class _PendingReduction:
-    """A pending bucket: its reduction, and the collective that it waits for."""
+    """A pending bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
 
     hook: Reducer
-    reduction: Reduction
+    program: Program | None
     work: comm.Work | None = None
     phase: int = 0
     completed: Reduced | None = None
     halfway: bool = False  # between two collectives
     total: float | None = None  # of all elements of the result, if the transport knows it
+    fence: Callable[[Iterable[torch.Tensor]], None] | None = None  # until the stream that waits is behind the result
 
     @property
     def may_go_on(self) -> bool:
@@ -55,16 +58,24 @@ class PendingReductions:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def launch(self, hook: Reducer, inputs: BucketInput) -> None:
-        """Start the next bucket in order.
+    def launch(self, program: Program, hook: Reducer) -> None:
+        """Start the program of the next bucket in order, which is that of `hook`.
 
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
         can't be made to wait for that, so such a hook runs when the bucket is waited for.
         """
-        pending = _PendingReduction(hook, hook.reduce(inputs))
+        pending = _PendingReduction(hook, program)
         self._pending.append(pending)
-        if hook.phases_on(self._comm.size) > 0:
+        if hook.phases_on(self._comm.size) == 0:
+            return
+        stream = self._comm.stream_of(program.reads[0].device)
+        if stream is None:
             self._advance(len(self) - 1)
+            return
+        with stream.behind_current():
+            while pending.completed is None:
+                self._advance(len(self) - 1)
+        pending.fence, pending.program = stream.fence(), program
 
     def _advance(self, place: int) -> None:
         """Wait for a reduction's collective, run it up to its next one, and issue that."""
@@ -76,14 +87,8 @@ class PendingReductions:
 
     def _run_on(self, pending: _PendingReduction, place: int, result: torch.Tensor | None) -> None:
         arrived, version = result, -1 if result is None else result._version
-        while True:
-            try:
-                request = next(pending.reduction) if result is None else pending.reduction.send(result)
-            except StopIteration as end:
-                if pending.work is not None and end.value[0] is arrived and version == arrived._version:
-                    pending.total = pending.work.total  # the transport's sum is that of the hook's result
-                pending.completed, pending.work = end.value, None
-                return
+        assert pending.program is not None
+        while isinstance(request := advance(pending.program.requests, result), CollectiveRequest):
             if pending.phase == pending.hook.phases_on(self._comm.size):
                 raise StrategyError(
                     f"rank {self._comm.rank}: {pending.hook!r} asks for more than {pending.phase} collectives in "
@@ -102,6 +107,9 @@ class PendingReductions:
                 pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
+        if pending.work is not None and request[0] is arrived and version == arrived._version:
+            pending.total = pending.work.total  # the transport's sum is that of the hook's result
+        pending.completed, pending.work, pending.program = request, None, None
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
@@ -119,8 +127,13 @@ class PendingReductions:
         return all(pending.completed is not None for pending in self._pending)
 
     def completed(self, place: int) -> Reduced | None:
-        """The result of a bucket, if it is complete."""
-        return self._pending[place].completed
+        """The result of a bucket, if it is complete, for the current stream."""
+        pending = self._pending[place]
+        if pending.fence is not None and pending.completed is not None:
+            flat, states = pending.completed
+            pending.fence([flat, *(tensor for state in states for tensor in state.values())])
+            pending.fence, pending.program = None, None
+        return pending.completed
 
     def total(self, place: int) -> float | None:
         """The sum of all elements of a complete bucket, or NaN; None if it wasn't taken."""
@@ -140,7 +153,9 @@ class PendingReductions:
                     while not self._is_past(earlier, pending.phase):
                         self._advance(earlier)
             self._advance(place)
-        return pending.completed
+        reduced = self.completed(place)
+        assert reduced is not None
+        return reduced
 
     def _is_past(self, place: int, phase: int) -> bool:
         pending = self._pending[place]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,12 +13,11 @@ from ltx import comm
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.immediate_schedule import ImmediateSchedule
-from ltx.gradients.pending import PendingReductions, Reduced
-from ltx.gradients.reduction import LeafState, pack, unpack
+from ltx.gradients.packing import pack, unpack
+from ltx.gradients.pending import PendingReductions
+from ltx.gradients.programs import Program, ProgramOf, program_of
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Dims, Plan, Schedule
-
-#: What is packed into a bucket: a tensor for each leaf, and the hook's state of each.
-Packed = tuple[Sequence[torch.Tensor], Sequence[LeafState]]
 
 
 @dataclass(frozen=True)
@@ -28,26 +27,25 @@ class PassOptions:
     Attributes:
         name: what errors call the pass.
         sums: whether the sum of each bucket's elements is wanted (:meth:`ProcessSchedule.total`).
-        states: the hook's state of each leaf, where the states weren't known yet when the marker was made.
-        replace: ``(bucket, gradients)`` -> what is packed in place of the gradients.
-        update: ``(bucket, reduced gradients)`` -> a bucket's :attr:`BucketInput.update`.
+        program: makes the program of a bucket; :meth:`ProcessSchedule.program` if None.
     """
 
     name: str = "a backward pass"
     sums: bool = False
-    states: Sequence[LeafState] | None = None
-    replace: Callable[[Bucket, Sequence[torch.Tensor]], Packed] | None = None
-    update: Callable[[Bucket, Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    program: ProgramOf | None = None
 
 
 class ProcessSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
 
     With `deferred` there is no fence: a train step waits for the buckets itself, one by one. With `ahead` the next
-    forward
-    pass runs while they are pending: see :func:`launch_order`.
+    forward pass runs while they are pending: see :func:`launch_order`.
 
     If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
+
+    On a stream-ordered backend buckets share a communicator with the user's collectives. If there are any in the graph,
+    their backward passes may come before or after a bucket, which may differ between ranks. So buckets are then held
+    back until the backward pass is over.
     """
 
     threaded = False
@@ -61,12 +59,12 @@ class ProcessSchedule(Schedule):
         self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
         self.summary: comm.PendingSummary | None = None
         self.options = PassOptions()
-        self._passage: comm.BackwardPass | None = None
+        self._backward_pass: comm.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
-        self._pending = PendingReductions(self.comm)
-        self._batches: list[torch.Size] = []
-        self._packed: dict[int, tuple[torch.Tensor, Sequence[LeafState]]] = {}
+        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
+        self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
+        self._reset()
 
     def configure(self, options: PassOptions) -> None:
         """Use these options for the buckets launched from now on."""
@@ -77,27 +75,20 @@ class ProcessSchedule(Schedule):
         """The communicator of the ranks that are in this pass together."""
         return self.comm if self._part is None or self.again else self._part
 
-    def send_summary(self, total: torch.Tensor, weight: torch.Tensor) -> comm.PendingSummary:
+    def send_summary(self, total: torch.Tensor | float = 0.0, weight: torch.Tensor | float = 0.0) -> None:
         """Issue the step summary ahead of the buckets."""
-        self.comm.wait_for_earlier()
-        self.among.recovery.recover()
-        channel = self.among.bucket_channel(0)
-        self.comm.under_way = self.among.under_way = self.options.name
-        if self.plan.agreement is not None:
-            channel.advance(self.plan.agreement)
-        digest = self.comm.user.digest ^ (channel.digest << 1)
-        self.summary = comm.send_summary(channel, total.to(self.comm.device), weight.to(self.comm.device), digest)
-        return self.summary
+        agreement = self.plan.agreement
+        self.summary = comm.begin_pass(self.comm, self.among, self.options.name, agreement, total, weight)
 
     def begin(self) -> None:
         self._reset()
+        self._held = self._shared and _issued_in_graphs() != self._in_graphs
         if self.summary is None:
             # A deferred pass has sent its summary already, and its train step watches it.
-            self._passage = self.among.recovery.enter()
-            if self.hook.phases_on(self.plan.axis.size) > 1:
-                self._passage.flush = self._pending.flush
-            nothing = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-            self.send_summary(nothing, nothing)
+            self._backward_pass = self.among.recovery.enter()
+            if self.has_later_phases:
+                self._backward_pass.flush = self._pending.flush
+            self.send_summary()
 
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if it has begun."""
@@ -105,11 +96,13 @@ class ProcessSchedule(Schedule):
             self.among.recovery.abort(reason)
 
     def _reset(self) -> None:
-        self._pending, self._batches, self._packed = PendingReductions(self.comm, summed=self.options.sums), [], {}
+        self._pending = PendingReductions(self.comm, summed=self.options.sums)
+        self._batches: dict[int, torch.Size] = {}
+        self._ready: dict[int, Program] = {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
-            self._launch(index, dims, tensors)
+            self._prepare(self.plan.buckets[index], dims, tensors)
             self._pending.poll()
         return tuple(tensors)
 
@@ -125,58 +118,56 @@ class ProcessSchedule(Schedule):
                 self.abandon(error)
             raise
 
-    def _launch(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> None:
-        bucket, hook = self.plan.buckets[index], self.hook
+    def _prepare(self, bucket: Bucket, dims: Dims, tensors: Sequence[torch.Tensor]) -> None:
+        """Make the program of a bucket whose gradients are there, and launch what is due in the order of launches."""
         count = len(bucket.members)
-        grads = tensors[:count]
         self._check_batchable(dims, tensors[count:])
-        states = self.plan.states_of(bucket, tensors[count:])
-        if self.options.states is not None:
-            states = [self.options.states[member] for member in bucket.members]
-        if self.options.replace is not None:
-            grads, its_states = self.options.replace(bucket, grads)
-            states = list(its_states)
-        room = partial(self.comm.buffer_pool.take, self.plan.buckets, index)
-        flat = pack(grads, bucket, hook, self.plan.axis.size, states, grads[0].shape[: len(dims)], room)
-        self._packed[index] = (flat, states)
-        if self._passage is not None and hook.phases_on(self.plan.axis.size) > 1:
-            self.among.recovery.flush_others(self._passage)
-        # Strictly in the order of launches: one that is ready early waits for those before it.
-        while len(self._pending) < len(self._order) and self._order[len(self._pending)] in self._packed:
-            place = self._order[len(self._pending)]
-            ready, its_states = self._packed.pop(place)
-            self._batches.append(ready.shape[:-1])
-            inputs = self.plan.bucket_input(self.plan.buckets[place], ready.view(-1), its_states)
-            if self.options.update is not None:
-                inputs = replace(inputs, update=partial(self.options.update, inputs.bucket))
-            self._pending.launch(hook, inputs)
+        self._batches[bucket.index] = tensors[0].shape[: len(dims)]
+        program = self.options.program or self.program
+        self._ready[bucket.index] = program(bucket, tensors[:count], self.plan.states_of(bucket, tensors[count:]))
+        if self._backward_pass is not None and self.has_later_phases:
+            self.among.recovery.flush_others(self._backward_pass)
+        if not self._held:
+            self.launch()
+
+    def launch(self) -> None:
+        """Launch what is ready in the order of launches: a bucket that is ready early waits for those before it."""
+        while len(self._pending) < len(self._order) and (place := self._order[len(self._pending)]) in self._ready:
+            self._pending.launch(self._ready.pop(place), self.hook)
+
+    def program(
+        self,
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    ) -> Program:
+        """The reduction of `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
+        hook, plan, batch = self.hook, self.plan, self._batches[bucket.index]
+        room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index)
+        flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
+        return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
-        """:meth:`wait_each` with what the hook returns for each bucket."""
+        """The buckets in order, each as soon as it is complete, with what its program returned."""
+        self.launch()
         for place, reduced in zip(self._order, self._pending.wait_each(), strict=False):
             yield self.plan.buckets[place], reduced
 
-    def wait_each(self) -> Iterator[tuple[Bucket, list[torch.Tensor], list[torch.Tensor]]]:
-        """The buckets in order, each as soon as it is complete: (bucket, reduced gradients, next states)."""
-        for batch, (bucket, (flat, states)) in zip(self._batches, self.wait_buckets(), strict=False):
-            grads = unpack(flat.view(*batch, bucket.numel), bucket)
-            yield bucket, grads, self.plan.flatten_states(bucket, states)
+    def wait_bucket(self, index: int) -> tuple[Bucket, Reduced]:
+        """One bucket, once it is complete, with what its program returned."""
+        reduced = self._pending.wait(self._order.index(index))
+        self._pending.poll()
+        return self.plan.buckets[index], reduced
+
+    def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
+        """The reduced gradients of a bucket."""
+        return unpack(reduced[0].view(*self._batches[bucket.index], bucket.numel), bucket)
 
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
         same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
         return self._pending.total(self._order.index(bucket.index)) if same else None
-
-    def wait_bucket(self, index: int) -> tuple[list[torch.Tensor], list[LeafState]]:
-        """(reduced gradients, next states) of one bucket, each by leaf, once it is complete."""
-        bucket, place = self.plan.buckets[index], self._order.index(index)
-        flat, states = self._pending.wait(place)
-        self._pending.poll()
-        grads = unpack(flat.view(*self._batches[place], bucket.numel), bucket)
-        names = [self.plan.state_names[member] for member in bucket.members]
-        if not any(names):
-            return grads, [{} for _ in names]
-        return grads, [{name: state[name] for name in held} for held, state in zip(names, states, strict=True)]
 
     @property
     def has_later_phases(self) -> bool:
@@ -207,29 +198,36 @@ class ProcessSchedule(Schedule):
         self._pending.flush()
 
     def finish(self) -> comm.StepSummary | None:
-        """After the last bucket: return the step summary, checked, and forget this pass, so another may follow."""
+        """After the last bucket: return the step summary, and forget this pass, so another may follow."""
         summary = self.summary
         self._forget()
         self.among.recovery.complete()
-        return summary.wait() if summary is not None else None
+        return comm.end_pass(self.among, summary) if summary is not None else None
 
     def _forget(self) -> None:
         self.summary = None
-        if self._passage is not None:
-            self._passage.done()
+        if self._backward_pass is not None:
+            self._backward_pass.done()
         self._reset()
 
     def drain(self) -> None:
         """Wait for everything and drop the results."""
-        for _ in self.wait_each():
-            pass
+        self.flush()
         self.finish()
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
-            outs = [t for _, grads, states in self.wait_each() for t in (*grads, *states)]
+            outs = [
+                t
+                for bucket, reduced in self.wait_buckets()
+                for t in (*self.unpack(bucket, reduced), *self.plan.flatten_states(bucket, reduced[1]))
+            ]
         self.finish()
         return tuple(outs)
+
+
+def _issued_in_graphs() -> int:
+    return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
 
 
 def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:

@@ -8,14 +8,13 @@ buckets in between, at once on simulated ranks, or as nodes of a compiled graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ltx.axis import Axis
-from ltx.collectives.linear import Static, apply
-from ltx.errors import UnsupportedError
+from ltx.collectives.linear import Static
 from ltx.gradients.buckets import Bucket
 
 #: One parameter's communication state: tensors by name.
@@ -75,8 +74,11 @@ class BucketInput:
     update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
 
 
-#: Yields asks, is sent their results, returns (sum of the shares, next states).
-Reduction = Generator[CollectiveRequest, torch.Tensor, tuple[torch.Tensor, Sequence[LeafState]]]
+#: (reduced flat buffer, next states)
+Reduced = tuple[torch.Tensor, Sequence[LeafState]]
+
+#: Yields requests, is sent their results, returns the reduced buffer and the next states.
+Reduction = Generator[CollectiveRequest, torch.Tensor, Reduced]
 
 
 def sum_of_shares(inputs: BucketInput) -> Reduction:
@@ -192,154 +194,3 @@ class ExactSum:
     def reduce(self, inputs: BucketInput) -> Reduction:
         """Sum the shares."""
         return sum_of_shares(inputs)
-
-
-def _collective(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
-    axis = request.axis or axis
-    if axis.meta:
-        return axis.meta.answer(request.operation, request.buffer, request.arguments, axis.size)
-    static = request.arguments if request.operation == "ppermute" else _STATIC[request.operation]
-    return apply(request.operation, static, axis, [request.buffer])[0]
-
-
-def collective_alone(request: CollectiveRequest) -> torch.Tensor:
-    """What a collective among one rank gives."""
-    return _collective(replace(request, axis=Axis("alone", 1)), Axis("alone", 1))
-
-
-_STATIC: dict[str, Static] = {"psum": (), "all_gather": (0, 0), "psum_scatter": (0, 0), "all_to_all": (0, 0)}
-
-
-def pack(
-    grads: Sequence[torch.Tensor],
-    bucket: Bucket,
-    hook: Reducer,
-    axis_size: int,
-    states: Sequence[LeafState],
-    batch: Sequence[int] = (),
-    empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms.
-
-    It makes one pass over large gradients. `empty` provides the buffer, if it isn't to be a new one.
-    """
-    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
-    shape = (*batch, bucket.numel)
-    if empty is None:
-        flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
-    else:
-        flat = empty(shape, wire_dtype, bucket.device)
-    refuse_sparse(grads)
-    start = 0
-    for first, end in bucket.runs:
-        stop = start + sum(bucket.sizes[first:end])
-        part = flat[..., start:stop]
-        start = stop
-        if end - first > 1 and not batch and wire_dtype == bucket.dtype and not any(states[first:end]):
-            torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in grads[first:end]], out=part).mul_(scale)
-        else:
-            sizes = bucket.sizes[first:end]
-            for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):
-                _pack_one(grad, own.view(grad.shape), scale, hook.extra_terms(state, axis_size))
-    return flat
-
-
-def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
-    """Raise unless all gradients are dense."""
-    for grad in grads:
-        if grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "
-                "nn.Embedding(sparse=False), or ltx.sync_gradients on the local gradients."
-            )
-
-
-def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms: Terms) -> None:
-    # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't.
-    transposed = view.dtype == grad.dtype and not grad.is_contiguous()
-    given = view.copy_(grad) if transposed else grad
-    if not extra_terms:
-        torch.mul(given, scale, out=view)
-        return
-    (first, times), *others = extra_terms
-    if times == 1:
-        torch.add(first, given, alpha=scale, out=view)
-    elif scale == 1:
-        torch.add(given, first, alpha=times, out=view)
-    elif transposed:
-        torch.add(first * times, given, alpha=scale, out=view)
-    else:
-        torch.mul(first, times, out=view).add_(given, alpha=scale)
-    for term, times in others:
-        view.add_(term, alpha=times)
-
-
-def pack_pure(
-    grads: Sequence[torch.Tensor], bucket: Bucket, hook: Reducer, axis_size: int, states: Sequence[LeafState]
-) -> torch.Tensor:
-    """:func:`pack` without writing into anything, for vmap and for compiled graphs."""
-    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
-    parts = []
-    for grad, state in zip(grads, states, strict=True):
-        parts.append(_packed(grad, scale, hook.extra_terms(state, axis_size)).to(wire_dtype).reshape(-1))
-    return torch.cat(parts)
-
-
-def _packed(grad: torch.Tensor, scale: float, extra_terms: Terms) -> torch.Tensor:
-    if not extra_terms:
-        return grad * scale
-    (first, times), *others = extra_terms
-    if scale == 1 and times != 1:
-        part = plus(grad, first, times)
-    else:
-        part = plus(first if times == 1 else first * times, grad, scale)
-    for term, times in others:
-        part = plus(part, term, times)
-    return part
-
-
-def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
-    """x + times y, in one pass, by the same kernel as ``torch.add(x, y, alpha=times)``.
-
-    Inductor (torch 2.13) makes an addmm of ``torch.add(x, a @ b, alpha=times)``, and drops `times`.
-    """
-    return torch.sub(x, y, alpha=-times)
-
-
-def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """The parts of a flat buffer as views in their parameters' shapes and dtype."""
-    return parts_of(flat.to(bucket.dtype), bucket)
-
-
-def parts_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch."""
-    batch, parts = flat.shape[:-1], flat.split(bucket.sizes, dim=-1)
-    return [
-        part if len(leaf.shape) == 1 and not batch else part.reshape((*batch, *leaf.shape))
-        for part, leaf in zip(parts, bucket.leaves, strict=True)
-    ]
-
-
-def is_plain(x: torch.Tensor) -> bool:
-    """Whether `x` is an eager tensor on the CPU that no transform looks at: those are worth a path of their own."""
-    return x.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor
-    )
-
-
-def reduce_at_once(
-    hook: Reducer,
-    axis: Axis,
-    inputs: BucketInput,
-    collective: Callable[[CollectiveRequest], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, Sequence[LeafState]]:
-    """Drive one reduction to its end with differentiable collectives: the readable reference for the scheduler."""
-    answer = collective or (lambda request: _collective(request, axis))
-    reduction = hook.reduce(inputs)
-    try:
-        request = next(reduction)
-        while True:
-            request = reduction.send(answer(request))
-    except StopIteration as end:
-        flat, states = end.value
-        return flat, states

@@ -17,7 +17,7 @@ dimensions; `dims` lists them, outermost first, True for the simulated axis itse
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,12 +27,7 @@ from ltx import comm
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.reduction import (
-    BucketInput,
-    ExactSum,
-    LeafState,
-    Reducer,
-)
+from ltx.gradients.reduction import BucketInput, ExactSum, LeafState, Reducer
 
 Dims = tuple[bool, ...]
 
@@ -74,6 +69,13 @@ class Plan:
             for name in self.state_names[member]
         ]
 
+    def states_by_leaf(self, bucket: Bucket, states: Sequence[LeafState]) -> dict[int, LeafState]:
+        """The states of a bucket by leaf, each with the names that the plan knows; empty for a hook without states."""
+        names = {member: self.state_names[member] for member in bucket.members}
+        if not any(names.values()):
+            return {}
+        return {m: {name: state[name] for name in names[m]} for m, state in zip(bucket.members, states, strict=True)}
+
     @cached_property
     def is_state(self) -> tuple[bool, ...]:
         """For each tensor in the order of :meth:`Schedule.land`: is it a state's?"""
@@ -86,12 +88,18 @@ class Plan:
             )
         )
 
-    def bucket_input(self, bucket: Bucket, flat: torch.Tensor, states: Sequence[LeafState]) -> BucketInput:
+    def bucket_input(
+        self,
+        bucket: Bucket,
+        flat: torch.Tensor,
+        states: Sequence[LeafState],
+        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    ) -> BucketInput:
         """The hook's view of a bucket."""
         # Simulated ranks have a clock each, all alike.
         step = self.step if self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
-        return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis)
+        return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
 
 
 class Schedule(ABC):

@@ -16,7 +16,8 @@ import torch
 from ltx.arguments import brief
 from ltx.collectives.adasum import Halving, levels
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, is_plain
+from ltx.gradients.packing import is_plain
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks.base import CommHook
 
 _PIECE = 1 << 16

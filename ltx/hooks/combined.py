@@ -10,7 +10,8 @@ import torch
 from ltx.arguments import brief, check_fields, checked
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.reduction import BucketInput, LeafState, Reduction
+from ltx.gradients.programs import drive_within
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction
 from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.half import BF16, FP16
@@ -161,17 +162,15 @@ class Chain(LossyHook):
             sending = self.hook.send(inputs, feedback=feedback)
         else:
             sending = _send_all(self.hook, inputs)
-        try:
-            request = next(sending)
-            while True:
-                if request.operation == "psum" and request.buffer.is_floating_point():
-                    total, request.sent = yield from self._sum(request.buffer, inputs, feedback)
-                else:
-                    total = yield request
-                request = sending.send(total)
-        except StopIteration as end:
-            sent: CompressionResult = end.value
-            return sent
+
+        def answer(request: CollectiveRequest) -> Any:
+            if request.operation != "psum" or not request.buffer.is_floating_point():
+                return (yield request)
+            total, request.sent = yield from self._sum(request.buffer, inputs, feedback)
+            return total
+
+        sent: CompressionResult = yield from drive_within(sending, answer)
+        return sent
 
     def _sum(self, buffer: torch.Tensor, inputs: BucketInput, feedback: bool) -> Any:
         """The sum of `buffer` by the inner hook, and what gives this rank's part of it."""
@@ -189,16 +188,19 @@ class Chain(LossyHook):
 
 def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
     """An exact hook as one that sends: its own part is whatever was taken of its one sum."""
-    reduction = hook.reduce(inputs)
-    request = next(reduction)
-    given = request.buffer.clone()
-    total = yield request
-    try:
-        reduction.send(total)
-    except StopIteration as end:
-        flat, states = end.value
-        return CompressionResult(flat, lambda: given if request.sent is None else request.sent(), states)
-    raise StrategyError(f"chain: {hook!r} asks for several sums, and so must be a hooks.LossyHook to be chained.")
+    sums: list[tuple[CollectiveRequest, torch.Tensor]] = []
+
+    def answer(request: CollectiveRequest) -> Any:
+        if sums:
+            raise StrategyError(
+                f"chain: {hook!r} asks for several sums, and so must be a hooks.LossyHook to be chained."
+            )
+        sums.append((request, request.buffer.clone()))
+        return (yield request)
+
+    flat, states = yield from drive_within(hook.reduce(inputs), answer)
+    request, given = sums[0]
+    return CompressionResult(flat, lambda: given if request.sent is None else request.sent(), states)
 
 
 def chain(hook: CommHook, *inner: CommHook) -> CommHook:

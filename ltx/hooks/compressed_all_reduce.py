@@ -18,7 +18,8 @@ from typing import ClassVar
 
 import torch
 
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, is_plain
+from ltx.gradients.packing import is_plain
+from ltx.gradients.reduction import BucketInput, CollectiveRequest
 from ltx.hooks.lossy import Compression, CompressionResult, CompressionWithRemainder, LossyHook
 
 

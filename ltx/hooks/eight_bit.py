@@ -27,7 +27,7 @@ import torch
 
 from ltx.arguments import brief
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import is_plain
+from ltx.gradients.packing import is_plain
 from ltx.hooks.base import check_whole
 from ltx.hooks.chunks import CHUNK, chunks
 from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes

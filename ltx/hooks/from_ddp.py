@@ -17,7 +17,8 @@ from ltx import comm
 from ltx.axis import Axis
 from ltx.comm.external_collectives import begin_external, wait_for_external
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
-from ltx.gradients.reduction import BucketInput, Reduction, parts_of
+from ltx.gradients.packing import parts_of
+from ltx.gradients.reduction import BucketInput, Reduction
 from ltx.hooks.base import CommHook
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

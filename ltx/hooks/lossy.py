@@ -19,7 +19,8 @@ import torch
 
 from ltx.arguments import checked
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms, is_plain, parts_of
+from ltx.gradients.packing import is_plain, parts_of
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms
 from ltx.hooks.base import CommHook
 
 RESIDUAL = "residual"

@@ -24,7 +24,8 @@ import torch
 from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Leaf
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, is_plain, parts_of
+from ltx.gradients.packing import is_plain, parts_of
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState
 from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook

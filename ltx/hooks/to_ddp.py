@@ -16,8 +16,10 @@ from ltx.arguments import shown
 from ltx.axis import Axis
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
 from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.packing import pack
 from ltx.gradients.pending import PendingReductions
-from ltx.gradients.reduction import BucketInput, LeafState, pack
+from ltx.gradients.programs import program_of
+from ltx.gradients.reduction import BucketInput, LeafState
 from ltx.hooks.base import CommHook
 
 
@@ -139,10 +141,9 @@ class ToTorch:
         now.names.append(names)
         now.dtypes.append(buffer.dtype)
         now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))
-        now.pending.launch(
-            hook,
-            BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, bucket.is_last(), now.axis),
-        )
+        size, rank, last = now.axis.size, now.axis_comm.rank, bucket.is_last()
+        inputs = BucketInput(flat, mine, size, rank, states, self.step, last, now.axis)
+        now.pending.launch(program_of(hook, inputs), hook)
         now.pending.poll()
         self._settle(now)
         return now.futures[-1]

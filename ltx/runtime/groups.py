@@ -9,8 +9,8 @@ import math
 import os
 import socket
 import sys
-import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx.axis import Axis
 from ltx.comm import open_axis
 from ltx.comm.process_groups import connect_limit
+from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.errors import WorldError
 from ltx.runtime.launchers import UNSURE
 from ltx.runtime.placement import Placement, is_loopback, loopback_listener
@@ -162,53 +163,48 @@ def _open_store(address: str, port: int, world: World, timeout: timedelta) -> St
     return store
 
 
+def _exchange(meeting: Any, world: World, timeout: timedelta) -> StoreExchange:
+    """Of all ranks, before there is an axis: nothing is known of their processes yet."""
+    return StoreExchange(meeting, world.rank, world.size, timeout.total_seconds(), list)
+
+
 def _gather(meeting: Store, world: World, timeout: timedelta) -> None:
     """Wait until all ranks are here. Raises WorldError if they don't agree on their number, or don't come."""
-    meeting.append("here", f"{world.rank} {world.size}\n")  # type: ignore[attr-defined]
-    deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.001
-    while True:
-        said = [axis_comm.split() for axis_comm in meeting.get("here").decode().splitlines()]
-        here = {int(rank): int(size) for rank, size in said}
+    exchange, here = _exchange(meeting, world, timeout), dict[int, int]()
+    exchange.append("here", [world.rank, world.size])
+
+    def all_are_here() -> bool:
+        here.update(exchange.entries("here"))
         if len(set(here.values())) > 1:
             told = "; ".join(f"rank {rank} says {size}" for rank, size in sorted(here.items()))
             raise WorldError(
                 f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with the "
                 "same WORLD_SIZE, or size= of ltx.init."
             )
-        if len(here) >= world.size:
-            return
-        if time.monotonic() > deadline:
-            absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
-            raise TimeoutError(f"rank {absent} hasn't come")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
+        return len(here) >= world.size
+
+    if not poll_until(all_are_here, timeout.total_seconds()):
+        absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
+        raise TimeoutError(f"rank {absent} hasn't come")
 
 
-def settle(meeting: PrefixStore, world: World, placement: Placement) -> None:
+def settle(meeting: PrefixStore, world: World, placement: Placement, timeout: timedelta) -> None:
     """Rank 0, which hosts the store, waits for all: it may end at once, while a peer still needs the store.
 
     Where ranks can't be sure of their nodes they compare them first.
     """
-    unsure = placement.launcher in UNSURE and not placement.agreed
-    wrong = _compare_nodes(meeting, placement) if unsure else ""
+    wrong = ""
+    if placement.launcher in UNSURE and not placement.agreed:
+        own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
+        wrong = _misfit(_exchange(meeting, world, timeout).exchange("place", own, "ltx.init, comparing nodes"))
     meeting.set(f"settled/{world.rank}", "")
-    if world.rank == 0:
+    if world.rank == 0:  # in the store's own wait: an elastic run's says why a peer won't come (WatchedStore)
         meeting.wait([f"settled/{rank}" for rank in range(world.size)])
     if wrong:
         raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
 
 
-def _compare_nodes(meeting: PrefixStore, mine: Placement) -> str:
-    """What doesn't fit together in where the ranks think that they are; the same words on all of them."""
-    place = (mine.node_rank, mine.num_nodes, mine.local_rank, mine.local_size)
-    meeting.set(f"place/{mine.rank}", " ".join(map(str, place)))
-    if mine.rank == 0:
-        places = [tuple(map(int, meeting.get(f"place/{rank}").split())) for rank in range(mine.size)]
-        meeting.set("places", _misfit(places))
-    return meeting.get("places").decode()
-
-
-def _misfit(places: list[tuple[int, ...]]) -> str:
+def _misfit(places: Sequence[Sequence[int]]) -> str:
     """What is wrong with the (node, number of nodes, local rank, local size) of all ranks; "" if nothing is."""
     taken: dict[tuple[int, int], int] = {}
     on_node = Counter(place[0] for place in places)

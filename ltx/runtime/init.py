@@ -303,7 +303,7 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         set_world_axes(axes, whole)
         undo.callback(close_others, axes if whole is None else (*axes, whole), held)
         if meeting is not None:
-            settle(meeting, world, placement)
+            settle(meeting, world, placement, timeout)
         settings = {
             "backend": world.backend,
             "timeout": timeout,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,13 +23,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ltx.comm.heartbeat import Heartbeat, TimeoutStore, last_beats
 from ltx.comm.signature import Signature, explain_mismatch
 from ltx.comm.signed_messages import KEY, proof
+from ltx.comm.store_exchange import poll_until
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 from ltx.runtime.placement import Placement
 from ltx.runtime.regroup import Decision, Member, Regroup
 from ltx.runtime.watched import WatchedStore
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
-_PAUSE_S = 0.1
 # How long ranks that have met may take to connect to one another: threads that are late with a beat are late with this.
 _MAKING_HEARTBEATS = 3
 
@@ -103,7 +104,7 @@ class Membership:
 
     def gone(self, some: Sequence[int]) -> list[int]:
         """Those of `some` that have shown no sign of life for too long. Raises PeerLostError if the store is gone."""
-        return self._heartbeat.look(some)
+        return self._heartbeat.stale_ranks(some)
 
     def meet(
         self,
@@ -191,13 +192,11 @@ class Membership:
             root: Store = dist.TCPStore(  # type: ignore[attr-defined]
                 *place.joins, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit_s)
             )
-            while not root.check([_NOW]):
-                if time.monotonic() > deadline:
-                    raise WorldError(
-                        f"elastic: no training that can be joined has begun at {where} within {limit_s:g} s. LTX_JOIN "
-                        "is the MASTER_ADDR:MASTER_PORT of the ranks that run ltx.elastic there."
-                    )
-                time.sleep(_PAUSE_S)
+            if not poll_until(lambda: bool(root.check([_NOW])), deadline - time.monotonic()):
+                raise WorldError(
+                    f"elastic: no training that can be joined has begun at {where} within {limit_s:g} s. LTX_JOIN "
+                    "is the MASTER_ADDR:MASTER_PORT of the ranks that run ltx.elastic there."
+                )
             number, size, theirs, refusal, token, proven = json.loads(root.get(_NOW))
             store = _of_run(root, number)
             if store.check(["over"]):
@@ -234,29 +233,39 @@ class Membership:
         """
         assert place.joins is not None
         where, member = "{}:{}".format(*place.joins), Member.of(self.who, place)
-        come: Regroup | None = None
-        while True:
+        regroup = Regroup(self._asked, 0)  # none that is held: those of a run count from 1
+        decision: Decision | None = None
+
+        def is_decided() -> bool:
+            """Come to each regroup until one has decided about this newcomer."""
+            nonlocal regroup, decision
             latest = int(self._asked.get("meeting"))
-            decision = come.decision() if come is not None else None
+            decision = regroup.decision()
             if decision is not None and self.who in decision.known:
-                self.meetings = come.count - 1 if come is not None else 0
-                taken = self._take_over(decision, place)
-                if taken is None:
-                    raise PeerLostError(
-                        f"elastic: the ranks at {where} took this newcomer for lost, and have gone on without it. "
-                        "Start it again."
-                    )
-                return taken
-            if come is None or latest > come.count:
-                come = Regroup(self._asked, latest)
-                if come.decision() is None:
-                    come.come(member)
+                return True
+            if latest > regroup.count:
+                regroup = Regroup(self._asked, latest)
+                if regroup.decision() is None:
+                    regroup.come(member)
+            return False
+
+        def look() -> None:
             if self._asked.check(["over"]):
                 raise _over(where)
             members = json.loads(self._asked.get("members"))
             if members and set(self.gone(members)) >= set(members):
                 raise PeerLostError(f"elastic: the ranks at {where} have shown no sign of life for too long.")
-            time.sleep(_PAUSE_S)
+
+        poll_until(is_decided, math.inf, look)
+        assert decision is not None
+        self.meetings = regroup.count - 1
+        taken = self._take_over(decision, place)
+        if taken is None:
+            raise PeerLostError(
+                f"elastic: the ranks at {where} took this newcomer for lost, and have gone on without it. Start it "
+                "again."
+            )
+        return taken
 
 
 def _over(where: str) -> WorldError:

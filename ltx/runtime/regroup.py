@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ltx.comm.store_exchange import poll_until
 from ltx.runtime.placement import Placement
-
-_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,11 @@ class Regroup:
             room: how many newcomers are taken if so many others have come, and so many ask.
         """
         self.come(mine)
-        deadline = time.monotonic() + limit_s
-        while (decision := self.decision()) is None:
+
+        def is_decided(at_the_limit: bool = False) -> bool:
+            """Whether it is decided; this process decides it once it can."""
+            if self.decision() is not None:
+                return True
             came, declined = self._read()
             new = [who for who in asking() if who not in known and who not in members]
             lost = set(gone([who for who in (*members, *new) if who != mine.who]))
@@ -159,13 +160,18 @@ class Regroup:
             missing = [who for who in members if who not in came]
             if room(len(here), len(new)) > len(taken):
                 missing += [who for who in new if who not in came]
-            if lost.union(declined).issuperset(missing) or time.monotonic() > deadline:
-                absent = [who for who in new if who in lost or who in missing]
-                chosen = tuple(came[who] for who in (*here, *taken))
-                decided = Decision(chosen, frozenset((*known, *members, *taken, *absent)))
-                self._store.compare_set(f"{self._at}/decided", "", decided.to_json())
-            else:
-                time.sleep(_PAUSE_S)
+            if not (at_the_limit or lost.union(declined).issuperset(missing)):
+                return False
+            absent = [who for who in new if who in lost or who in missing]
+            chosen = tuple(came[who] for who in (*here, *taken))
+            decided = Decision(chosen, frozenset((*known, *members, *taken, *absent)))
+            self._store.compare_set(f"{self._at}/decided", "", decided.to_json())
+            return True
+
+        if not poll_until(is_decided, limit_s):
+            is_decided(at_the_limit=True)
+        decision = self.decision()
+        assert decision is not None
         return decision
 
     def _read(self) -> tuple[dict[int, Member], set[int]]:

@@ -52,8 +52,7 @@ def let_go(held: list[Any]) -> None:
     groups = []
     while held:
         one = held.pop()
-        groups.append(one.group)
-        one.group = None
+        groups.extend(one.release())
     one = None
     if not groups:
         return

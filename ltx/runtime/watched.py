@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 from torch._C._distributed_c10d import Store
 
+from ltx.comm.store_exchange import poll_until
 from ltx.errors import PeerLostError
-
-_PAUSE_S = 0.005
 
 
 class WatchedStore(Store):
@@ -33,14 +31,14 @@ class WatchedStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all `keys` are there. Raises PeerLostError if they won't be."""
-        limit_s, began, pause_s = (timeout or self.limit).total_seconds(), time.monotonic(), _PAUSE_S
-        while not self.underlying_store.check(keys):
+        limit_s = (timeout or self.limit).total_seconds()
+
+        def look() -> None:
             if text := self._trouble():
                 raise PeerLostError(text)
-            if time.monotonic() - began > limit_s:
-                raise PeerLostError(f"peers haven't come within {limit_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
+
+        if not poll_until(lambda: self.check(keys), limit_s, look):
+            raise PeerLostError(f"peers haven't come within {limit_s:g} s")
 
     def get(self, key: str) -> bytes:
         """The value, once it is there."""

@@ -24,17 +24,8 @@ from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.pending import Reduced
-from ltx.gradients.reduction import (
-    BucketInput,
-    CollectiveRequest,
-    LeafState,
-    Reduction,
-    Terms,
-    is_plain,
-    parts_of,
-    unpack,
-)
+from ltx.gradients.packing import is_plain, parts_of, unpack
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
 from ltx.hooks import ByteGrad
 from ltx.optim.base import Optimizer
 from ltx.strategies.gossip import GossipStrategy

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from ltx.arguments import brief
 from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.programs import drive_within
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import CommHook
 from ltx.hooks.base import check_whole
@@ -207,15 +208,13 @@ def among_nodes(hook: CommHook, part: torch.Tensor, inputs: BucketInput, node_si
         states=({},),
         axis=nodes,
     )
-    reduction = hook.reduce(there)
-    try:
-        request = next(reduction)
-        while True:
-            request.axis = nodes
-            request = reduction.send((yield request))
-    except StopIteration as end:
-        result: torch.Tensor = end.value[0]
-        return result
+
+    def on_nodes(request: CollectiveRequest) -> Steps:
+        request.axis = nodes
+        return (yield request)
+
+    result, _ = yield from drive_within(hook.reduce(there), on_nodes)
+    return cast(torch.Tensor, result)
 
 
 def part_of(flat: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 
 from ltx import hooks
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.pending import Reduced
-from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms, plus, unpack
+from ltx.gradients.packing import plus, unpack
+from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
 from ltx.strategies.base import Strategy
 from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
 from ltx.strategies.update import States, StepInfo, Update, Updated

@@ -25,8 +25,8 @@ from ltx import tree
 from ltx.axis import Axis
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.exchange import Exchange
-from ltx.gradients.pending import Reduced
-from ltx.gradients.reduction import LeafState, is_plain
+from ltx.gradients.packing import is_plain
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.hooks import CommHook
 from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.typing import Tree

@@ -21,7 +21,8 @@ from ltx import hooks, tree
 from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms, parts_of
+from ltx.gradients.packing import parts_of
+from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
 from ltx.optim.quantized_adam import QAdamOptimizer

@@ -15,8 +15,7 @@ from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.pending import Reduced
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduced, Reduction
 from ltx.hooks import CommHook
 from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult
 from ltx.strategies.shards import Shards

@@ -17,7 +17,6 @@ import torch
 from ltx import comm, tree
 from ltx.errors import NotFiniteError
 from ltx.strategies.update import StepInfo
-from ltx.training.backward_update import any_not_finite
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import TrainState
@@ -57,6 +56,15 @@ def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | floa
     suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
     # Sums of finite numbers overflow, too.
     return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
+
+
+def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether any element isn't finite: a 0-dim bool tensor."""
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.tensor(False)
+    found = [g.isfinite().all().logical_not().to(grads[0].device) for g in grads]
+    return torch.stack(found).any()
 
 
 @contextmanager
@@ -100,8 +108,8 @@ def not_finite_error(
         own = _own_gradients(train, state, batch, info, factor)
     axis_comm, simulated = info.axis.comm, info.axis.simulated
     if axis_comm:
-        place, signature = axis_comm.notes.begin(), comm.Signature("whose gradients aren't finite", ())
-        told = axis_comm.exchange_values(place, signature, [_described(paths, own), _described(paths, reduced)])
+        signature = comm.Signature("whose gradients aren't finite", ())
+        told = axis_comm.exchange_values(signature, [_described(paths, own), _described(paths, reduced)])
         by_rank = [texts for texts, _ in told]
         together = sorted({text for _, texts in told for text in texts})
     elif simulated:

@@ -31,11 +31,11 @@ from ltx.errors import InvalidStateError, LtxError
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
-from ltx.training.backward_update import BackwardUpdate
 from ltx.training.compiled_calls import calls_compiled, on_compilation
+from ltx.training.completion import UpdateBuckets
 from ltx.training.progress_thread import look_after
 from ltx.training.train_state import TrainState
-from ltx.transforms.sync_state import SyncState, states_after
+from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
 
 _NOTHING_TO_CALL = torch._C._disabled_torch_function_impl
@@ -107,31 +107,31 @@ class PendingStep:
     """A step whose reductions are pending, and the state that they make, bucket by bucket.
 
     Args:
-        work: the step's second half.
+        updates: updates the buckets.
         schedule: that of its backward pass.
-        scale: the factor of reduced gradients.
+        trained: the places of the parameters that are trained.
+        number: the number of the step, for errors.
         sync: the communication state after it, whose leaves are still those before it.
         stand_in: the class of an earlier pending step's stand-ins, to be used again.
     """
 
     def __init__(
         self,
-        work: BackwardUpdate,
+        updates: UpdateBuckets,
         schedule: ProcessSchedule,
-        scale: float,
+        trained: Sequence[int],
+        number: int,
         sync: SyncState,
         stand_in: type[PendingParameter] | None = None,
     ):
         assert schedule.summary is not None
         self.sync = sync
         self.stand_in = stand_in
-        self._work, self._schedule, self._scale, self._summary = work, schedule, scale, schedule.summary
-        self._params, self._opt_state, self._targets = work.in_place()
-        self._leaves, self.spec = tree.flatten(self._params)
-        members = [[work.trained[m] for m in bucket.members] for bucket in schedule.plan.buckets]
+        self._updates, self._schedule, self._summary, self._number = updates, schedule, schedule.summary, number
+        self._leaves, self.spec = tree.flatten(updates.params)
+        members = [[trained[m] for m in bucket.members] for bucket in schedule.plan.buckets]
         self._bucket_of = {place: index for index, places in enumerate(members) for place in places}
         self._left = set(range(len(members)))
-        self._states: dict[int, LeafState] = {}
         self._hidden: dict[int, list[tuple[torch.Tensor, int]]] = {index: [] for index in self._left}
         self._places: dict[int, int] = {}  # of hidden tensors, by id
         self._result: tuple[Tree, Tree, SyncState] | None = None
@@ -223,7 +223,7 @@ class PendingStep:
             if place is None:
                 self.wait_all()
             else:
-                self._land(self._bucket_of[place])
+                self._complete(self._bucket_of[place])
 
     def wait_all(self) -> None:
         """Complete all buckets."""
@@ -233,7 +233,7 @@ class PendingStep:
                 if self._left and self._schedule.has_later_phases:
                     self._guarded(self._schedule.flush)
                 for index in sorted(self._left):
-                    self._land(index)
+                    self._complete(index)
                 if self._result is None:  # no parameters
                     self._finish()
 
@@ -246,33 +246,31 @@ class PendingStep:
             finally:
                 self._lock.release()
 
-    def _land(self, index: int) -> None:
+    def _complete(self, index: int) -> None:
         self._check()
         if index in self._left:
-            self._guarded(lambda: self._land_and_apply(index))
+            self._guarded(lambda: self._complete_and_update(index))
             if not self._left:
                 self._finish()
 
-    def _land_and_apply(self, index: int) -> None:
-        self._summary.wait()  # ranks that have issued different things: before anything is applied
-        reduced, states = self._schedule.wait_bucket(index)
-        members = self._schedule.plan.buckets[index].members
+    def _complete_and_update(self, index: int) -> None:
+        self._summary.enqueued()  # ranks that have issued different things: before anything is applied
+        bucket, reduced = self._schedule.wait_bucket(index)
         try:
-            self._work.apply_bucket(members, reduced, self._targets, self._scale)
+            self._updates.complete(bucket, reduced)
         except BaseException as error:
             self._fail(error)
             raise
-        self._states.update(zip(members, states, strict=True))
         self._left.discard(index)
         for leaf, place in self._hidden.pop(index):
             leaf.__class__ = torch.Tensor
             leaf.data = self._leaves[place]
             self._places.pop(id(leaf), None)
 
-    def _guarded(self, land: Callable[[], None]) -> None:
+    def _guarded(self, complete: Callable[[], None]) -> None:
         try:
             with _undisturbed(self._leaves):
-                land()
+                complete()
         except BaseException as error:
             # An interrupt during a wait harms nothing: the next read waits again.
             if isinstance(error, LtxError) or not self._schedule.intact:
@@ -281,9 +279,8 @@ class PendingStep:
 
     def _finish(self) -> None:
         self._guarded(self._end_pass)
-        plan, places = self._schedule.plan, self._work.trained
-        sync = replace(self.sync, leaves=states_after(plan, self._states, self.sync.leaves, self._params, places))
-        self._result = self._params, self._work.optimizer.advance(self._opt_state), sync
+        done = self._updates.result()
+        self._result = done.params, done.opt_state, replace(self.sync, leaves=done.states)
         self._end()
 
     def _end_pass(self) -> None:
@@ -307,7 +304,7 @@ class PendingStep:
         axis_comm, buckets = self._schedule.comm, len(self._schedule.plan.buckets)
         done = buckets - len(self._left)
         raise InvalidStateError(
-            f"rank {axis_comm.rank}: step {self._work.state.step + 1} was still landing when something failed "
+            f"rank {axis_comm.rank}: step {self._number} was still pending when something failed "
             f"({type(self._error).__name__}: {self._error}). {done} of its {buckets} buckets of parameters were "
             f"updated, so this state is neither that before the step nor that after it. Load a checkpoint, or start "
             "from train.init(params) and take the state of a rank whose own is whole: train.broadcast(state, src). "
@@ -318,7 +315,7 @@ class PendingStep:
         """The new states of the leaves of `plan`, for a pass whose marker was made before they were there."""
         if not any(plan.state_names):
             return None
-        paths, entries = tree.leaf_paths(self._params), self.result()[2].leaves
+        paths, entries = tree.leaf_paths(self._updates.params), self.result()[2].leaves
         return [
             {name: entries[paths[place]][name] for name in names}
             for place, names in zip(trained, plan.state_names, strict=True)

@@ -12,8 +12,7 @@ from ltx import hooks
 from ltx.errors import StepError
 from ltx.optim import grad_norm
 from ltx.strategies.update import StepInfo, Updated, chosen
-from ltx.training.backward_update import any_not_finite
-from ltx.training.guard import not_finite
+from ltx.training.guard import any_not_finite, not_finite
 from ltx.training.placed_state import on_any_rank
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState

@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm
 from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
-from ltx.gradients.leaves import differentiable
-from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
 from ltx.optim import Optimizer
 from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import StepInfo, Updated
-from ltx.training.backward_update import BackwardUpdate, mean_at_once
-from ltx.training.donated import hand_over
+from ltx.strategies.update import StepInfo
 from ltx.training.given_gradients import as_loss
-from ltx.training.guard import not_finite_error, probes, random_states
-from ltx.training.interrupts import uninterrupted
-from ltx.training.outputs import Batch, Outputs, arguments_of, outputs_of, unshared
-from ltx.training.pending_step import PendingStep, StepStart, step_start
+from ltx.training.outputs import Batch
+from ltx.training.pending_step import step_start
 from ltx.training.placed_state import on_parts
 from ltx.training.pure_step import step_purely
 from ltx.training.replicas import check_replicas
 from ltx.training.state_operations import StateOperations
-from ltx.training.step_parts import (
-    all_finite,
-    checks_finite,
-    kept_if_skipped,
-    loss_scale_of,
-    must_sync_finite,
-    next_state,
-    should_raise,
-)
+from ltx.training.step import Step
+from ltx.training.step_parts import must_sync_finite
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.trainable import Trainable
-from ltx.training.update_then_send import UpdateThenSend
 from ltx.transforms.data_parallel import DataParallel
-from ltx.transforms.marking import marks_on_wire
-from ltx.transforms.run import CallOptions
-from ltx.transforms.sync_state import Synced, SyncState
-from ltx.transforms.weighted import Weighted
 
 
 @dataclass(frozen=True)
@@ -65,17 +45,18 @@ class TrainStep(StateOperations):
         axis, seen = comm.resolve(self.step.axis), state.seen
         self._compare(state, axis)
         start = replace(step_start(state, self.step.fn, late=self.overlap == "step"), seen=seen)
-        strategy, moment = self.step.strategy, StepInfo(start.sync.checked_step(), axis)
+        strategy, info = self.step.strategy, StepInfo(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
         begins = strategy.communicates_besides
-        pending = strategy.begin(state.trained, start.sync.leaves, moment, state.pending) if begins else state.pending
-        late = axis.size > 1 and strategy.communicates_after_update(moment.step)
+        pending = strategy.begin(state.trained, start.sync.leaves, info, state.pending) if begins else state.pending
+        late = axis.size > 1 and strategy.communicates_after_update(info.step)
+        hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         try:
             with comm.span("step"):
-                return self._step(state, start, batch, moment, pending, late)
+                return Step(self, state, batch, start, info, pending, late, hook).run()
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
-            if (late or begun or must_sync_finite(self, moment)) and axis.comm is not None:
+            if (late or begun or must_sync_finite(self, info)) and axis.comm is not None:
                 axis.comm.recovery.abort(error)
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
@@ -97,94 +78,6 @@ class TrainStep(StateOperations):
             if axis_comm is not None:
                 axis_comm.count_as_compared(TrainStep, None)
 
-    def _step(
-        self, state: TrainState, start: StepStart, batch: Batch, info: StepInfo, pending: Any, late: bool
-    ) -> tuple[TrainState, Metrics]:
-        """The step, after the strategy's `begin`. `late`: ranks communicate after the optimizer."""
-        sync, spec, strategy = start.sync, start.spec, self.step.strategy
-        if self.donate and not late and sync.leaves and start.pending_step is None:
-            # The optimizer writes into the parameters; the last step may have returned one tensor as both.
-            sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(spec, start.leaves)))
-        drawn = random_states() if self.guard == "raise" else []
-        post_update_hook = self.post_update_hook(info.step) if late and info.axis.comm is not None else None
-        in_place = self.donate and (post_update_hook is not None or not late)
-        leaves, trained = start.leaves, differentiable(start.leaves)
-        sync_leaves, sync_spec = tree.flatten(sync.leaves)
-        if post_update_hook is None and not marks_on_wire(self.step.hook_as_chosen(sync), info.step, training=True):
-            leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
-            sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
-        given = tree.unflatten(spec, leaves)
-        if sync_leaves or strategy.stateful:
-            given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        with comm.span("forward"), torch.enable_grad():
-            arguments = arguments_of(given, state.buffers, batch)
-            ahead = self.overlap == "step"
-            around = None if start.pending_step is None else start.pending_step.hidden_in
-            run = self.step.run(
-                arguments, batch.named, CallOptions(True, ahead, info.step, post_update_hook, state.frozen, around)
-            )
-            returned = outputs_of(run, state.buffers, self.has_aux)
-            loss, buffers, aux = returned
-        if in_place:  # what the step returned mustn't change when the parameters do
-            buffers, aux = unshared((buffers, aux), leaves)
-        if isinstance(loss, Weighted):
-            strategy.check_weighted(info.step)
-        total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
-        schedule = run.schedule if isinstance(run.schedule, ProcessSchedule) else None
-        if start.pending_step is not None:
-            start.pending_step.wait_all()
-        if schedule is not None:
-            states = None if start.pending_step is None else start.pending_step.states_for(schedule.plan, trained)
-            schedule.configure(PassOptions(f"step {state.step}", checks_finite(self), states))
-            schedule.send_summary(total.detach(), torch.ones_like(total) if weight is None else weight)
-        loss_scale = loss_scale_of(self, state)
-        factor = 1.0 if loss_scale is None else float(loss_scale)
-        mine = [leaves[i] for i in trained]
-        by_bucket = self.overlap != "backward"
-        look = probes if checks_finite(self) else None
-        inputs = [*mine, *sync_leaves] if run.source is None else [run.source]
-        work = BackwardUpdate(
-            self.optimizer, by_bucket, state, mine, trained, sync_leaves, inputs, in_place, factor, look
-        )
-        if schedule is not None and post_update_hook is not None:
-            done, mean = UpdateThenSend(post_update_hook, work, schedule, sync.leaves, total, weight).run(total)
-        elif schedule is not None:
-            try:
-                work.backward(total)
-                if ahead and schedule.progresses_alone:
-                    return self._later(state, start, work, returned, schedule, info)
-                done, summary = work.wait(schedule, weighted=weight is not None)
-            except BaseException as error:
-                schedule.abandon(error)
-                raise
-            mean = summary.mean.to(total.dtype)
-        else:
-            mean, divisor = mean_at_once(total, weight, info.axis, local=strategy.hook(info.step) is None)
-            done = work.at_once(total, divisor)
-        states = tree.unflatten(sync_spec, done.sync_flat)
-        finite = None if done.grads is None else all_finite(self, done.grads, info, done.sums)
-        if done.grads is not None and finite is False and should_raise(self, state):
-            by_place = dict(zip(trained, done.grads, strict=True))
-            reduced = [by_place.get(i, x) for i, x in enumerate(leaves)]
-            raise not_finite_error(self, state, batch, info, reduced, drawn, loss_scale)
-        if done.grads is not None:
-            states, buffers = kept_if_skipped(self, finite, state, states, buffers)
-
-        def commit() -> tuple[TrainState, Metrics, Callable[[], None] | None]:
-            if done.grads is None:
-                params, after = strategy.after_update(done.params, states, info)
-                updated = Updated(params, done.opt_state, after, pending)
-            else:
-                with comm.span("update"):
-                    update = replace(work.update(done.grads, finite), may_overwrite=late and self.donate)
-                    updated = strategy.update(update, states, info, pending)
-            next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)
-            following, metrics = next_state(self, state, updated, buffers, next_sync, Metrics(mean, aux), finite)
-            return following, metrics, updated.finish
-
-        updated_early = done.grads is None and schedule is not None
-        return self._committed(state, start.seen, in_place, commit, work.invalidated_by if updated_early else None)
-
     def post_update_hook(self, step: int) -> PostUpdateHook | None:
         """What ranks do with each bucket of parameters after the optimizer, in the step after `step` others.
 
@@ -194,66 +87,6 @@ class TrainStep(StateOperations):
             return None
         hook = self.step.strategy.post_update_hook(self.optimizer, step)
         return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
-
-    def _committed(
-        self,
-        state: TrainState,
-        seen: tuple[str, ...],
-        in_place: bool,
-        commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
-        invalidated_by: Callable[[BaseException], None] | None,
-    ) -> tuple[TrainState, Metrics]:
-        """Commit the step, protected from interrupts.
-
-        If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get its
-        result then, so `state` itself becomes the next state. `invalidated_by`: buckets have been updated already.
-        """
-        finished = None
-        try:
-            with uninterrupted() if in_place else nullcontext():
-                following, metrics, finish = commit()
-                with uninterrupted() if finish is not None else nullcontext():
-                    if finish is not None:
-                        finish()
-                    finished = following, metrics
-                    if self.donate:
-                        hand_over(state, following.unseen(), seen)
-        except BaseException as error:
-            if finished is None and invalidated_by is not None:
-                invalidated_by(error)
-            elif finished is not None and self.donate:
-                state.become(finished[0])
-            raise
-        return finished
-
-    def _later(
-        self,
-        state: TrainState,
-        start: StepStart,
-        work: BackwardUpdate,
-        returned: Outputs,
-        schedule: ProcessSchedule,
-        info: StepInfo,
-    ) -> tuple[TrainState, Metrics]:
-        """The next state and metrics of a step that is still pending."""
-        loss, summary = returned.loss, schedule.summary
-        assert summary is not None
-        scale = work.scale(schedule, weighted=isinstance(loss, Weighted))
-        total = loss.total if isinstance(loss, Weighted) else loss
-        kept = replace(state, _lease=[None])  # it can still be read when the original is donated
-        if self.donate:
-            hand_over(state, kept, start.seen)
-        work = replace(work, state=kept)
-        sync = replace(kept.sync_state, step=info.step + 1)
-        pending_step = PendingStep(
-            work, schedule, scale, sync, None if start.pending_step is None else start.pending_step.stand_in
-        )
-        # What the step returned mustn't change when the parameters do.
-        buffers, aux = unshared((returned.buffers, returned.aux), kept.trained)
-        layout = replace(self.step.strategy.layout, strategy=state.layout.strategy)
-        others = {"step": state.step + 1, "layout": layout, "loss_scale": kept.loss_scale, "frozen": state.frozen}
-        following = TrainState.later(pending_step, buffers=buffers, pending=state.pending, **others)
-        return following, Metrics.later(summary, total.dtype, aux)
 
 
 @checked("donate", "has_aux")

@@ -16,6 +16,7 @@ import torch
 from ltx import collectives, comm, tree
 from ltx.arguments import brief
 from ltx.axis import Axis
+from ltx.collectives.uneven import told
 from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
 from ltx.typing import Tree
 
@@ -121,13 +122,11 @@ def _weight(value: float) -> torch.Tensor:
 
 
 def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iterator[tuple[Any, torch.Tensor]]:
-    assert axis.comm
-    axis_comm: comm.AxisComm = axis.comm
     source = _Source(iterable)
     first = True
     while True:
         batch, state = source.next()
-        states = collectives.all_gather(torch.tensor(state, device=axis_comm.device), axis).tolist()
+        states = [states for (states,) in told("uneven", [state], axis)]
         if _FAILED in states:
             _raise_everywhere(states, source.error, axis)
         if _HAS_DATA not in states or (stop == "first" and _DONE in states):

@@ -1,39 +1,45 @@
-"""The second half of a step that updates and sends bucket by bucket: its ranks communicate after the optimizer."""
+"""Bucket programs with the optimizer inside: ``overlap="update"`` where ranks communicate after the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ltx import comm, tree
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.process_schedule import Packed, PassOptions, ProcessSchedule
-from ltx.gradients.reduction import LeafState, refuse_sparse
-from ltx.strategies.post_update import Old, PostUpdateHook, collect_updates, with_overwriting
-from ltx.training.backward_update import BackwardResult, BackwardUpdate, mean_at_once, scaled
+from ltx.gradients.packing import refuse_sparse
+from ltx.gradients.process_schedule import ProcessSchedule
+from ltx.gradients.programs import Program
+from ltx.gradients.reduction import LeafState, Reduced
+from ltx.strategies.post_update import Old, PostUpdateHook, with_overwriting
+from ltx.training.backward import Backward, mean_at_once
+from ltx.training.completion import BackwardResult, scaled
 from ltx.transforms.sync_state import states_after
 
 
 class UpdateThenSend:
-    """The second half of a step with ``overlap="update"`` whose ranks communicate after the optimizer.
+    """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.strategies.post_update`).
 
-    A bucket is updated and sent as soon as its gradients are there (:mod:`ltx.strategies.post_update`). The backward
-    pass may still need the old parameters, so they keep their values until it is over; the optimizer's state doesn't.
+    The backward pass may still need the old parameters, so they keep their values until it is over; the optimizer's
+    state doesn't. A :class:`ltx.training.completion.Completion`.
 
     Args:
         hook: what ranks do with the new parameters.
-        work: the step's.
+        work: the step's second half.
         schedule: that of its backward pass.
         states: the communication state, by path.
         total, weight: the loss, or a Weighted's sums.
+
+    Attributes:
+        mean: the mean loss, if ranks don't share gradients and so have no step summary of it.
     """
 
     def __init__(
         self,
         hook: PostUpdateHook,
-        work: BackwardUpdate,
+        work: Backward,
         schedule: ProcessSchedule,
         states: dict[str, LeafState],
         total: torch.Tensor,
@@ -41,6 +47,7 @@ class UpdateThenSend:
     ):
         # Not the total: its graph holds the schedule, which holds this while the pass goes on, and the garbage
         # collector doesn't see through a graph.
+        self.updated = 0
         self._hook, self._work, self._schedule, self._plan = hook, work, schedule, schedule.plan
         self._before = states
         state, optimizer, self._axis = work.state, work.optimizer, self._plan.axis
@@ -53,59 +60,49 @@ class UpdateThenSend:
         known = [states[paths[place]] if paths else {} for place in work.trained]
         old = Old([x.detach() for x in work.leaves], known, self._axis.size)
         self._old = with_overwriting(hook, old, work.donate, opt_state)
-        self._updated = 0
+        self._params, self._states = list(old.params), dict[int, LeafState]()
+        self.mean: torch.Tensor | None = None
         if hook.shares_gradients:
-            self._mean: torch.Tensor | None = None
             self._scale = work.scale(schedule, weighted=weight is not None)
-            schedule.configure(replace(schedule.options, update=self._update_parts))
         else:
-            self._mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
-            schedule.configure(replace(schedule.options, replace=self._update))
+            self.mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
 
-    def run(self, total: torch.Tensor) -> tuple[BackwardResult, torch.Tensor]:
-        """Run the backward pass of `total`: its result, and the mean loss (all ranks', if they share gradients)."""
-        try:
-            self._work.backward(total)
-            with torch.no_grad():
-                done, summary = self._collect()
-                return done, summary.mean.to(total.dtype) if self._mean is None else self._mean
-        except BaseException as error:
-            self._schedule.abandon(error)
-            self._work.invalidated_by(error, self._updated, self._plan)
-            raise
-        finally:
-            self._schedule.configure(PassOptions())  # the options hold this object
-
-    def _update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> Packed:
-        """The new parameters of a bucket, in new memory, and the states they are packed with."""
+    def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Program:
+        """The program of a bucket. The optimizer runs inside it, on shared gradients; or now, on this rank's own."""
+        if self._hook.shares_gradients:
+            return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
         refuse_sparse(grads)
         with comm.span("update"):
             # The kernels want them so; others may have the same tensor for a gradient.
-            laid = self._work.divided([g.contiguous() for g in grads], self._divisor)
-            given = self._applied(bucket, laid)
-        return given, self._hook.begun(self._old.of(bucket))
+            given = self._updated(bucket, self._work.divided([g.contiguous() for g in grads], self._divisor))
+        return self._schedule.program(bucket, given, self._hook.begun(self._old.of(bucket)))
 
-    def _update_parts(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same for parts of the parameters, with gradients that nothing else holds."""
+    def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's new parameters, of shared gradients, which nothing else holds."""
         with comm.span("update"):
             scaled(grads, self._scale)
-            return self._applied(bucket, list(grads))
+            return self._updated(bucket, list(grads))
 
-    def _applied(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
-        self._updated += 1
+        self.updated += 1
         opt_states = [self._opt_states[member] for member in bucket.members]
         self._work.optimizer.apply_leaves(grads, opt_states, given, self._work.state.step)
         return given
 
-    def _collect(self) -> tuple[BackwardResult, comm.StepSummary]:
-        reduced = self._schedule.wait_buckets()
-        params, states = collect_updates(self._hook, reduced, self._old, lambda finish: finish())
-        summary = self._schedule.finish()
-        assert summary is not None
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """Take the bucket's next parameters and states."""
+        done = self._hook.finish_bucket(bucket, reduced, self._old.of(bucket))
+        for member, param, state in zip(bucket.members, done.params, done.states, strict=True):
+            self._params[member], self._states[member] = param, state
+        if done.finish is not None:
+            done.finish()
+
+    def result(self) -> BackwardResult:
+        """Parameters and optimizer state after the step."""
         whole, spec = tree.flatten(self._work.state.trained)
-        for place, param in zip(self._work.trained, params, strict=True):
+        for place, param in zip(self._work.trained, self._params, strict=True):
             whole[place] = param
-        after = states_after(self._plan, states, self._before, self._work.state.trained, self._work.trained)
+        after = states_after(self._plan, self._states, self._before, self._work.state.trained, self._work.trained)
         opt_state = self._hook.held(self._work.optimizer.advance(self._opt_state), self._axis)
-        return BackwardResult(None, tree.flatten(after)[0], tree.unflatten(spec, whole), opt_state), summary
+        return BackwardResult(None, after, tree.unflatten(spec, whole), opt_state)

@@ -73,9 +73,9 @@ def _on_processes(
     whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
     if signature is None:
         signature = comm.Signature.of("check_replicas", [path for path, _ in leaves], [leaf for _, leaf in leaves])
-    if len(set(axis_comm.exchange_values(axis_comm.notes.begin(), signature, whole))) == 1:
+    if len(set(axis_comm.exchange_values(signature, whole))) == 1:
         return [mine]
-    return axis_comm.exchange_values(axis_comm.notes.begin(), signature, mine)
+    return axis_comm.exchange_values(signature, mine)
 
 
 def _on_simulated_ranks(backing: VmapBacking, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:

@@ -163,16 +163,15 @@ def _by_plain_autograd(
     leaves, spec = tree.flatten(params)
     placements = Placements.of(leaves)
     grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
-    nothing = torch.zeros((), dtype=torch.float64)
     try:
-        schedule.send_summary(nothing, nothing)
+        schedule.send_summary()
         with comm.span("backward"):
             torch.autograd.backward(output[0] if isinstance(output, tuple) else output, inputs=[run.source])
         with torch.no_grad():
-            for bucket, reduced, next_states in schedule.wait_each():
-                for member, grad in zip(bucket.members, reduced, strict=True):
+            for bucket, reduced in schedule.wait_buckets():
+                for member, grad in zip(bucket.members, schedule.unpack(bucket, reduced), strict=True):
                     grads[member] = grad
-                states.update(zip(bucket.members, schedule.plan.states_of(bucket, next_states), strict=True))
+                states.update(schedule.plan.states_by_leaf(bucket, reduced[1]))
         schedule.finish()
     except BaseException as error:
         schedule.abandon(error)

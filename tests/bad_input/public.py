@@ -155,8 +155,16 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         # --- collectives
         **{
             f"ltx.{name}": [Call(getattr(ltx, name), (T,), {"axis": "data"})]
-            for name in ("psum", "pmean", "pmax", "pmin", "pargmax", "pargmin", "pvary", "adasum", "gather_all_tensors")
+            for name in ("pargmax", "pargmin", "pvary", "adasum", "gather_all_tensors")
         },
+        **{
+            f"ltx.{name}": [Call(getattr(ltx, name), (T,), {"axis": "data", "axis_index_groups": [[0]]})]
+            for name in ("pmean", "pmax", "pmin")
+        },
+        "ltx.psum": [
+            Call(ltx.psum, (T, "data"), {"axis_index_groups": [[0]]}),
+            Call(ltx.psum, (T, "data"), {"prescale": 2.0, "postscale": 0.5}),
+        ],
         "ltx.AllGatherGrad": [Call(ltx.AllGatherGrad.apply, (T,), {"group": None})],
         "ltx.all_gather": [
             Call(
@@ -171,6 +179,14 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         ],
         "ltx.all_to_all": [Call(ltx.all_to_all, (T, 0, 1, "data"), {"splits": None})],
         "ltx.ppermute": [Call(ltx.ppermute, (T, [(0, 0)], "data"))],
+        "ltx.gather": [Call(ltx.gather, (T, 0, "data"), {"dim": 0, "tiled": False})],
+        "ltx.scatter": [Call(ltx.scatter, (T, 0, "data"), {"dim": 0, "tiled": True})],
+        "ltx.async_": [
+            Call(ltx.async_, (ltx.psum,), then=lambda begun: begun(T).wait()),
+            Call(ltx.async_(ltx.pmean), (T,), {"axis": "data"}, then=lambda future: future.wait()),
+        ],
+        "ltx.Future": [],  # what async_ gives
+        "ltx.psum_to": [Call(ltx.psum_to, (T, 0, "data"))],
         "ltx.broadcast": [Call(ltx.broadcast, (T, 0, "data"), {"grad_scale": "sum"})],
         "ltx.weighted_mean": [Call(ltx.weighted_mean, (T, 2.0, "data"))],
         "ltx.reduce": [Call(ltx.reduce, (T, "mean", "data", False)), Call(ltx.reduce, (T.long(), "bor"))],

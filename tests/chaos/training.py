@@ -83,7 +83,7 @@ def _more(now: dict[str, int], before: dict[str, int]) -> list[str]:
     """Of what there is more `now`. A connection and two threads for each of a line's channels and each peer more."""
     if not before:
         return []
-    spare = {"socket": 16, "/memfd:ltx arena (deleted)": 12, "/memfd:ltx lock (deleted)": 12}
+    spare = {"socket": 16, "/memfd:ltx segment (deleted)": 12, "/memfd:ltx lock (deleted)": 12}
     return [kind for kind in now if now[kind] > before.get(kind, 0) + spare.get(kind, 2)]
 
 

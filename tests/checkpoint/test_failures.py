@@ -24,7 +24,7 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
-from ltx.comm.notes import Notes
+from ltx.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError
 
 Ranks = Callable[[int], ltx.Pool]
@@ -244,7 +244,7 @@ def test_a_round_under_way_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> N
         assert step == 1
 
 
-def test_nothing_is_read_after_the_ranks_have_met(ranks: Ranks, tmp_path: Path) -> None:
+def test_nothing_is_read_after_the_last_exchange(ranks: Ranks, tmp_path: Path) -> None:
     """Rank 0 may go on and remove the checkpoint before rank 1 has returned from loading it."""
 
     def on_a_rank() -> int:
@@ -252,15 +252,15 @@ def test_nothing_is_read_after_the_ranks_have_met(ranks: Ranks, tmp_path: Path) 
         ltx.checkpoint.save(tmp_path, start(train), data=int(ltx.axis_index()))
         with pytest.MonkeyPatch.context() as patch:
             if int(ltx.axis_index()) == 1:
-                meet = Together.meet
+                exchange = Together.exchange
 
-                def meets(together: Together, what: str, value: Any) -> list[Any]:
-                    met = meet(together, what, value)
+                def exchanges(together: Together, what: str, value: Any) -> list[Any]:
+                    values = exchange(together, what, value)
                     if what == "the tensors":
                         ltx.barrier("removed")
-                    return met
+                    return values
 
-                patch.setattr(Together, "meet", meets)
+                patch.setattr(Together, "exchange", exchanges)
             data: int = ltx.checkpoint.load(tmp_path, start(train)).data
         if int(ltx.axis_index()) == 0:
             shutil.rmtree(tmp_path)
@@ -275,15 +275,16 @@ def test_rank_0_stays_until_all_have_heard(ranks: Ranks, tmp_path: Path) -> None
 
     def on_a_rank() -> float:
         with pytest.MonkeyPatch.context() as patch:
-            take, heard = Notes.take, [0.0]
+            collect, heard = StoreExchange.collect, [0.0]
 
-            def late(notes: Notes, *args: Any) -> list[str]:
-                time.sleep(0.5)
-                heard[0] = time.monotonic()
-                return take(notes, *args)
+            def late(exchange: StoreExchange, place: str, *args: Any, **kwargs: Any) -> list[Any]:
+                if place.endswith("/outcome"):
+                    time.sleep(0.5)
+                    heard[0] = time.monotonic()
+                return collect(exchange, place, *args, **kwargs)
 
             if int(ltx.axis_index()) == 1:
-                patch.setattr(Notes, "take", late)
+                patch.setattr(StoreExchange, "collect", late)
             ltx.checkpoint.save(tmp_path, start(trainer()))
             return heard[0] or time.monotonic()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx import comm
-from ltx.backings import MeshPart
+from ltx.backings import mesh_part
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 
@@ -192,12 +192,53 @@ def test_some_axes_of_a_mesh(ranks: Ranks) -> None:
         assert found == (row, column, 10.0, column)
 
 
+def test_as_many_messages_as_on_a_flat_axis(ranks: Ranks, seed: int) -> None:
+    """Not one for each name; also over some of the mesh's axes, in either order, and with axes of one rank."""
+
+    def sent(x: Tensor, axis: Any) -> dict[str, list[tuple[str, str, int]]]:
+        found = {}
+        for name, op in OPS.items():
+            op(x, axis)  # opens what it needs
+            with ltx.profile.record() as trace:
+                op(x, axis)
+            found[name] = [(event.operation, event.label, event.nbytes) for event in trace.events]
+        return found
+
+    def run(x: Tensor) -> tuple[Any, ...]:
+        flat = sent(x, None)
+        with _mesh(pod=2, one=1, data=2):
+            several = [sent(x, axis) for axis in (("pod", "data"), ("data", "one", "pod"))]
+            some = {name: OPS[name](x, ("data", "one")) for name in ("psum", "all_gather")}
+            with ltx.profile.record() as trace:
+                for name in some:
+                    OPS[name](x, ("data", "one"))
+            opened = len(comm.resolve(("pod", "data")).comm.parts)
+        return flat, several, some, [event.operation for event in trace.events], opened
+
+    xs = torch.randn(4, 4, 4, dtype=torch.float64)
+    for rank, (flat, several, some, on_some, opened) in enumerate(ranks(4).run(lambda: run(xs[ltx.axis_index()]))):
+        assert several == [flat, flat]
+        assert flat["psum"] == [("psum", "psum", flat["psum"][0][2])]
+        assert len(flat["pmean"]) == len(flat["all_gather"]) == len(flat["reduce"]) == 1
+        row = xs[rank - rank % 2 : rank - rank % 2 + 2]
+        torch.testing.assert_close(some, {"psum": row.sum(0), "all_gather": row.movedim(0, 1)})
+        assert on_some == ["psum", "all_gather"]
+        assert opened == 1  # for ("data", "one", "pod"), whose ranks have another order
+
+
 def test_members_of_a_part_of_a_mesh() -> None:
     for rank in range(24):
         a, b, c = rank // 12, rank // 4 % 3, rank % 4
-        assert MeshPart((2, 3, 4), (0, 2)).members(rank) == [i * 12 + b * 4 + k for i in range(2) for k in range(4)]
-        assert MeshPart((2, 3, 4), (2, 1)).members(rank) == [a * 12 + j * 4 + k for k in range(4) for j in range(3)]
-        assert MeshPart((2, 3, 4), (1,)).members(rank) == [a * 12 + j * 4 + c for j in range(3)]
+        expected = {
+            (0, 2): [i * 12 + b * 4 + k for i in range(2) for k in range(4)],
+            (2, 1): [a * 12 + j * 4 + k for k in range(4) for j in range(3)],
+            (1,): [a * 12 + j * 4 + c for j in range(3)],
+        }
+        for dims, members in expected.items():
+            part = mesh_part((2, 3, 4), dims)
+            assert part.members(rank) == tuple(members)
+            assert part.place(rank) == members.index(rank)
+            assert sorted(sum(part.groups, ())) == list(range(24))
 
 
 def test_what_none_means() -> None:

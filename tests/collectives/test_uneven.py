@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx import comm
 from ltx.errors import AxisError, RankMismatchError
 from ltx.runtime.pool import Pool
 
@@ -274,3 +275,195 @@ def test_all_to_all_nobody_raises_alone(ranks: Ranks) -> None:
     first, second = ranks(2).run(run).replicated()
     assert "rank 0: splits [2, 2]; rank 1: splits [2, 3] add up to 5" in first
     assert "can't be concatenated" in second
+
+
+def _ragged(n: int, lengths: list[list[int]], dim: int) -> list[dict[str, Tensor]]:
+    """By rank a tree of two leaves, of these lengths along `dim`."""
+    shapes = {"a": (2,), "b": (2, 3)}
+    return [
+        {
+            name: torch.randn(length, *shape, dtype=torch.float64).movedim(0, dim)
+            for (name, shape), length in zip(shapes.items(), lengths[rank], strict=True)
+        }
+        for rank in range(n)
+    ]
+
+
+@pytest.mark.parametrize("lengths", [[[2, 0], [0, 5], [3, 1]], [[2, 2]] * 3, [[0, 0]] * 3], ids=str)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_all_gather_infers_lengths(ranks: Ranks, lengths: list[list[int]], dim: int, seed: int) -> None:
+    """Values, the transpose, and a second derivative; two calls in a row, of other lengths."""
+    trees = _ragged(3, lengths, dim)
+    wholes = {name: torch.cat([one[name] for one in trees], dim) for name in ("a", "b")}
+    bars = [{name: torch.randn_like(whole) for name, whole in wholes.items()} for _ in range(3)]
+
+    def gather(x: Any) -> Any:
+        return ltx.all_gather(x, dim=dim, tiled=True, splits="infer")
+
+    def run() -> tuple[Any, Any, Any, Any]:
+        rank = int(ltx.axis_index())
+        found, pull = torch.func.vjp(gather, trees[rank])
+
+        def loss(x: Any) -> Tensor:
+            return sum((y.sin() * bar).sum() for y, bar in zip(gather(x).values(), bars[rank].values(), strict=True))  # type: ignore[return-value]
+
+        hvp = torch.func.jvp(torch.func.grad(loss), (trees[rank],), (trees[rank],))[1]
+        one_more = gather(ltx.tree.map(lambda x: torch.cat([x, x], dim), trees[rank]))
+        return found, pull(bars[rank])[0], hvp, one_more
+
+    for rank, (found, bar, hvp, one_more) in enumerate(ranks(3).run(run)):
+        assert all(torch.equal(found[name], wholes[name]) for name in wholes)
+        for name, whole in wholes.items():
+            splits = [one[name].shape[dim] for one in trees]
+            total = sum(of_rank[name] for of_rank in bars)
+            torch.testing.assert_close(bar[name], total.split(splits, dim)[rank])
+            torch.testing.assert_close(hvp[name], (-total * whole.sin() * whole).split(splits, dim)[rank])
+            assert torch.equal(one_more[name], torch.cat([torch.cat([one[name]] * 2, dim) for one in trees], dim))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint16, torch.float8_e5m2, torch.bfloat16, torch.complex64], ids=str
+)
+def test_inferred_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
+    xs = [(torch.randn(length, 2).abs() * 3).to(dtype) for length in (3, 0, 2)]
+    found = ranks(3).run(lambda: ltx.all_gather(_mine(xs), tiled=True, splits="infer")).replicated()
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), torch.cat([x.view(torch.uint8) for x in xs]))
+
+
+def test_what_inferring_sends(ranks: Ranks) -> None:
+    """The lengths of all leaves in one message, and then no more comparing: the shapes follow from them."""
+
+    def run() -> tuple[list[tuple[str, str]], int]:
+        axis_comm, rank = comm.resolve("data").comm, int(ltx.axis_index())
+
+        def call(length: int) -> None:
+            ltx.all_gather([torch.ones(length, 7), torch.ones(1)], tiled=True, splits="infer")
+
+        call(1)
+        compared = axis_comm.user.compared
+        with ltx.profile.record() as trace:
+            call(5 + rank)
+        return [(event.operation, event.label) for event in trace.events], axis_comm.user.compared - compared
+
+    label = 'all_gather(splits="infer"): lengths'
+    want = [("all_gather", label), ("all_gather", "all_gather"), ("all_gather", "all_gather")]
+    assert ranks(2).run(run).replicated() == (want, 0)
+
+
+def test_inferred_under_vmap_and_in_groups(ranks: Ranks, seed: int) -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        rank = int(ltx.axis_index())
+        x = torch.arange(3.0 * (1 + rank)).view(3, 1 + rank)
+        batched = torch.vmap(lambda x: ltx.all_gather(x, tiled=True, splits="infer"))(x)
+        return batched, ltx.all_gather(x.T, tiled=True, splits="infer", axis_index_groups=[[1, 0]])
+
+    parts = [torch.arange(3.0 * (1 + rank)).view(3, 1 + rank) for rank in range(2)]
+    batched, turned = ranks(2).run(run).replicated()
+    assert torch.equal(batched, torch.cat(parts, 1))
+    assert torch.equal(turned, torch.cat(parts[::-1], 1).T)
+
+
+@pytest.mark.parametrize("lengths", [[3, 7], [4, 0], [1, 1]], ids=str)
+def test_psum_scatter_and_all_to_all_infer(ranks: Ranks, lengths: list[int], seed: int) -> None:
+    """As equal as can be, as torch.tensor_split; Horovod's reducescatter has it so too."""
+    xs = [torch.randn(length, 2, dtype=torch.float64) for length in lengths]
+    whole = torch.randn(2, lengths[0], 2, dtype=torch.float64)
+
+    def run() -> tuple[Any, ...]:
+        rank = int(ltx.axis_index())
+        scattered, pull = torch.func.vjp(lambda x: ltx.psum_scatter(x, tiled=True, splits="infer"), whole[rank])
+        exchanged, received = ltx.all_to_all(xs[rank], 0, 0, splits="infer")
+        grad = torch.func.grad(lambda x: ltx.all_to_all(x, 0, 0, splits="infer")[0].square().sum() / 2)(xs[rank])
+        return scattered, pull(scattered)[0], exchanged, received, grad
+
+    for rank, (scattered, bar, exchanged, received, grad) in enumerate(ranks(2).run(run)):
+        torch.testing.assert_close(scattered, whole.sum(0).tensor_split(2)[rank])
+        torch.testing.assert_close(bar, whole.sum(0))
+        chunks = [x.tensor_split(2)[rank] for x in xs]
+        assert torch.equal(exchanged, torch.cat(chunks))
+        assert received == tuple(map(len, chunks))
+        torch.testing.assert_close(grad, xs[rank])
+
+
+def test_inferred_alone_and_simulated(seed: int) -> None:
+    x = torch.randn(3, 2)
+    assert torch.equal(ltx.all_gather(x, tiled=True, splits="infer"), x)
+    assert torch.equal(ltx.psum_scatter(x, tiled=True, splits="infer"), x)
+    assert ltx.all_to_all(x, 0, 0, splits="infer")[1] == (3,)
+    xs = torch.randn(2, 4, 2)
+    assert torch.equal(ltx.vmap(lambda x: ltx.all_gather(x, tiled=True, splits="infer"))(xs)[1], xs.flatten(0, 1))
+    scattered = ltx.vmap(lambda x: ltx.psum_scatter(x, tiled=True, splits="infer"))(xs)
+    torch.testing.assert_close(scattered, torch.stack(xs.sum(0).chunk(2)))
+    received: list[Any] = []
+
+    def exchanged(x: Tensor) -> Tensor:
+        y, lengths = ltx.all_to_all(x, 0, 0, splits="infer")
+        received.append(lengths)
+        return y
+
+    assert torch.equal(ltx.vmap(exchanged)(xs), ltx.vmap(lambda x: ltx.all_to_all(x, 0, 0))(xs))
+    assert received == [(2, 2)]
+    with pytest.raises(AxisError, match="must be a multiple of 2, got 3"):
+        ltx.vmap(lambda x: ltx.psum_scatter(x, tiled=True, splits="infer"))(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match=r"UnsupportedError: all_gather\(splits=.infer.\) can't be compiled"):
+        torch.compile(lambda x: ltx.all_gather(x, tiled=True, splits="infer"), fullgraph=True, backend="eager")(x)
+
+
+def test_only_some_ranks_infer(torn: Callable[..., Any]) -> None:
+    """Whichever has seen what before: an error on all ranks, never a hang."""
+
+    def run() -> list[str]:
+        rank, found, x = int(ltx.axis_index()), [], torch.ones(3)
+        for splits in ("infer", [3, 3]):
+            with pytest.raises(RankMismatchError) as caught:
+                ltx.all_gather(x, tiled=True, splits=splits if rank else None)  # type: ignore[arg-type]
+            found.append(str(caught.value))
+        ltx.all_gather(x, tiled=True)
+        with pytest.raises(RankMismatchError) as caught:  # known to rank 0
+            ltx.all_gather(x, tiled=True, splits="infer" if rank else None)
+        return [*found, str(caught.value)]
+
+    first, second = torn(run)
+    assert first == second
+    assert 'the operation: rank 0: all_gather; rank 1: all_gather(splits="infer").' in first[0]
+    assert "all_gather" in first[1]
+    assert 'rank 1: all_gather(splits="infer")' in first[2]
+
+
+def test_both_known(torn: Callable[..., Any]) -> None:
+    def run() -> str:
+        x = torch.ones(3)
+        ltx.all_gather(x, tiled=True, splits="infer")
+        ltx.all_gather(x, tiled=True)
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.all_gather(x, tiled=True, splits="infer" if ltx.axis_index() else None)
+        return str(caught.value)
+
+    assert all("a peer has issued another collective here" in text for text in torn(run))
+
+
+def test_what_can_not_be_inferred(ranks: Ranks) -> None:
+    def run() -> list[str]:
+        rank, found = int(ltx.axis_index()), []
+        for x in (
+            {"w": torch.ones(2, 3 + rank)},  # another dimension
+            {"w": torch.ones(2, 3, dtype=[torch.float32, torch.float64][rank])},
+            {"w": torch.ones(2) if rank else torch.tensor(1.0)},
+            {f"w{rank}": torch.ones(2)},
+        ):
+            with pytest.raises(RankMismatchError) as caught:
+                ltx.all_gather(x, tiled=True, splits="infer")
+            found.append(str(caught.value))
+        with pytest.raises(AxisError, match=r"all_gather: dim=0 is out of range for a tensor of shape \[\]"):
+            ltx.all_gather(torch.tensor(1.0), tiled=True, splits="infer")
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.all_gather(torch.ones(17 + rank), tiled=True)
+        return [*found, str(caught.value)]
+
+    shape, dtype, dims, names, hint = ranks(2).run(run).replicated()
+    assert "leaf 'w': rank 0: float32[any, 3]; rank 1: float32[any, 4]" in shape
+    assert "rank 0: float32[any, 3]; rank 1: float64[any, 3]" in dtype
+    assert "rank 0: float32[]; rank 1: float32[any]" in dims
+    assert "leaf 'w0': rank 0: float32[any]; rank 1: no such leaf" in names
+    assert hint.endswith('shapes and dtypes; ltx.all_gather(x, tiled=True, splits="infer") takes unequal lengths.')

@@ -148,7 +148,7 @@ def test_equal_calls_from_different_lines(torn: OnFreshAxis) -> None:
     assert sums == []
     assert re.search(
         r"ranks disagree on the line that calls psum: rank 0: test_debug.py:\d+; rank 1: test_debug.py:\d+\. Fix: call "
-        r"the same collectives in the same order; if these calls are meant to meet, "
+        r"the same collectives in the same order; if these calls belong together, "
         r"ltx.debug_checks\(same_lines=False\)\.",
         text,
     ), text
@@ -179,7 +179,7 @@ def test_a_peer_that_comes_to_nothing(torn: OnFreshAxis) -> None:
         @ltx.debug_checks()
         def calls() -> None:
             ltx.psum({"w": torch.ones(2)})
-            while int(ltx.axis_index()) == 1 and "nothing: " not in str(axis_comm.posts.read("checks/1/2", 0)):
+            while int(ltx.axis_index()) == 1 and "nothing: " not in str(axis_comm.negotiation.peek("checks/1/2", 0)):
                 time.sleep(0.01)
             ltx.all_gather(torch.ones(2))
 
@@ -394,7 +394,7 @@ def test_one_comparison_a_call_and_a_store_that_stays_small(torn: OnFreshAxis) -
             for _ in range(5):
                 ltx.psum([torch.ones(2), torch.ones(3), torch.ones(2)])
             # The entry is call 0; of the last call the peers may still read.
-            return [axis_comm.posts.read(f"checks/1/{call}", axis_comm.rank) is not None for call in range(6)]
+            return [axis_comm.negotiation.peek(f"checks/1/{call}", axis_comm.rank) is not None for call in range(6)]
 
     assert torn(run).replicated() == [False] * 5 + [True]
 

@@ -19,6 +19,8 @@ from .conftest import OnFreshAxis
 
 ARGUMENTS: dict[str, list[tuple[int, ...]]] = {
     "broadcast": [(0,), (1,)],
+    "gather": [(0,), (1,)],
+    "scatter": [(0,), (1,)],
     "ppermute": [(0, 1), (1, 0, 0, 1), (1, 1), ()],
 }
 #: Elements of one rank's row: none, few, an odd number over several pieces and slots of the shared memory.

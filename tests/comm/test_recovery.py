@@ -1,7 +1,9 @@
-"""A backward pass that was left halfway, seen from the wire."""
+"""A backward pass that was left halfway, seen from ltx.comm."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -10,12 +12,10 @@ import torch.distributed as dist
 
 import ltx
 from ltx import comm
-from ltx.errors import CollectiveTimeoutError, ReplicaDivergedError
-from ltx.runtime.pool import Pool
+from ltx.errors import CollectiveTimeoutError, LtxError, ReplicaDivergedError
+from tests.forks import Ranks
 
 from .conftest import OnFreshAxis
-
-Ranks = Callable[[int], Pool]
 
 
 def _axis_comm() -> comm.AxisComm:
@@ -60,7 +60,33 @@ def test_a_peer_that_does_not_leave_it(torn: OnFreshAxis) -> None:
             _gradient()
         return str(caught.value)
 
-    assert "ranks [1] haven't come to begin the next one within 2 s" in torn(run, timeout_s=2.0).rank(0)
+    assert "ranks [1] didn't come to begin the next one within 2 s" in torn(run, timeout_s=2.0).rank(0)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_a_peer_that_is_gone_before_it_leaves_it(how: str, started: Callable[..., Ranks]) -> None:
+    """It is named at once, not at the timeout."""
+
+    def body(tell: Callable[[str], None]) -> None:
+        _gradient()
+        if _axis_comm().rank == 1:
+            if how == "raised":
+                raise ValueError("no data")
+            os.kill(os.getpid(), signal.SIGKILL)
+        _axis_comm().recovery.leave("an interrupt")
+        with pytest.raises(LtxError) as caught:
+            _gradient()
+        tell(f"{type(caught.value).__name__}: {caught.value}")
+
+    text = started(2, body, timeout_s=60.0).told(0)
+    if how == "raised":
+        assert text.startswith("DeadlockDetectedError: rank 0: rank 1 has left axis 'data' because of an exception (V")
+    else:
+        assert (
+            "PeerLostError: rank 0: recovery on axis 'data' from a backward pass that was left halfway failed" in text
+        )
+        assert "the process of rank 1 is gone" in text
 
 
 @pytest.mark.full

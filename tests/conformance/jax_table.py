@@ -18,8 +18,9 @@ Every row says, for the stacked values of n ranks, in float64:
     hvp         the derivative of `curved` in direction ẋ, reverse mode over reverse mode
 
 The rows are those of ``jax.vmap(op, axis_name="data")``, with ``jax.vjp`` and ``jax.jvp`` around the vmap. The same
-under ``shard_map``, on n CPU devices, must agree, or the script stops; `under` says whose numbers a row has. Inputs are
-multiples of 1/64 and sums of them exact, so that they are short to write.
+under ``shard_map``, on n CPU devices, must agree, or the script stops; `under` says whose numbers a row has. Rows with
+`groups` are those of ``shard_map(check_vma=False)``: vmap has no axis_index_groups. Inputs are multiples of 1/64 and
+sums of them exact, so that they are short to write.
 """
 
 from __future__ import annotations
@@ -48,22 +49,28 @@ Fn = Callable[[Array], Array]
 
 #: op -> the call on one rank, by the argument names that rows have.
 CALLS: dict[str, Callable[..., Array]] = {
-    "psum": lambda x: lax.psum(x, AXIS),
-    "pmean": lambda x: lax.pmean(x, AXIS),
-    "pmax": lambda x: lax.pmax(x, AXIS),
-    "pmin": lambda x: lax.pmin(x, AXIS),
-    "all_gather": lambda x, dim, tiled: lax.all_gather(x, AXIS, axis=dim, tiled=tiled),
-    "psum_scatter": lambda x, dim, tiled: lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=tiled),
+    "psum": lambda x, groups=None: lax.psum(x, AXIS, axis_index_groups=groups),
+    "pmean": lambda x, groups=None: lax.pmean(x, AXIS, axis_index_groups=groups),
+    "pmax": lambda x, groups=None: lax.pmax(x, AXIS, axis_index_groups=groups),
+    "pmin": lambda x, groups=None: lax.pmin(x, AXIS, axis_index_groups=groups),
+    "all_gather": lambda x, dim, tiled, groups=None: lax.all_gather(
+        x, AXIS, axis=dim, tiled=tiled, axis_index_groups=groups
+    ),
+    "psum_scatter": lambda x, dim, tiled, groups=None: lax.psum_scatter(
+        x, AXIS, scatter_dimension=dim, tiled=tiled, axis_index_groups=groups
+    ),
     "ppermute": lambda x, perm: lax.ppermute(x, AXIS, perm),
-    "all_to_all": lambda x, split_dim, concat_dim: lax.all_to_all(x, AXIS, split_dim, concat_dim, tiled=True),
+    "all_to_all": lambda x, split_dim, concat_dim, groups=None: lax.all_to_all(
+        x, AXIS, split_dim, concat_dim, tiled=True, axis_index_groups=groups
+    ),
     "axis_index": lambda x: x * lax.axis_index(AXIS),
 }
 
 #: JAX can't differentiate pmax and pmin. It can differentiate these, whose values are the same; among equal extrema its
 #: rule is an equal share for each, which is ltx's.
-DIFFERENTIABLE: dict[str, Fn] = {
-    "pmax": lambda x: lax.all_gather(x, AXIS).max(0),
-    "pmin": lambda x: lax.all_gather(x, AXIS).min(0),
+DIFFERENTIABLE: dict[str, Callable[..., Array]] = {
+    "pmax": lambda x, groups=None: lax.all_gather(x, AXIS, axis_index_groups=groups).max(0),
+    "pmin": lambda x, groups=None: lax.all_gather(x, AXIS, axis_index_groups=groups).min(0),
 }
 
 
@@ -98,6 +105,20 @@ def cases(n: int) -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
     yield "axis_index", {}, (2,)
 
 
+def cases_of_groups() -> Iterator[tuple[int, str, dict[str, Any], tuple[int, ...]]]:
+    """The same with the number of ranks, in groups. JAX divides pmean of unequal ones by the size of the first."""
+    yield 3, "psum", {"groups": [[0, 2], [1]]}, (2,)
+    yield 4, "psum", {"groups": [[3], [2, 0, 1]]}, ()
+    groups = {"groups": [[2, 0], [1, 3]]}
+    for op in ("psum", "pmean", "pmax", "pmin"):
+        yield 4, op, groups, (2, 2)
+    yield 4, "all_gather", {"dim": 1, "tiled": False, **groups}, (2,)
+    yield 4, "all_gather", {"dim": 0, "tiled": True, **groups}, (2, 1)
+    yield 4, "psum_scatter", {"dim": 0, "tiled": False, **groups}, (2,)
+    yield 4, "psum_scatter", {"dim": 1, "tiled": True, **groups}, (2, 4)
+    yield 4, "all_to_all", {"split_dim": 1, "concat_dim": 0, **groups}, (1, 4)
+
+
 def under_vmap(f: Fn, n: int) -> Fn:
     return jax.vmap(f, axis_name=AXIS, axis_size=n)
 
@@ -105,6 +126,11 @@ def under_vmap(f: Fn, n: int) -> Fn:
 def under_shard_map(f: Fn, n: int) -> Fn:
     mesh, each = Mesh(np.array(jax.devices()[:n]), (AXIS,)), PartitionSpec(AXIS)
     return jax.shard_map(lambda x: f(x[0])[None], mesh=mesh, in_specs=each, out_specs=each)
+
+
+def unchecked(f: Fn, n: int) -> Fn:
+    mesh, each = Mesh(np.array(jax.devices()[:n]), (AXIS,)), PartitionSpec(AXIS)
+    return jax.shard_map(lambda x: f(x[0])[None], mesh=mesh, in_specs=each, out_specs=each, check_vma=False)
 
 
 def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -152,13 +178,13 @@ def row(rng: np.random.Generator, n: int, case: str, args: dict[str, Any], shape
     # JAX's ppermute under vmap refuses permutations that leave a rank without a source.
     sourceless = op == "ppermute" and len(args["perm"]) < n
     places = {"shard_map": under_shard_map} if sourceless else {"vmap": under_vmap, "shard_map": under_shard_map}
+    if "groups" in args:
+        places = {"shard_map(check_vma=False)": unchecked}
     under = next(iter(places))
     output = np.asarray(places[under](call, n)(x))
     bar, dot = drawn(rng, output.shape), drawn(rng, x.shape)
-    found = {
-        name: jax.jit(partial(derivatives, place(DIFFERENTIABLE.get(op, call), n)))(x, bar, dot)
-        for name, place in places.items()
-    }
+    smooth = partial(DIFFERENTIABLE[op], **args) if op in DIFFERENTIABLE else call
+    found = {name: jax.jit(partial(derivatives, place(smooth, n)))(x, bar, dot) for name, place in places.items()}
     np.testing.assert_allclose(found[under]["output"], output, rtol=1e-15)
     for name, values in found.items():
         for key, value in values.items():
@@ -178,6 +204,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", max(SIZES))
     rng = np.random.default_rng(SEED)
     rows = [row(rng, n, *case) for n in SIZES for case in cases(n)]
+    rows += [row(rng, *case) for case in cases_of_groups()]
     head = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__, "seed": SEED}
     # json writes floats by repr: every bit comes back.
     lines = ",\n".join(json.dumps(r, separators=(",", ":")) for r in rows)

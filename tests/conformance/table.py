@@ -131,6 +131,23 @@ def on_each(f: Callable[[Tensor, int], Tensor], xs: Tensor) -> Tensor:
     return torch.stack([f(x, rank) for rank, x in enumerate(xs)])
 
 
+def groups(n: int) -> list[list[int]]:
+    """Of 1, 2 and 3 ranks [[0]], [[1, 0]] and [[2, 0], [1]]."""
+    alone = [1] if n > 2 else []
+    return [[rank for rank in reversed(range(n)) if rank not in alone], *([alone] if alone else [])]
+
+
+def in_groups(f: Fn, xs: Tensor) -> Tensor:
+    by_group = groups(len(xs))
+    order = torch.tensor([rank for group in by_group for rank in group]).argsort()
+    return torch.cat([f(xs[group]) for group in by_group])[order]
+
+
+def on_last(y: Tensor, n: int) -> Tensor:
+    """What the last rank has; the others have zeros."""
+    return torch.stack([*[torch.zeros_like(y)] * (n - 1), y])
+
+
 def ring(n: int) -> list[tuple[int, int]]:
     return [(rank, (rank + 1) % n) for rank in range(n)]
 
@@ -217,6 +234,27 @@ ROUNDED = replace(DATA_PARALLEL, compiled=("grad",))
 OPS = (
     PSUM,
     Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs), compiled=(), **EVERY),
+    Op(
+        "psum scaled",
+        lambda x: ltx.psum(x, prescale=2, postscale=-3),
+        lambda xs: -6 * sum_of(xs),
+        compiled=("grad",),
+        **EVERY,
+    ),
+    Op(
+        "psum in groups",
+        lambda x: ltx.psum(x, axis_index_groups=groups(ltx.axis_size())),
+        lambda xs: in_groups(sum_of, xs),
+        compiled=("grad",),
+        **EVERY,
+    ),
+    Op(
+        "pmean in groups",
+        lambda x: ltx.pmean(x, axis_index_groups=groups(ltx.axis_size())),
+        lambda xs: in_groups(mean_of, xs),
+        compiled=(),
+        **EVERY,
+    ),
     Op("pmean", ltx.pmean, mean_of, **EVERY),
     Op(
         "weighted_mean",
@@ -248,6 +286,13 @@ OPS = (
         compiled=(),
         **EVERY,
     ),
+    Op(
+        "all_gather in another order",
+        lambda x: ltx.all_gather(x, axis_index_groups=[list(range(ltx.axis_size()))[::-1]]),
+        lambda xs: everywhere(xs.flip(0), len(xs)),
+        compiled=(),
+        **EVERY,
+    ),
     Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0), compiled=(), **EVERY),
     Op(
         "psum_scatter tiled",
@@ -259,6 +304,23 @@ OPS = (
         "broadcast",
         lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1),
         lambda xs: everywhere(xs[-1], len(xs)),
+        **EVERY,
+    ),
+    Op("psum_to", lambda x: ltx.psum_to(x, dst=ltx.axis_size() - 1), lambda xs: on_last(xs.sum(0), len(xs)), **EVERY),
+    Op("gather", lambda x: ltx.gather(x, dst=ltx.axis_size() - 1), lambda xs: on_last(xs, len(xs)), **EVERY),
+    Op(
+        "gather tiled",
+        lambda x: ltx.gather(x, dim=1, tiled=True, dst=ltx.axis_size() - 1),
+        lambda xs: on_last(torch.cat(xs.unbind(), 1), len(xs)),
+        compiled=(),
+        **EVERY,
+    ),
+    Op("scatter", lambda x: ltx.scatter(x, src=ltx.axis_size() - 1), lambda xs: xs[-1], **EVERY),
+    Op(
+        "scatter tiled",
+        lambda x: ltx.scatter(x, dim=1, tiled=True),
+        lambda xs: torch.stack(xs[0].chunk(len(xs), 1)),
+        compiled=(),
         **EVERY,
     ),
     Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), whole=WHOLE),

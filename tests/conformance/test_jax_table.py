@@ -23,14 +23,18 @@ Values = dict[str, Tensor]
 
 #: op -> ltx's call on one rank, by the argument names of the table.
 CALLS: dict[str, Callable[..., Tensor]] = {
-    "psum": lambda x: ltx.psum(x),
-    "pmean": lambda x: ltx.pmean(x),
-    "pmax": lambda x: ltx.pmax(x),
-    "pmin": lambda x: ltx.pmin(x),
-    "all_gather": lambda x, dim, tiled: ltx.all_gather(x, dim=dim, tiled=tiled),
-    "psum_scatter": lambda x, dim, tiled: ltx.psum_scatter(x, dim=dim, tiled=tiled),
+    "psum": lambda x, groups=None: ltx.psum(x, axis_index_groups=groups),
+    "pmean": lambda x, groups=None: ltx.pmean(x, axis_index_groups=groups),
+    "pmax": lambda x, groups=None: ltx.pmax(x, axis_index_groups=groups),
+    "pmin": lambda x, groups=None: ltx.pmin(x, axis_index_groups=groups),
+    "all_gather": lambda x, dim, tiled, groups=None: ltx.all_gather(x, dim=dim, tiled=tiled, axis_index_groups=groups),
+    "psum_scatter": lambda x, dim, tiled, groups=None: ltx.psum_scatter(
+        x, dim=dim, tiled=tiled, axis_index_groups=groups
+    ),
     "ppermute": lambda x, perm: ltx.ppermute(x, [(source, destination) for source, destination in perm]),
-    "all_to_all": lambda x, split_dim, concat_dim: ltx.all_to_all(x, split_dim, concat_dim),
+    "all_to_all": lambda x, split_dim, concat_dim, groups=None: ltx.all_to_all(
+        x, split_dim, concat_dim, axis_index_groups=groups
+    ),
     "axis_index": lambda x: x * ltx.axis_index(),
 }
 OPS = list(CALLS)
@@ -111,7 +115,7 @@ def test_simulated_ranks_from_outside(op: str, n: int) -> None:
 
 @pytest.mark.full(but=3)
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_processes(op: str, n: int, ranks: Ranks) -> None:
     def on_one_rank(table_rows: list[Row]) -> list[Values]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ltx import hooks
 from ltx.gradients.buckets import Bucket, Leaf, leaves_of, plan_buckets
+from ltx.gradients.packing import pack, pack_pure, unpack
 from ltx.gradients.process_schedule import launch_order
-from ltx.gradients.reduction import pack, pack_pure, unpack
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

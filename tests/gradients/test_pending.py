@@ -12,6 +12,7 @@ from torch import Tensor
 from ltx import comm
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.pending import PendingReductions
+from ltx.gradients.programs import program_of
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 
 
@@ -56,11 +57,11 @@ class Channel:
 def test_what_lands_first_waits_for_the_buckets_before_it() -> None:
     first, second = channels = [Channel(), Channel()]
     pending = PendingReductions(
-        cast(comm.AxisComm, SimpleNamespace(size=2, rank=0)),
+        cast(comm.AxisComm, SimpleNamespace(size=2, rank=0, stream_of=lambda device: None)),
         lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
     )
     for _ in range(3):
-        pending.launch(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2))
+        pending.launch(program_of(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2)), Twice())
     assert first.issued == ["bucket 0", "bucket 1", "bucket 2"]
     first.works[2].done = first.works[1].done = True
     pending.poll()
@@ -73,11 +74,11 @@ def test_what_lands_first_waits_for_the_buckets_before_it() -> None:
 def test_one_that_is_asked_for_takes_those_before_it_along() -> None:
     first, second = channels = [Channel(), Channel()]
     pending = PendingReductions(
-        cast(comm.AxisComm, SimpleNamespace(size=2, rank=0)),
+        cast(comm.AxisComm, SimpleNamespace(size=2, rank=0, stream_of=lambda device: None)),
         lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
     )
     for _ in range(3):
-        pending.launch(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2))
+        pending.launch(program_of(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2)), Twice())
     first.works[1].done = True
     assert pending.wait(1)[0].tolist() == [1.0, 1.0]
     assert second.issued == ["bucket 0", "bucket 1"]

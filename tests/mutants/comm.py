@@ -1,4 +1,4 @@
-"""Defects in the wire: shared memory, what ranks compare, what they find out about one another."""
+"""Defects in ltx.comm: shared memory, what ranks compare, what they find out about one another."""
 
 from tests.mutants.mutant import Mutant
 
@@ -12,7 +12,7 @@ MUTANTS = (
         tests=("tests/comm/test_shared_memory.py",),
     ),
     Mutant(
-        name="comm: a piece is reduced before all have filled it",
+        name="comm: a chunk is reduced before all have filled it",
         file="comm/transports/shared_memory.py",
         old="if entry is None or self._least(FILLED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][FILLED] <= entry.place:",
@@ -20,7 +20,7 @@ MUTANTS = (
         tests=("tests/comm/test_shared_memory.py",),
     ),
     Mutant(
-        name="comm: a piece is taken before all have reduced it",
+        name="comm: a chunk is taken before all have reduced it",
         file="comm/transports/shared_memory.py",
         old="if entry is None or self._least(REDUCED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][REDUCED] <= entry.place:",
@@ -55,9 +55,9 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="comm: the header's digests aren't compared",
+        name="comm: the step summary's digests aren't compared",
         file="comm/step_summary.py",
-        old="if self._size * second != first * first:",
+        old="if self._channel.size * second != first * first:",
         new="if self._size * second < 0:",
         breaks="ranks that have issued different collectives train on",
         tests=("tests/comm/test_step_summary.py",),
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         name="comm: no timeout",
         file="comm/channel.py",
-        old="        if waited_s > channel.timeout_s:\n            raise self._timed_out()\n",
+        old="        if waited_s > self.timeout_s:\n            raise self.timed_out(label)\n",
         new="",
         breaks="a rank that waits for one that never comes waits for ever",
         tests=(
@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: an issue after a failure goes out",
-        file="comm/channel.py",
+        file="comm/work.py",
         old="            self._channel.failed = error\n            raise\n",
         new="            raise\n",
         breaks="after a timeout what is issued next pairs with what peers issued before",
@@ -101,9 +101,33 @@ MUTANTS = (
         tests=("tests/comm/test_axis_comm.py::test_new_signatures_that_differ",),
     ),
     Mutant(
+        name="comm: nothing is looked for while a rank polls the store",
+        file="comm/store_exchange.py",
+        old="            while_waiting()\n",
+        new="",
+        breaks="a rank that waits in the store for a peer that is gone waits for the timeout",
+        tests=("tests/comm/test_store_exchange.py", "tests/comm/test_recovery.py"),
+    ),
+    Mutant(
+        name="comm: polling has no end",
+        file="comm/store_exchange.py",
+        old="        if now - began > timeout_s:\n            return False\n",
+        new="",
+        breaks="a rank that waits in the store for one that never comes waits for ever",
+        tests=("tests/comm/test_store_exchange.py::test_who_doesnt_come_is_named_with_the_fix",),
+    ),
+    Mutant(
+        name="comm: a peer that came and went counts as lost",
+        file="comm/store_exchange.py",
+        old="if (lost := self._lost()) and not self.has(place, ranks):",
+        new="if lost := self._lost():",
+        breaks="a checkpoint fails whose ranks have all done their part",
+        tests=("tests/comm/test_store_exchange.py::test_a_peer_that_came_and_went_has_come",),
+    ),
+    Mutant(
         name="comm: nobody looks for deadlocks",
         file="comm/channel.py",
-        old="            channel.negotiation.check_deadlock(channel, self._number, self._label)\n",
+        old="            self.negotiation.check_deadlock(self, number, label)\n",
         new="            pass\n",
         breaks="ranks that wait for each other wait for the timeout",
         tests=("tests/comm/test_deadlock.py::test_a_collective_that_one_rank_alone_calls",),

@@ -6,9 +6,9 @@ MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
         file="gradients/process_schedule.py",
-        old="while len(self._pending) < len(self._order) and self._order[len(self._pending)] in self._packed:\n"
-        "            place = self._order[len(self._pending)]\n",
-        new="while self._packed:\n            place = next(iter(self._packed))\n",
+        old="while len(self._pending) < len(self._order) and "
+        "(place := self._order[len(self._pending)]) in self._ready:",
+        new="while self._ready and (place := next(iter(self._ready))) is not None:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
         tests=(
             "tests/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: the hook's scale isn't applied to large gradients",
-        file="gradients/reduction.py",
+        file="gradients/packing.py",
         old="    if not extra_terms:\n        torch.mul(given, scale, out=view)",
         new="    if not extra_terms:\n        view.copy_(given)",
         breaks="the sum over ranks instead of the mean",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: simulated ranks drop the residual",
-        file="gradients/reduction.py",
+        file="gradients/packing.py",
         old="""    if not extra_terms:
         return grad * scale
     (first, times), *others = extra_terms""",

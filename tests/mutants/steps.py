@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a Weighted step is divided by the weights alone",
-        file="training/backward_update.py",
+        file="training/backward.py",
         old="return schedule.among.size / weight",
         new="return 1 / weight",
         breaks="gradients of weighted steps are n times too small, between processes",
@@ -147,15 +147,15 @@ MUTANTS = (
     ),
     Mutant(
         name="precision: gradients keep the loss scale",
-        file="training/backward_update.py",
-        old="return (self._weighted_scale(schedule) if weighted else 1.0) / self.loss_scale",
-        new="return self._weighted_scale(schedule) if weighted else 1.0",
+        file="training/backward.py",
+        old="return (_weighted_scale(schedule) if weighted else 1.0) / self.loss_scale",
+        new="return _weighted_scale(schedule) if weighted else 1.0",
         breaks="updates are 65536 times too large, between processes",
         tests=("tests/training/test_mixed_precision.py::test_a_scale_that_is_a_power_of_two_changes_no_bit",),
     ),
     Mutant(
         name="precision: gradients keep the loss scale in a world of one",
-        file="training/backward_update.py",
+        file="training/backward.py",
         old="return grads if self.loss_scale == 1 else [g * (1 / self.loss_scale) for g in grads]",
         new="return grads",
         breaks="updates are 65536 times too large, in a world of one and on simulated ranks",

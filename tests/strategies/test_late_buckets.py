@@ -15,7 +15,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from ltx.runtime.pool import Pool
-from ltx.training.backward_update import BackwardResult
+from ltx.training.completion import BackwardResult
 from ltx.training.update_then_send import UpdateThenSend
 from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
@@ -37,15 +37,15 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
 
     def run(donate: bool, overlap: Overlap) -> tuple[int, list[Tensor]]:
         torch.manual_seed(seed)
-        steps, by_buckets = 0, UpdateThenSend.run
+        steps, by_buckets = 0, UpdateThenSend.result
 
-        def counted(late: UpdateThenSend, total: Tensor) -> tuple[BackwardResult, Tensor]:
+        def counted(late: UpdateThenSend) -> BackwardResult:
             nonlocal steps
             steps += 1
-            return by_buckets(late, total)
+            return by_buckets(late)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(UpdateThenSend, "run", counted)
+            patch.setattr(UpdateThenSend, "result", counted)
             tensors = trained(strategy, lambda rank: donate, make(), overlap, **more)
         return steps, tensors
 

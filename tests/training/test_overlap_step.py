@@ -698,7 +698,7 @@ def test_a_peer_lost_while_landing_leaves_a_state_that_nobody_reads(torn: Torn, 
     assert said[0].startswith("PeerLostError: rank 0: bucket 1 failed")
     for text in said[1:]:
         assert text.startswith(
-            "InvalidStateError: rank 0: step 1 was still landing when something failed (PeerLostError: "
+            "InvalidStateError: rank 0: step 1 was still pending when something failed (PeerLostError: "
         )
         assert "0 of its" in text
         assert "Load a checkpoint" in text

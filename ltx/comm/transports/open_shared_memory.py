@@ -22,21 +22,22 @@ _SETTING = "LTX_SHARED_MEMORY"
 
 
 def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
-    """A transport between the ranks that meet in `store`, or None if not all of them share this machine's memory.
+    """A transport between the ranks that share `store`, or None if not all of them share this machine's memory.
 
     Ranks in different network namespaces count as different machines, because such namespaces exist to try a network.
     The environment variable LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
     """
+    # These wait in the store itself, as making a process group does: an axis that is being opened has no exchange yet.
     mine: dict[str, object] = {"machine": None}
     files: list[int] = []
     machine = _machine()
     if machine is not None:
-        files = [os.memfd_create("ltx arena"), os.memfd_create("ltx lock")]
+        files = [os.memfd_create("ltx segment"), os.memfd_create("ltx lock")]
         os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
         fcntl.flock(files[1], fcntl.LOCK_EX)
         mine = {"machine": machine, "pid": os.getpid(), "files": files}
-    store.set(f"lane/{rank}", json.dumps(mine))
-    entries = [json.loads(store.get(f"lane/{other}")) for other in range(size)]
+    store.set(f"shared memory/{rank}", json.dumps(mine))
+    entries = [json.loads(store.get(f"shared memory/{other}")) for other in range(size)]
     segments: list[mmap.mmap] = []
     locks: list[int] = []
     if machine is not None and all(entry["machine"] == machine for entry in entries):
@@ -51,8 +52,8 @@ def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport 
                 os.close(segment)
         except OSError:
             segments = []
-    store.set(f"lane/{rank}/open", str(len(segments)))
-    if all(int(store.get(f"lane/{other}/open")) == size for other in range(size)):
+    store.set(f"shared memory/{rank}/open", str(len(segments)))
+    if all(int(store.get(f"shared memory/{other}/open")) == size for other in range(size)):
         transport = SharedMemoryTransport(rank, segments, locks, files)
         register(transport)
         return transport

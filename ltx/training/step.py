@@ -1,0 +1,306 @@
+"""One eager training step on real ranks or alone: forward, backward, wait, apply, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ltx import comm, tree
+from ltx.gradients.leaves import differentiable
+from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
+from ltx.gradients.programs import ProgramOf
+from ltx.strategies.post_update import PostUpdateHook
+from ltx.strategies.update import StepInfo, Updated
+from ltx.training.backward import Backward, mean_at_once
+from ltx.training.completion import BackwardResult, Completion, UpdateBuckets
+from ltx.training.donated import hand_over
+from ltx.training.guard import not_finite_error, probes, random_states
+from ltx.training.interrupts import uninterrupted
+from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
+from ltx.training.pending_step import PendingStep, StepStart
+from ltx.training.settings import TrainSettings
+from ltx.training.step_parts import (
+    all_finite,
+    checks_finite,
+    kept_if_skipped,
+    loss_scale_of,
+    next_state,
+    should_raise,
+)
+from ltx.training.train_state import Metrics, TrainState
+from ltx.training.update_then_send import UpdateThenSend
+from ltx.transforms.marking import marks_on_wire
+from ltx.transforms.run import CallOptions, Run
+from ltx.transforms.sync_state import Synced, SyncState
+from ltx.transforms.weighted import Weighted
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the forward pass gave.
+
+    Attributes:
+        run: the call of the user's step.
+        leaves, sync_leaves, sync_spec: the parameters and the communication state that the step was given.
+        total, weight: the loss, or a Weighted's sums; None for the weight of a plain loss.
+        buffers, aux: what the step returned besides.
+    """
+
+    run: Run
+    leaves: list[torch.Tensor]
+    sync_leaves: list[torch.Tensor]
+    sync_spec: Any
+    total: torch.Tensor
+    weight: torch.Tensor | None
+    buffers: Tree
+    aux: Any
+
+    @property
+    def schedule(self) -> ProcessSchedule | None:
+        """What reduces the gradients, if ranks are processes that share them."""
+        return self.run.schedule if isinstance(self.run.schedule, ProcessSchedule) else None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a train step, after the strategy's `begin`.
+
+    Attributes:
+        train: the train step.
+        state, batch: its arguments.
+        start: the parameters and communication state that the step begins with.
+        info: when and where.
+        pending: what the strategy's `begin` gave.
+        late: ranks communicate after the optimizer.
+        post_update_hook: what they do with each bucket then, if buckets don't wait for each other.
+    """
+
+    train: TrainSettings
+    state: TrainState
+    batch: Batch
+    start: StepStart
+    info: StepInfo
+    pending: Any
+    late: bool
+    post_update_hook: PostUpdateHook | None
+
+    def run(self) -> tuple[TrainState, Metrics]:
+        """The next state, and the metrics."""
+        drawn = random_states() if self.train.guard == "raise" else []
+        forward = self._forward()
+        work = self._second_half(forward)
+        if forward.schedule is None:
+            local = self.train.step.strategy.hook(self.info.step) is None
+            mean, divisor = mean_at_once(forward.total, forward.weight, self.info.axis, local)
+            done = work.run_alone(forward.total, divisor)
+        else:
+            completion = self._backward(forward, forward.schedule, work)
+            if completion is None:
+                return self._leave_pending(forward, forward.schedule, work)
+            done, mean = self._wait(forward, forward.schedule, work, completion)
+        return self._apply(forward, work, done, mean, drawn)
+
+    @cached_property
+    def _in_place(self) -> bool:
+        return self.train.donate and (self.post_update_hook is not None or not self.late)
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        return differentiable(self.start.leaves)
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward(self) -> Forward:
+        """Run the user's step on the marked parameters."""
+        train, start, strategy, sync = self.train, self.start, self.train.step.strategy, self.start.sync
+        if train.donate and not self.late and sync.leaves and start.pending_step is None:
+            # The optimizer writes into the parameters; the last step may have returned one tensor as both.
+            sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(start.spec, start.leaves)))
+        leaves = start.leaves
+        sync_leaves, sync_spec = tree.flatten(sync.leaves)
+        hook = self.post_update_hook
+        if hook is None and not marks_on_wire(train.step.hook_as_chosen(sync), self.info.step, training=True):
+            leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
+            sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
+        given = tree.unflatten(start.spec, leaves)
+        if sync_leaves or strategy.stateful:
+            given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
+        around = None if start.pending_step is None else start.pending_step.hidden_in
+        ahead = train.overlap == "step"
+        options = CallOptions(True, ahead, self.info.step, hook, self.state.frozen, around)
+        with comm.span("forward"), torch.enable_grad():
+            arguments = arguments_of(given, self.state.buffers, self.batch)
+            run = train.step.run(arguments, self.batch.named, options)
+            loss, buffers, aux = outputs_of(run, self.state.buffers, train.has_aux)
+        if self._in_place:  # what the step returned mustn't change when the parameters do
+            buffers, aux = unshared((buffers, aux), leaves)
+        if isinstance(loss, Weighted):
+            strategy.check_weighted(self.info.step)
+        total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
+        if start.pending_step is not None:
+            start.pending_step.wait_all()
+        return Forward(run, leaves, sync_leaves, sync_spec, total, weight, buffers, aux)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _second_half(self, forward: Forward) -> Backward:
+        train, source = self.train, forward.run.source
+        loss_scale = loss_scale_of(train, self.state)
+        factor = 1.0 if loss_scale is None else float(loss_scale)
+        leaves = [forward.leaves[i] for i in self._trained]
+        sync = forward.sync_leaves, forward.sync_spec
+        inputs = [*leaves, *forward.sync_leaves] if source is None else [source]
+        look = probes if checks_finite(train) else None
+        return Backward(train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look)
+
+    def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion | None:
+        """Send the step summary, and run the backward pass, which launches the buckets' programs.
+
+        Returns what is done with them when they complete; None if that is the next step's concern.
+        """
+        total, weight = forward.total, forward.weight
+        options = PassOptions(f"step {self.state.step}", checks_finite(self.train), self._program(schedule))
+        schedule.configure(options)
+        schedule.send_summary(total.detach(), 1.0 if weight is None else weight)
+        completion: Completion | None = None
+        try:
+            if self.post_update_hook is not None:
+                before = self.start.sync.leaves
+                completion = UpdateThenSend(self.post_update_hook, work, schedule, before, total, weight)
+                schedule.configure(replace(options, program=completion.program))
+            work.run(total)
+            schedule.launch()
+            schedule.configure(PassOptions())  # all programs are made; `program` holds this step
+            if completion is not None or (self.train.overlap == "step" and schedule.progresses_alone):
+                return completion
+            scale = work.scale(schedule, weighted=weight is not None)
+            return work.completion(schedule, self.train.overlap != "backward", scale)
+        except BaseException as error:
+            self._abandon(error, schedule, work, completion)
+            raise
+
+    def _program(self, schedule: ProcessSchedule) -> ProgramOf | None:
+        """Programs that read the states of an earlier step: they weren't known yet when the marker was made."""
+        earlier = self.start.pending_step
+        states = None if earlier is None else earlier.states_for(schedule.plan, self._trained)
+        if states is None:
+            return None
+        return lambda bucket, grads, _: schedule.program(bucket, grads, [states[m] for m in bucket.members])
+
+    def _abandon(
+        self, error: BaseException, schedule: ProcessSchedule, work: Backward, completion: Completion | None
+    ) -> None:
+        schedule.abandon(error)
+        if completion is not None:
+            work.invalidated_by(error, completion.updated, schedule.plan)
+        schedule.configure(PassOptions())
+
+    # --- wait --------------------------------------------------------------------------------------------------------
+
+    def _wait(
+        self, forward: Forward, schedule: ProcessSchedule, work: Backward, completion: Completion
+    ) -> tuple[BackwardResult, torch.Tensor]:
+        """Wait for all buckets: what came of them, and the mean loss."""
+        try:
+            done, summary = work.wait(schedule, completion)
+        except BaseException as error:
+            self._abandon(error, schedule, work, completion)
+            raise
+        local = completion.mean if isinstance(completion, UpdateThenSend) else None
+        return done, summary.mean.to(forward.total.dtype) if local is None else local
+
+    def _leave_pending(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> tuple[TrainState, Metrics]:
+        """The next state and metrics of a step whose buckets complete during the next one."""
+        state, start, summary = self.state, self.start, schedule.summary
+        assert summary is not None
+        try:
+            scale = work.scale(schedule, weighted=forward.weight is not None)
+        except BaseException as error:
+            self._abandon(error, schedule, work, None)
+            raise
+        kept = replace(state, _lease=[None])  # it can still be read when the original is donated
+        if self.train.donate:
+            hand_over(state, kept, start.seen)
+        updates = replace(work, state=kept).completion(schedule, True, scale)
+        assert isinstance(updates, UpdateBuckets)
+        sync = replace(kept.sync_state, step=self.info.step + 1)
+        stand_in = None if start.pending_step is None else start.pending_step.stand_in
+        pending_step = PendingStep(updates, schedule, self._trained, state.step + 1, sync, stand_in)
+        # What the step returned mustn't change when the parameters do.
+        buffers, aux = unshared((forward.buffers, forward.aux), kept.trained)
+        layout = replace(self.train.step.strategy.layout, strategy=state.layout.strategy)
+        others = {"step": state.step + 1, "layout": layout, "loss_scale": kept.loss_scale, "frozen": state.frozen}
+        following = TrainState.later(pending_step, buffers=buffers, pending=state.pending, **others)
+        return following, Metrics.later(summary, forward.total.dtype, aux)
+
+    # --- apply and commit --------------------------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        forward: Forward,
+        work: Backward,
+        done: BackwardResult,
+        mean: torch.Tensor,
+        drawn: list[torch.Tensor],
+    ) -> tuple[TrainState, Metrics]:
+        """Check that gradients are finite, run the optimizer and the strategy's part, and commit."""
+        train, state, info, strategy = self.train, self.state, self.info, self.train.step.strategy
+        states, buffers = done.states, forward.buffers
+        finite: bool | torch.Tensor | None = None
+        if done.grads is not None:
+            finite = all_finite(train, done.grads, info, done.sums)
+            if finite is False and should_raise(train, state):
+                by_place = dict(zip(self._trained, done.grads, strict=True))
+                reduced = [by_place.get(i, x) for i, x in enumerate(forward.leaves)]
+                raise not_finite_error(train, state, self.batch, info, reduced, drawn, loss_scale_of(train, state))
+            states, buffers = kept_if_skipped(train, finite, state, states, buffers)
+
+        def commit() -> tuple[TrainState, Metrics, Callable[[], None] | None]:
+            if done.grads is None:
+                params, after = strategy.after_update(done.params, states, info)
+                updated = Updated(params, done.opt_state, after, self.pending)
+            else:
+                with comm.span("update"):
+                    update = replace(work.update(done.grads, finite), may_overwrite=self.late and train.donate)
+                    updated = strategy.update(update, states, info, self.pending)
+            sync = self.start.sync
+            next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)
+            metrics = Metrics(mean, forward.aux)
+            following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
+            return following, metrics, updated.finish
+
+        return self._commit(commit, work.invalidated_by if done.grads is None else None)
+
+    def _commit(
+        self,
+        commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
+        invalidated_by: Callable[[BaseException], None] | None,
+    ) -> tuple[TrainState, Metrics]:
+        """Commit the step, protected from interrupts.
+
+        If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get its
+        result then, so the state itself becomes the next one. `invalidated_by`: buckets have been updated already.
+        """
+        finished = None
+        try:
+            with uninterrupted() if self._in_place else nullcontext():
+                following, metrics, finish = commit()
+                with uninterrupted() if finish is not None else nullcontext():
+                    if finish is not None:
+                        finish()
+                    finished = following, metrics
+                    if self.train.donate:
+                        hand_over(self.state, following.unseen(), self.start.seen)
+        except BaseException as error:
+            if finished is None and invalidated_by is not None:
+                invalidated_by(error)
+            elif finished is not None and self.train.donate:
+                self.state.become(finished[0])
+            raise
+        return finished

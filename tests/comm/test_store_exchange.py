@@ -1,0 +1,196 @@
+"""What ranks exchange through the store, and the loop in which they wait for it. Ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ltx.comm import StoreExchange, poll_until, store_exchange
+from ltx.errors import CollectiveTimeoutError, PeerLostError
+
+SIZE = 3
+
+
+def exchanges(lost: Callable[[], list[int]] = list, timeout_s: float = 20.0) -> list[StoreExchange]:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    return [StoreExchange(store, rank, SIZE, timeout_s, lost) for rank in range(SIZE)]
+
+
+def on_all(function: Callable[[StoreExchange], Any], ranks: list[StoreExchange]) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(function, ranks))
+
+
+def test_every_rank_gets_every_ranks_value() -> None:
+    values = [{"a": [1, None]}, "text", None]
+    told = on_all(lambda ranks: ranks.exchange(ranks.new_place(), values[ranks.rank], "psum"), exchanges())
+    assert told == [values] * SIZE
+
+
+def test_places_that_all_ranks_count_alike_are_new() -> None:
+    first, second, _ = exchanges()
+    places = [first.new_place() for _ in range(3)]
+    assert len(set(places)) == 3
+    assert [second.new_place() for _ in range(3)] == places
+    assert first.begun == 3
+
+
+def test_what_is_announced_is_there_until_it_is_forgotten() -> None:
+    first, second, third = exchanges()
+    assert second.peek("here", 0) is None
+    first.announce("here", [1])
+    first.announce("elsewhere", [2])
+    assert second.peek("here", 0) == [1]
+    assert second.has("here", [0])
+    assert not second.has("here")
+    assert second.absent("here") == [1, 2]
+    first.announce("here", [3])
+    second.announce("here", "x")
+    third.announce("here", None)
+    assert third.has("here")
+    assert third.collect("here", "psum", [1, 0]) == ["x", [3]]
+    first.forget("here", [1])
+    assert third.absent("here") == [1]
+
+
+def test_a_list_that_all_append_to() -> None:
+    ranks = exchanges()
+    assert ranks[0].entries("gone") == []
+    for exchange in reversed(ranks):
+        exchange.append("gone", [exchange.rank, "why\nnot"])
+    assert ranks[0].entries("gone") == [[rank, "why\nnot"] for rank in (2, 1, 0)]
+
+
+def test_who_doesnt_come_is_named_with_the_fix() -> None:
+    first, _, third = exchanges(timeout_s=0.1)
+    third.announce("here", None)
+    first.announce("here", None)
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        first.collect("here", "psum on axis 'data'", to="compare it", fix=" Call it everywhere.")
+    assert str(raised.value) == (
+        "rank 0: psum on axis 'data': ranks [1] didn't come to compare it within 0.1 s. Call it everywhere."
+    )
+
+
+def test_a_peer_that_is_gone_isnt_waited_for() -> None:
+    first, *_ = exchanges(lost=lambda: [2])
+    with pytest.raises(PeerLostError, match=r"^rank 0: saving failed: the process of rank 2 is gone, or shows no sign"):
+        first.exchange("here", None, "saving")
+
+
+def test_a_peer_that_came_and_went_has_come() -> None:
+    first, *others = exchanges(lost=lambda: [1, 2])
+    for exchange in others:
+        exchange.announce("here", exchange.rank)
+    assert first.exchange("here", 0, "saving") == [0, 1, 2]
+    first.refuse_lost("here", "saving", range(SIZE))
+
+
+def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    first, second, third = (ranks.in_file(path, list) for ranks in exchanges())
+    assert on_all(lambda ranks: ranks.exchange("here", ranks.rank, "saving"), [first, second, third]) == [[0, 1, 2]] * 3
+    assert path.exists()
+    del first, second, third
+    assert not path.exists(), "the last to drop it removes it"
+
+
+def test_threads_that_use_it_are_waited_for() -> None:
+    exchange, done, may_end = exchanges()[0], list[int](), threading.Event()
+    thread = threading.Thread(target=lambda: (may_end.wait(10), done.append(1)))
+    exchange.hold(thread)
+    thread.start()
+    may_end.set()
+    exchange.finish()
+    assert done == [1]
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes in sleeps alone."""
+
+    def __init__(self) -> None:
+        self.now, self.pauses = 0.0, list[float]()
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 1e-6  # a sleep is never shorter
+        self.pauses.append(seconds)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(store_exchange, "time", made)
+    return made
+
+
+def test_what_is_there_costs_one_question(clock: Clock) -> None:
+    assert poll_until(lambda: True, 0.0, lambda: pytest.fail("nothing to look for"))
+    assert clock.pauses == []
+
+
+def test_pauses_double_up_to_50_ms(clock: Clock) -> None:
+    looks: list[float] = []
+    assert not poll_until(lambda: False, 0.3, lambda: looks.append(clock.now))
+    assert clock.pauses[:8] == pytest.approx([0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.05])
+    assert set(clock.pauses[7:]) == {0.05}
+    assert 0.3 < clock.now <= 0.35
+    assert looks == pytest.approx([0.0635, 0.1135, 0.1635, 0.2135, 0.2635], abs=1e-4)
+
+
+def test_what_comes_at_the_last_moment_has_come(clock: Clock) -> None:
+    assert poll_until(lambda: clock.now > 0.3, 0.3)
+
+
+def test_what_a_look_raises_ends_the_wait(clock: Clock) -> None:
+    def look() -> None:
+        raise PeerLostError("rank 1 is gone")
+
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        poll_until(lambda: False, 60.0, look)
+    assert clock.now < 0.1
+
+
+def test_a_transport_with_work_is_advanced_without_a_pause(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers may need that to come; looks and the deadline are kept all the same."""
+    looks: list[float] = []
+
+    def progress() -> bool:
+        clock.now += 1 / 64
+        return clock.now < 0.3
+
+    monkeypatch.setattr(store_exchange, "progress_everywhere", progress)
+    assert not poll_until(lambda: False, 0.21, lambda: looks.append(clock.now))
+    assert clock.pauses == []
+    assert looks == [4 / 64, 8 / 64, 12 / 64]
+
+
+def test_an_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        poll_until(lambda: False, 60.0)
+
+
+def test_a_store_that_is_shared_by_processes() -> None:
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))  # type: ignore[attr-defined]
+    ranks = [StoreExchange(store.clone(), rank, SIZE, 20.0, list) for rank in range(SIZE)]
+    for place in ("a", "b"):
+        assert on_all(lambda ranks: ranks.exchange(place, ranks.rank, "psum"), ranks) == [[0, 1, 2]] * SIZE  # noqa: B023
+    ranks[0].append("ended", 0)
+    assert ranks[1].entries("ended") == [0]

@@ -1,0 +1,273 @@
+"""A backend of torch.distributed that behaves like a stream, over gloo: what NCCL does to the host, without a GPU.
+
+* A collective is done by a thread, the "device": after those before it on its communicator, and a random while later.
+* ``wait()`` only notes that the host has ordered its stream behind the collective; the host goes on at once.
+* ``is_completed()`` tells how far the device is. A future is complete when it is made, as NCCL's are on the host.
+* ``abort()`` drops what hasn't been done.
+
+On the CPU the host computes itself, so it has to stand still where a value is first used that the device hasn't made
+yet. :class:`Host` does that, for every operation of torch while it is active. A value that is used without a wait
+before is a race on a GPU: it raises. Where the host reads a number (``.item()``, ``bool(x)``) it would stand still on a
+GPU as well: that is written down, with the line that reads.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ltx.training import pending_step
+
+NAME = "streamed"
+#: How long the device may take for one collective.
+LONGEST_S = 0.004
+
+Done = Callable[[], None]
+
+
+class Log:
+    """What this process' ranks have done: issues in order, and host reads."""
+
+    def __init__(self) -> None:
+        self.issues: list[str] = []
+        self.connects: list[str] = []
+        self.reads: list[str] = []
+        self.groups = 0
+
+    def clear(self) -> None:
+        self.issues, self.connects, self.reads = [], [], []
+
+
+LOG = Log()
+
+
+def log() -> Log:
+    """That of the process in which it is called."""
+    return LOG
+
+
+# Storages that the device hasn't written yet, by their address: who writes them.
+_pending: dict[int, StreamWork] = {}
+
+
+class StreamWork:
+    """One collective on its way."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.waited = False
+        self.storages = [t.untyped_storage() for t in tensors]
+        for storage in self.storages:
+            _pending[storage._cdata] = self
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waited = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def force(self) -> None:
+        """The host stands still until the device has come so far."""
+        if not self.waited and not self.done.is_set():
+            raise AssertionError("a value was used that the stream hasn't waited for: a race on a GPU")
+        self.done.wait()
+
+
+class StreamGroup(dist.ProcessGroup):
+    """A communicator: a queue of collectives, and a thread that does them."""
+
+    def __init__(self, inner: Any, rank: int, size: int):
+        super().__init__(rank, size)
+        self._inner = inner
+        self._queue: SimpleQueue[tuple[StreamWork, Done] | None] = SimpleQueue()
+        self._aborted = False
+        self._delays = random.Random(rank)
+        LOG.groups += 1
+        threading.Thread(target=self._run, name="device", daemon=True).start()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            work, do = entry
+            time.sleep(self._delays.random() * LONGEST_S)
+            try:
+                if not self._aborted:
+                    with torch.no_grad():
+                        do()
+            except BaseException as error:
+                work.error = error
+                print(f"device: {error!r}", file=sys.stderr)
+            if work.error is None or self._aborted:
+                # A kernel whose peer is gone never ends: only abort() lets the stream go on.
+                for storage in work.storages:
+                    _pending.pop(storage._cdata, None)
+                work.done.set()
+
+    def _issue(
+        self, what: str, tensors: list[torch.Tensor], do: Callable[[], Any], given: list[torch.Tensor] | None = None
+    ) -> StreamWork:
+        LOG.issues.append(f"{what} {[tuple(t.shape) for t in tensors]}")
+        # The stream that it is ordered behind has these of other communicators before it.
+        before = [_pending.get(t.untyped_storage()._cdata) for t in given or tensors]
+        work = StreamWork(tensors)
+
+        def run() -> None:
+            for other in before:
+                if other is not None:
+                    other.force()
+            do().wait()
+
+        self._queue.put((work, run))
+        return work
+
+    # `.data`: a device doesn't tell autograd, a while later, that it has written.
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> StreamWork:
+        return self._issue("allreduce", tensors, lambda: self._inner.allreduce([t.data for t in tensors], opts))
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> StreamWork:
+        return self._issue("broadcast", tensors, lambda: self._inner.broadcast([t.data for t in tensors], opts))
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
+        rows = list(output.data.chunk(self.size()))
+        return self._issue("allgather", [output], lambda: self._inner.allgather([rows], [given]), [given])
+
+    all_gather_single = _allgather_base
+
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
+        rows = list(given.chunk(self.size()))
+        return self._issue(
+            "reduce_scatter", [output], lambda: self._inner.reduce_scatter([output.data], [rows], opts), [given]
+        )
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int], opts: Any = None
+    ) -> StreamWork:
+        return self._issue(
+            "alltoall", [output], lambda: self._inner.alltoall_base(output.data, given, got, sent), [given]
+        )
+
+    all_to_all_single = alltoall_base
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._inner.abort()
+
+    def shutdown(self) -> None:
+        self._queue.put(None)
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+
+class Host(TorchDispatchMode):
+    """The host: it stands still where it uses what the device hasn't made, and notes where it reads numbers."""
+
+    def __enter__(self) -> Any:
+        # On the CPU these read memory without asking the dispatcher.
+        self._patch = pytest.MonkeyPatch()
+        for name in ("tolist", "cpu", "numpy"):
+            self._patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
+        # A pending step completes without the modes around it, and so without this one.
+        self._patch.setattr(pending_step, "_disable_current_modes", nullcontext)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for work in [] if error[0] else list(_pending.values()):  # whoever takes the results has them on the host
+            work.done.wait()
+        self._patch.undo()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_meta and _pending:
+                work = _pending.get(x.untyped_storage()._cdata)
+                if work is not None and not _is_view(func):
+                    work.force()
+        if func in _READS:
+            LOG.reads.append(_reader())
+        return func(*args, **kwargs)
+
+
+def _reading(method: Any) -> Any:
+    def reads(x: torch.Tensor, *args: Any) -> Any:
+        work = _pending.get(x.untyped_storage()._cdata)
+        if work is not None:
+            work.force()
+        LOG.reads.append(_reader())
+        return method(x, *args)
+
+    return reads
+
+
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
+
+
+def _is_view(func: Any) -> bool:
+    """Whether `func` reads no values: views, and what makes uninitialised memory of the same kind."""
+    name = func._schema.name
+    made = (
+        "empty",
+        "new_empty",
+        "detach",
+        "alias",
+        "record_stream",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+    )
+    returns = func._schema.returns
+    aliases = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
+    return (bool(aliases) and all(aliases)) or any(name.startswith(f"aten::{word}") for word in made)
+
+
+def _reader() -> str:
+    """The innermost lines outside of torch and this file."""
+    lines: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(lines) < 4:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and name != __file__:
+            lines.append(f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_qualname}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(lines)
+
+
+def register() -> None:
+    """Make the backend known to torch, in this process."""
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> StreamGroup:
+        return StreamGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, make, devices=["cpu"])

@@ -1,0 +1,43 @@
+"""A pool whose ranks communicate by the backend of :mod:`tests.streams.backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ltx import comm
+from ltx.axis import axes_in_scope, set_world_axes
+from ltx.runtime.per_rank import PerRank
+from ltx.runtime.pool import Pool
+from tests.streams.backend import LOG, NAME, Host, register
+
+
+class StreamedPool:
+    """`pool`, in whose calls the axis in scope is stream-ordered."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PerRank[Any]:
+        """As :meth:`ltx.Pool.run`."""
+        return self._pool.run(on_streams, fn, *args, timeout_s=timeout_s, **kwargs)
+
+
+def on_streams(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)`` on an axis of its own, which is stream-ordered. Every rank of the world calls it."""
+    register()
+    before = axes_in_scope()
+    group = dist.new_group(backend=NAME)
+    axis = comm.open_axis("data", group, timedelta(seconds=30))
+    set_world_axes((axis,))
+    LOG.clear()
+    try:
+        with Host():
+            return fn(*args, **kwargs)
+    finally:
+        set_world_axes(before)
+        comm.close_axis(axis)
+        dist.destroy_process_group(group)

@@ -1,0 +1,207 @@
+"""Training on a backend that orders streams: one order of issues, no host that stands still, nothing read too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.errors import LtxError
+from ltx.runtime.pool import Pool
+from tests.streams.backend import log
+from tests.streams.pool import StreamedPool
+
+Ranks = Callable[[int], Pool]
+
+#: What the host reads of a step: hidden guards of the communication state, which are on the host.
+ON_HOST = "SyncState.checked_step"
+#: The step before has come this far on the device, so that the host is one step ahead at most.
+OF_LAST_STEP = "PendingSummary.wait < "
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+    )
+
+
+def loss_of(module: torch.nn.Module) -> Callable[..., Tensor]:
+    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(ltx.functional_call(module, params, (x,)), y)
+
+    return loss
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(16, 8, generator=drawn), torch.randint(4, (16,), generator=drawn)
+
+
+def trained(strategy: ltx.Strategy, steps: int = 4, **options: Any) -> tuple[Any, list[list[str]], list[list[str]]]:
+    """Parameters after some steps, and what each step issued and read."""
+    module, rank = model(), int(ltx.axis_index())
+    train = ltx.train_step(
+        ltx.data_parallel(loss_of(module), strategy), ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2), **options
+    )
+    state = train.init(dict(module.named_parameters()))
+    issued, read = [], []
+    for step in range(steps):
+        log().clear()
+        state, _ = train(state, *batch(rank, step))
+        issued.append(list(log().issues))
+        read.append(list(log().reads))
+    return {name: x + 0 for name, x in train.finish(state).params.items()}, issued, read
+
+
+SMALL = {"bucket_bytes": 512, "first_bucket_bytes": 128}
+STRATEGIES: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
+    "mean": (ltx.DDPStrategy(**SMALL), {}),
+    "update": (ltx.DDPStrategy(**SMALL), {"overlap": "update"}),
+    "step": (ltx.DDPStrategy(**SMALL), {"overlap": "step"}),
+    "fp16": (ltx.DDPStrategy(comm_hook=hooks.FP16(), **SMALL), {}),
+    "powersgd": (ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=1, start_step=0), **SMALL), {}),
+    "bytegrad": (ltx.DDPStrategy(comm_hook=hooks.ByteGrad(), **SMALL), {}),
+    "zero": (ltx.ZeroStrategy(**SMALL), {"overlap": "update"}),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_issue_alike_and_get_what_gloo_gives(name: str, ranks: Ranks) -> None:
+    strategy, options = STRATEGIES[name]
+    (expected, _, _), _ = ranks(2).run(trained, strategy, **options)
+    streamed = StreamedPool(ranks(2)).run(trained, strategy, **options)
+    (params, issued, _), (others, issued_there, _) = streamed
+    assert issued == issued_there
+    torch.testing.assert_close(params, others, rtol=0, atol=0)
+    torch.testing.assert_close(params, expected)
+
+
+@pytest.mark.parametrize("name", ["mean", "update", "fp16"])
+def test_a_default_step_reads_nothing(name: str, ranks: Ranks) -> None:
+    strategy, options = STRATEGIES[name]
+    for _, _, read in StreamedPool(ranks(2)).run(trained, strategy, steps=5, **options):
+        for of_step in read[2:]:  # the first one compares ranks
+            assert [line for line in of_step if ON_HOST not in line and OF_LAST_STEP not in line] == []
+            assert len([line for line in of_step if OF_LAST_STEP in line]) == 1
+
+
+def test_one_communicator_an_axis(ranks: Ranks) -> None:
+    def run() -> tuple[int, int]:
+        before = log().groups
+        trained(STRATEGIES["powersgd"][0])
+        return before, log().groups
+
+    for before, after in StreamedPool(ranks(2)).run(run):
+        assert after == before, "nothing connects once training has begun"
+
+
+def test_buckets_wait_for_collectives_in_the_graph(ranks: Ranks) -> None:
+    """A sum inside the loss, whose backward pass comes at another time on each rank."""
+
+    def run() -> tuple[Any, list[str]]:
+        module, rank = model(), int(ltx.axis_index())
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            out = ltx.functional_call(module, params, (x,))
+            early, late = ltx.psum(out.mean()), (params["0.weight"] ** 2).sum()
+            return early * late if rank == 0 else late * early
+
+        step = ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL))
+        log().clear()
+        grads = torch.func.grad(step)(dict(module.named_parameters()), torch.ones(4, 8) + rank)
+        return {name: x + 0 for name, x in grads.items()}, list(log().issues)
+
+    (grads, issued), (others, issued_there) = StreamedPool(ranks(2)).run(run)
+    assert issued == issued_there
+    assert issued[0] == issued[2] == "allreduce [()]", "both sums go before any bucket; between them is the summary"
+    torch.testing.assert_close(grads, others, rtol=0, atol=0)
+    (expected, _), _ = ranks(2).run(run)
+    torch.testing.assert_close(grads, expected)
+
+
+def test_a_barrier_waits(ranks: Ranks) -> None:
+    def run() -> tuple[float, float]:
+        import time
+
+        if int(ltx.axis_index()) == 1:
+            time.sleep(0.3)
+        came = time.time()
+        ltx.barrier("here")
+        return came, time.time()
+
+    (_, left), (came, _) = StreamedPool(ranks(2)).run(run)
+    assert left >= came
+
+
+def test_weights_and_a_guard(ranks: Ranks) -> None:
+    """What is left out on all ranks alike, and unequal weights, are as over gloo."""
+
+    def run() -> Any:
+        module, rank = model(), int(ltx.axis_index())
+
+        def loss(params: Any, x: Tensor, y: Tensor) -> ltx.Weighted:
+            out = ltx.functional_call(module, params, (x,))
+            return ltx.Weighted(torch.nn.functional.cross_entropy(out, y, reduction="sum"), torch.tensor(len(x)))
+
+        train = ltx.train_step(
+            ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)),
+            ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2),
+            guard="skip",
+        )
+        state, skipped = train.init(dict(module.named_parameters())), []
+        for step in range(4):
+            x, y = batch(rank, step)
+            x, y = x[: 8 + 8 * rank], y[: 8 + 8 * rank]
+            state, metrics = train(state, x * (float("nan") if (step, rank) == (1, 1) else 1.0), y)
+            skipped.append(bool(metrics.skipped))
+        return {name: x + 0 for name, x in state.params.items()}, skipped
+
+    (expected, left_out), _ = ranks(2).run(run)
+    for params, skipped in StreamedPool(ranks(2)).run(run):
+        assert skipped == left_out == [False, True, False, False]
+        torch.testing.assert_close(params, expected)
+
+
+def test_objects(ranks: Ranks) -> None:
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        return (
+            ltx.broadcast_object({"from": rank}, 1),
+            ltx.all_gather_object(rank),
+            ltx.reduce_boolean_decision(rank > 0),
+        )
+
+    assert list(StreamedPool(ranks(2)).run(run)) == [({"from": 1}, [0, 1], False)] * 2
+
+
+def test_ranks_that_differ_are_found_a_step_later(ranks: Ranks) -> None:
+    """Known collectives in another order: the digest tells, when the host reads it."""
+
+    def run() -> str:
+        module, rank = model(), int(ltx.axis_index())
+        train = ltx.train_step(ltx.data_parallel(loss_of(module)), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(dict(module.named_parameters()))
+        x, y = torch.ones(3), torch.ones(3) * 2
+        ltx.pmin(x), ltx.pmax(x)
+        for step in range(3):
+            state, _ = train(state, *batch(rank, step))
+        if rank == 0:
+            ltx.pmin(x), ltx.pmax(y)
+        else:
+            ltx.pmax(x), ltx.pmin(y)
+        try:
+            for step in range(3):
+                state, _ = train(state, *batch(rank, step))
+        except LtxError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    for told in StreamedPool(ranks(2)).run(run):
+        assert told.startswith("RankMismatchError: axis 'data': ranks have issued different collectives")
+        assert "load a checkpoint" in told
