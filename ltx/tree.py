@@ -25,6 +25,7 @@ from ltx import containers
 from ltx.containers import NAMESPACE as NAMESPACE
 from ltx.containers import PLAIN, opened, opened_in_graph, sorted_keys
 from ltx.errors import LtxError, TreeError, UnsupportedError
+from ltx.placements import dtensor_class, is_dtensor
 from ltx.typing import Tree
 
 T = TypeVar("T")
@@ -225,8 +226,14 @@ def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_
 
 
 def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
-    """Raise unless every leaf is a tensor that lies in memory by strides, of ordinary numbers."""
+    """Raise unless every leaf is a plain tensor that lies in memory by strides, of ordinary numbers."""
     check_leaves(leaves, tree, what)
+    if dtensor_class() is not None and any(map(is_dtensor, leaves)):
+        path = next(p for p, x in zip(leaf_paths(tree), leaves, strict=True) if is_dtensor(x))
+        raise UnsupportedError(
+            f"{what}: leaf {path!r} is a DTensor, and a plain tensor was expected. Pass what this rank holds of it, "
+            "x.to_local(), or its value, x.full_tensor()."
+        )
     if all(x.layout is torch.strided and not x.is_quantized and not x.is_nested for x in leaves):
         return
     path, x = next(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ltx import tree
+from ltx.errors import UnsupportedError
+from ltx.placements import is_dtensor
 from ltx.strategies.shards import Shards
 from ltx.strategies.state_layout import LeafLayout
 from ltx.training.train_state import TrainState
@@ -59,6 +61,12 @@ def leaves_of(state: TrainState) -> list[Leaf]:
         shards = None  # simulated ranks: all parts in one tensor
     layout, leaves = state.layout, []
     for path, tensor in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
+        if is_dtensor(tensor):
+            raise UnsupportedError(
+                f"ltx.checkpoint: leaf {path!r} is a DTensor, of which this format would keep one rank's part. Use "
+                "torch's, which keeps each part once: torch.distributed.checkpoint.save({'state': state}, "
+                "checkpoint_id=path), and load(...) the same."
+            )
         part, _, rest = path.partition(".")
         if part == "opt_state" and shards is not None:
             path = f"opt_state.{rest.removeprefix(shards.name + '.')}"

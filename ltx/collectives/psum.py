@@ -75,10 +75,12 @@ def psum(
             arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
             uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their entries at other places
             on each rank; their sum is a coalesced COO tensor again, which moves the entries alone.
-        axis: name, ``ltx.Axis``, ProcessGroup or one-dimensional DeviceMesh. A tuple of names, as ``("node", "data")``,
-            is one axis of all their ranks, the first name the outermost. None is the axis in scope: of several with
-            different names there is none, even if some have size 1, so that a program means the same everywhere. Two
-            exceptions: the simulated axes inside a world of one process, and the innermost of nested ones of one name.
+        axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, by whose dimension's name it is
+            found from then on. A tuple of names, as ``("node", "data")``, is one axis of all their ranks, the first
+            name the outermost; so is a mesh of several dimensions, ``mesh["node", "data"]``. None is the axis in scope:
+            of several with different names there is none, even if some have size 1, so that a program means the same
+            everywhere. Two exceptions: the simulated axes inside a world of one process, and the innermost of nested
+            ones of one name.
         axis_index_groups: lists of indices on the axis, in which each occurs once: every rank gets the sum over its
             own list. The same on every rank. Lists may be of unequal lengths. Between processes the ranks compare new
             lists and open a communicator for each, which the world's end closes.

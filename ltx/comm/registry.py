@@ -94,6 +94,17 @@ class GroupAxis(Axis):
         self.close()
 
 
+@dataclass(frozen=True)
+class MeshAxis(Axis):
+    """The axis of a dimension of a DeviceMesh, called as that is.
+
+    Attributes:
+        mesh: that dimension, a mesh by itself.
+    """
+
+    mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
+
+
 def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None = None) -> GroupAxis:
     """An axis over the ranks of a process group, or over some ranks of the world: a process set.
 
@@ -182,8 +193,10 @@ def size_and_rank(axis: Any) -> tuple[int, int]:
 
     Unlike :func:`resolve` it never opens an axis, which all its ranks would have to do together.
     """
-    if isinstance(axis, DeviceMesh) and axis.ndim == 1:
-        axis = axis.get_group()
+    meshes = _meshes_in(axis)
+    if meshes:
+        ranks = _ranks_of_meshes(meshes)
+        return len(ranks), ranks.index(dist.get_rank())
     if isinstance(axis, dist.ProcessGroup):
         return axis.size(), axis.rank()
     found = resolve(axis)
@@ -191,30 +204,22 @@ def size_and_rank(axis: Any) -> tuple[int, int]:
 
 
 def resolve(axis: Any) -> Axis:
-    """The axis that a user means: None, a name or a tuple of names, an Axis, a process group, or a one-dimensional
-    DeviceMesh."""
+    """The axis that a user means: None, a name or a tuple of names, an Axis, a process group, a DeviceMesh, or a tuple
+    of dimensions of one."""
     if isinstance(axis, str):
-        # By name: what is in scope first, then what axis_from_group has opened.
-        opened = [known for known in _opened.values() if known.name == axis]
-        in_scope = any(known.name == axis for known in axes.axes_in_scope())
-        return opened[0] if len(opened) == 1 and not in_scope else axes.find(axis)
+        return _called(axis)
     if axis is None:
         return axes.find(axis)
     if isinstance(axis, InBackground):
         return resolve(axis.axis)
     if isinstance(axis, InGroups):
         return _resolve_groups(resolve(axis.axis), axis.groups)
+    if meshes := _meshes_in(axis):
+        return _of_meshes(meshes)
     if isinstance(axis, tuple):
         return axes.joined(axis)
     if isinstance(axis, Axis):
         return axes.check_open(axis)
-    if isinstance(axis, DeviceMesh):
-        if axis.ndim != 1:
-            raise AxisError(
-                f"a DeviceMesh of {axis.ndim} dimensions names no single axis; pick one, such as "
-                f"mesh[{(axis.mesh_dim_names or ('name',))[0]!r}]."
-            )
-        axis = axis.get_group()
     if isinstance(axis, dist.ProcessGroup):
         known = _opened.get(axis)
         return known if known is not None else open_axis(axis.group_name, axis)
@@ -222,9 +227,85 @@ def resolve(axis: Any) -> Axis:
         # What torch gives to those who aren't in a new group.
         raise AxisError(_outsider())
     raise AxisError(
-        "an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got "
-        f"{type(axis).__name__}."
+        f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {type(axis).__name__}."
     )
+
+
+def _called(name: str) -> Axis:
+    """The axis of that name: what is in scope first, then what was opened by a group or a DeviceMesh."""
+    opened = [known for known in _opened.values() if known.name == name]
+    if all(known.name != name for known in axes.axes_in_scope()):
+        if len(opened) > 1:
+            raise AxisError(f"axis={name!r}: {len(opened)} axes are called so. Give the axis, group or mesh itself.")
+        return opened[0] if opened else axes.find(name)
+    found = axes.find(name)
+    others = [known for known in opened if isinstance(known, MeshAxis) and _ranks(known) != _ranks(found)]
+    if others and not found.simulated:
+        raise AxisError(
+            f"axis={name!r} is the name of two axes: of the world's, with {found.size} ranks, and of a dimension of a "
+            f"DeviceMesh, with {others[0].size}. Write axis=mesh[{name!r}] for the mesh's; for the world's give it "
+            'another name, such as ltx.init(mesh={"world": ...}).'
+        )
+    return found
+
+
+def _ranks(axis: Axis) -> list[int]:
+    """The ranks of the world on an axis of processes; none for another."""
+    return [] if axis.comm is None else dist.get_process_group_ranks(axis.comm.group)
+
+
+def _meshes_in(axis: Any) -> list[DeviceMesh]:
+    """The meshes that a user gives for an axis: one, or a tuple of dimensions by themselves or by their names."""
+    if isinstance(axis, DeviceMesh):
+        return [axis]
+    if not isinstance(axis, tuple):
+        return []
+    scope = {known.name for known in axes.axes_in_scope()}
+    named = {known.name: known.mesh for known in _opened.values() if isinstance(known, MeshAxis)}
+    meshes = [named.get(part) if isinstance(part, str) and part not in scope else part for part in axis]
+    found = [mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]
+    if found and len(found) < len(axis):
+        raise AxisError(
+            f"axis={brief(axis)} mixes axes in scope with dimensions of a DeviceMesh. Name axes of ltx.init(mesh=...) "
+            "alone, or give the mesh's: axis=mesh['node', 'data']."
+        )
+    return found
+
+
+def _ranks_of_meshes(meshes: list[DeviceMesh]) -> list[int]:
+    """The ranks of one mesh, or of all dimensions `meshes` of one mesh, the first the outermost."""
+    me = dist.get_rank()
+    if len(meshes) == 1:
+        ranks: list[int] = meshes[0].mesh.flatten().tolist()
+    else:
+        root, names = meshes[0]._get_root_mesh(), [mesh.mesh_dim_names or () for mesh in meshes]
+        known = root.mesh_dim_names or ()
+        if any(mesh._get_root_mesh() != root for mesh in meshes) or any(len(name) != 1 for name in names):
+            raise AxisError("axis: a tuple of DeviceMeshes holds named dimensions of one mesh, as mesh['data'] is one.")
+        dims = [known.index(name[0]) for name in names]
+        if len(set(dims)) < len(dims):
+            raise AxisError(f"axis: a dimension occurs more than once in {names}. Give each once.")
+        here = (root.mesh == me).nonzero()[0].tolist() if bool((root.mesh == me).any()) else [0] * root.ndim
+        lying = root.mesh.permute(*dims, *(dim for dim in range(root.ndim) if dim not in dims))
+        ranks = lying[(..., *(here[dim] for dim in range(root.ndim) if dim not in dims))].flatten().tolist()
+    if me not in ranks:
+        raise AxisError(f"rank {me} isn't on the DeviceMesh that was given as an axis: its ranks are {ranks}.")
+    return ranks
+
+
+def _of_meshes(meshes: list[DeviceMesh]) -> Axis:
+    """The axis of a mesh, opened when it is given for the first time, on all of its ranks."""
+    ranks = _ranks_of_meshes(meshes)
+    names = [name for mesh in meshes for name in mesh.mesh_dim_names or map(str, range(mesh.ndim))]
+    if len(names) > 1:
+        title = f"({', '.join(names)})"
+        known = [axis for axis in _opened.values() if _ranks(axis) == ranks]
+        return Axis(title, 1) if len(ranks) == 1 else known[0] if known else axis_from_group(ranks, title)
+    group = meshes[0].get_group()
+    if group not in _opened:
+        opened = open_axis(names[0] if meshes[0].mesh_dim_names else group.group_name, group)
+        _opened[group] = MeshAxis(opened.name, opened.size, opened.backing, meshes[0])
+    return _opened[group]
 
 
 def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:

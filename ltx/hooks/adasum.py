@@ -55,6 +55,7 @@ class Adasum(CommHook):
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     averages: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = True
 
     dtype: torch.dtype | None = None
 

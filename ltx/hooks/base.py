@@ -28,6 +28,8 @@ class CommHook:
         averages: the result stands for the sum of the shares, exactly or not. Hooks of which that isn't true have no
             derivative, and can't do another hook's sums.
         elementwise: each element's result depends on that element alone.
+        needs_whole: the result for a parameter depends on the whole of it (its rows and columns, its norm), or in a way
+            that isn't known. So it would be another one where ranks hold parts of parameters (DTensors).
         sums: whether it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
             :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before.
@@ -55,6 +57,7 @@ class CommHook:
     exact: ClassVar[bool] = True
     averages: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
+    needs_whole: ClassVar[bool] = False
     sums: ClassVar[bool] = True
     gives_gradients: ClassVar[bool] = True
     reads_step: ClassVar[bool] = False

@@ -72,6 +72,7 @@ class FromTorch(CommHook):
 
     exact: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = True
     phases: ClassVar[int] = 0  # collectives of ltx; those of the hook's own group don't count
 
     def __post_init__(self) -> None:

@@ -101,6 +101,8 @@ class PowerSGD(PowerHook):
         AllReduce()
     """
 
+    needs_whole: ClassVar[bool] = True
+
     min_compression_rate: float = 2.0
 
     def __post_init__(self) -> None:

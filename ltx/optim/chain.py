@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,6 +129,16 @@ def chain(*transforms: Optimizer) -> Optimizer:
                 f"parameters, so {members[-1]} after it would not get gradients."
             )
     return Identity() if not members else members[0] if len(members) == 1 else Chain(tuple(members))
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """What a chain is made of; of another optimizer itself."""
+    return optimizer.members if isinstance(optimizer, Chain) else (optimizer,)
+
+
+def with_members(optimizer: Optimizer, members: Sequence[Optimizer]) -> Optimizer:
+    """`optimizer` made of `members`, one for each of :func:`members_of`."""
+    return replace(optimizer, members=tuple(members)) if isinstance(optimizer, Chain) else members[0]
 
 
 def _hint(transform: Any) -> str:

@@ -8,7 +8,7 @@ Pascanu, Mikolov, Bengio: On the difficulty of training recurrent neural network
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
@@ -82,6 +82,23 @@ class ClipByGlobalNorm(Optimizer):
             return "measure_global_norm()"
         axis = "" if self.axis is None else f", axis={self.axis!r}"
         return f"clip_by_global_norm({self.max_norm}{axis}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
+
+
+@dataclass(frozen=True, repr=False)
+class ClipTogether(Optimizer):
+    """Clipping of gradients of which each rank holds parts, by the norm that `norm` finds of them."""
+
+    inner: ClipByGlobalNorm
+    norm: Callable[[Sequence[Tensor]], Tensor]
+
+    def init(self, params: Tree) -> ClipState:
+        return self.inner.init(params)
+
+    def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
+        return self.inner.clip(grads, self.norm(flatten(grads)[0]))
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
 
 
 def clip_by_global_norm(max_norm: float, *, axis: Any = None, eps: float = 1e-6) -> Optimizer:

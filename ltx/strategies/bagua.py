@@ -177,6 +177,10 @@ class BaguaStrategy(Strategy):
         self.inner.check_weighted(step)
 
     @property
+    def needs_whole(self) -> bool:
+        return self.inner.needs_whole
+
+    @property
     def updates_in_buckets(self) -> bool:
         return self.inner.updates_in_buckets
 

@@ -228,6 +228,11 @@ class Strategy:
             )
 
     @property
+    def needs_whole(self) -> bool:
+        """Whether what ranks do after the update depends on whole parameters, as :attr:`CommHook.needs_whole` says."""
+        return False
+
+    @property
     def updates_in_buckets(self) -> bool:
         """Whether the optimizer may run bucket by bucket (``overlap="update"``): :meth:`update` is the plain one."""
         return type(self).update is Strategy.update

@@ -190,6 +190,10 @@ class HorovodStrategy(Strategy):
         return StateLayout(opt_state="per_rank" if self.op == "adasum" else "replicated")
 
     @property
+    def needs_whole(self) -> bool:
+        return self.op == "adasum"
+
+    @property
     def updates_in_buckets(self) -> bool:
         return self.backward_passes_per_step == 1 and not self.scale_lr
 

@@ -13,7 +13,7 @@ kept by parameter path, and its shapes are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,28 +24,14 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.hooks import AllReduce, CommHook
 from ltx.optim.base import Optimizer
-from ltx.optim.chain import Chain
-from ltx.optim.clip import ClipByGlobalNorm, ClipState, global_norm
+from ltx.optim.chain import members_of, with_members
+from ltx.optim.clip import ClipByGlobalNorm, ClipTogether, global_norm
 from ltx.strategies.base import Strategy
 from ltx.strategies.shards import Shards
 from ltx.strategies.state_layout import StateLayout
 from ltx.strategies.update import States, StepInfo, Update, Updated
 from ltx.strategies.zero_hooks import AllParts, MeanPart, PartUpdated, _whole, as_shards, own_parts, own_state
 from ltx.typing import Tree
-
-
-@dataclass(frozen=True, repr=False)
-class _ClipTogether(Optimizer):
-    """Clipping by the norm that `norm` finds of parts of a gradient."""
-
-    inner: ClipByGlobalNorm
-    norm: Callable[[Sequence[Tensor]], Tensor]
-
-    def init(self, params: Tree) -> ClipState:
-        return self.inner.init(params)
-
-    def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
-        return self.inner.clip(grads, self.norm(tree.flatten(grads)[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +91,7 @@ class ZeroStrategy(Strategy):
         return StateLayout(opt_state="sharded")
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        for member in _members(optimizer):
+        for member in members_of(optimizer):
             if not (member.elementwise or isinstance(member, ClipByGlobalNorm)):
                 raise StrategyError(
                     f"ZeroStrategy gives each rank a part of every parameter, and {member!r} needs whole ones. Use an "
@@ -165,9 +151,5 @@ class ZeroStrategy(Strategy):
                 return squares[0].sqrt().reshape(()).to(own.dtype)
             return own
 
-        members = [_ClipTogether(m, norm) if isinstance(m, ClipByGlobalNorm) else m for m in _members(optimizer)]
-        return replace(optimizer, members=tuple(members)) if isinstance(optimizer, Chain) else members[0]
-
-
-def _members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    return optimizer.members if isinstance(optimizer, Chain) else (optimizer,)
+        members = [ClipTogether(m, norm) if isinstance(m, ClipByGlobalNorm) else m for m in members_of(optimizer)]
+        return with_members(optimizer, members)

@@ -15,6 +15,7 @@ import torch
 
 from ltx import tree
 from ltx.errors import DonatedStateError
+from ltx.placements import own_part
 from ltx.training.train_state import TrainState
 from ltx.typing import Tree
 
@@ -38,15 +39,26 @@ class DonatedTensor(torch.Tensor):
         raise DonatedStateError(next(kind._why for kind in types if issubclass(kind, DonatedTensor)))
 
 
+def _gone(x: Any, *args: Any, **kwargs: Any) -> Any:
+    raise DonatedStateError(type(x)._why)
+
+
+# What DTensors do without torch's functions.
+_OF_DTENSORS = {"__slots__": (), "__module__": __name__} | dict.fromkeys(
+    ("to_local", "full_tensor", "redistribute", "__repr__"), _gone
+)
+
+
 def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
     """Make each of `tensors` raise DonatedStateError with the text `why` wherever it is used."""
     kind = type("DonatedTensor", (DonatedTensor,), {"_why": why, "__module__": __name__})
     for x in tensors:
+        part = own_part(x)
         if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
             # functorch's wrappers don't ask the class: whoever looks through them finds NaN, which takes no memory.
-            x.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(x.shape)
+            part.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(part.shape)
         with suppress(TypeError):  # a subclass of tensors with a layout of its own
-            x.__class__ = kind
+            x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_DTENSORS)
 
 
 def alias(x: Any) -> Any:

@@ -124,7 +124,9 @@ def not_finite_error(
     else:
         by_rank, together = [_described(paths, own)], []
     found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
-    if not found:
+    if not found and not together and train.step.placements is not None:
+        found = ["parts of the parameters (DTensors) that other ranks of their mesh hold have the ones that aren't"]
+    elif not found:
         found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
     return NotFiniteError(
         f"train_step: gradients of step {info.step} aren't finite. {'; '.join(found)}. The state is as it was before "

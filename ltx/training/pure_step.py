@@ -10,6 +10,7 @@ import torch
 from ltx import collectives, comm, tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
+from ltx.placements import refuse_in_graph as refuse_dtensors
 from ltx.strategies.update import StepInfo, Update
 from ltx.training.guard import not_finite_error, random_states
 from ltx.training.outputs import Batch, arguments_of, outputs_of
@@ -25,7 +26,9 @@ from ltx.transforms.weighted import Weighted
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        refuse_dtensors(tuple([type(x).__name__ for x in tree.flatten(state.trained)[0]]))
+    else:
         state.check_owned()
         if train.check_every is not None and state.step % train.check_every == 0:
             check_replicas(state, train.step.axis)

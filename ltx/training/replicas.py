@@ -14,6 +14,7 @@ import torch
 
 from ltx import collectives, comm, tree
 from ltx.arguments import checked
+from ltx.placements import Placements
 from ltx.training.train_state import TrainState
 from ltx.transforms.compare import check_leaves, digests_by_rank
 from ltx.transforms.digests import digest, values
@@ -87,7 +88,11 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
         if 2 * count <= found.size:
             check_replicas(state, axis)
         src = list(map(tuple, by_rank)).index(most)
-    same = collectives.broadcast([leaf for _, leaf in leaves], src, axis)
+    tensors = [leaf for _, leaf in leaves]
+    placements = Placements.of(tensors)
+    same = collectives.broadcast(tensors if placements is None else placements.local(tensors), src, axis)
+    if placements is not None:
+        same = placements.placed(same)
     by_path = {path: leaf.detach() for (path, _), leaf in zip(leaves, same, strict=True)}
     everything, spec = tree.flatten(state)
     return cast(

@@ -9,6 +9,7 @@ import torch
 from ltx import collectives, comm, tree
 from ltx.strategies.update import StepInfo
 from ltx.training.outputs import unshared
+from ltx.training.placed_state import init_on_parts, on_parts
 from ltx.training.settings import TrainSettings
 from ltx.training.step_parts import (
     scaling,
@@ -45,6 +46,8 @@ class StateOperations(TrainSettings):
             check_kept(buffers, self.step.precision)
         strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
         strategy.check_axis(axis)
+        if (placed := init_on_parts(self, params, buffers)) is not None:
+            return placed
         if isinstance(params, torch.nn.Module):
             params, frozen = taken_from(params, axis, self.trainable)
         else:
@@ -64,6 +67,7 @@ class StateOperations(TrainSettings):
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
         return state.unseen()
 
+    @on_parts
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
         """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
 
@@ -92,6 +96,7 @@ class StateOperations(TrainSettings):
         sync = replace(SyncState.new(entries, choice), step=sync_step)
         return TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
 
+    @on_parts
     def finish(self, state: TrainState) -> TrainState:
         """`state` with all landed that its strategy has under way between two steps, as an asynchronous one has.
 
@@ -105,6 +110,7 @@ class StateOperations(TrainSettings):
         params, states = self.step.strategy.finish(state.trained, state.sync_state.leaves, info, state.pending)
         return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
 
+    @on_parts
     def gather(self, state: TrainState) -> TrainState:
         """`state` with the whole optimizer state on every rank, where its strategy shards it; every rank calls this.
 

@@ -13,6 +13,7 @@ from ltx.errors import StepError
 from ltx.optim import grad_norm
 from ltx.strategies.update import StepInfo, Updated, chosen
 from ltx.training.guard import any_not_finite, not_finite
+from ltx.training.placed_state import on_any_rank
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.sync_state import SyncState, plain_values
@@ -66,6 +67,8 @@ def all_finite(
             hooks.AllReduce(), [bad.float().reshape(1)], ["whether gradients are finite"], info
         )
         bad = shared.wait()[0][0].reshape(()) > 0
+    if train.step.placements is not None:
+        bad = on_any_rank(bad, train.step.placements)
     return bad.logical_not() if pure else not bad
 
 

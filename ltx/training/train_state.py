@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ltx import tree
-from ltx.errors import DonatedStateError, InvalidStateError
+from ltx.errors import DonatedStateError, InvalidStateError, UnsupportedError
 from ltx.optim import TorchState
+from ltx.placements import is_dtensor
 from ltx.strategies.state_layout import StateLayout
 from ltx.typing import Tree
 
@@ -146,6 +147,15 @@ class TrainState:
         self.__dict__["_seen"] = ()
         return self
 
+    def held(self, name: str) -> Tree:
+        """A part as it is kept, without counting it as one whose tensors the user may hold."""
+        return self.frozen if name == "frozen" else self.__dict__[f"_{name}"]
+
+    @property
+    def is_donated(self) -> bool:
+        """Whether a step has taken this state's tensors over."""
+        return isinstance(self._lease[0], int)
+
     def parts(self, names: Sequence[str]) -> list[Tree]:
         """The parts that are there and that steps write into."""
         held = [f"_{name}" for name in names if name in _LATE]
@@ -177,6 +187,12 @@ class TrainState:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
         self.check_owned()
         tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
+        if any(map(is_dtensor, tensors.values())) and tree.flatten(self.sync_state.leaves)[0]:
+            raise UnsupportedError(
+                "state_dict: the communication state is this rank's own, and torch.distributed.checkpoint would keep "
+                "one rank's alone. Use a hook without state, or save the parts that are to be kept: state.params, "
+                "state.opt_state."
+            )
         return {**tensors, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

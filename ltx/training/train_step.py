@@ -17,6 +17,7 @@ from ltx.strategies.update import StepInfo
 from ltx.training.given_gradients import as_loss
 from ltx.training.outputs import Batch
 from ltx.training.pending_step import step_start
+from ltx.training.placed_state import on_parts
 from ltx.training.pure_step import step_purely
 from ltx.training.replicas import check_replicas
 from ltx.training.state_operations import StateOperations
@@ -31,6 +32,7 @@ from ltx.transforms.data_parallel import DataParallel
 class TrainStep(StateOperations):
     """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``."""
 
+    @on_parts
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
         batch = Batch(args, named)
         if not isinstance(state, TrainState):

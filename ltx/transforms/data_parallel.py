@@ -17,6 +17,7 @@ from ltx import comm, tree
 from ltx.backings import GroupBacking
 from ltx.errors import StepError, SyncStateError
 from ltx.estimate.autotune import choose_on_axis
+from ltx.placements import Placements, refuse_in_graph
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import plain_autograd
 from ltx.transforms.closure_check import TracedValueError, nodes_made, refuse_captured
@@ -24,6 +25,7 @@ from ltx.transforms.compare import check_params_once
 from ltx.transforms.debug_replicas import check_in_debug
 from ltx.transforms.first_call import look_at_modules
 from ltx.transforms.marking import mark, mark_in_graph
+from ltx.transforms.placed import check_placements, local_parts, placed, whole_scalars
 from ltx.transforms.recompute import in_step
 from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, refuse_gradients
 from ltx.transforms.step_settings import StepSettings
@@ -66,6 +68,7 @@ class DataParallel(StepSettings):
         With ``bucket_bytes="auto"`` or ``comm_hook="auto"`` the network is measured here, so every rank must call this.
         """
         tree.check_tensors(params, "params")
+        params = local_parts(params)
         leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
         if strategy.auto_sizes or strategy.auto_hook:
             choice = choose_on_axis(strategy, self.axis, params, self.reduce_dtype)
@@ -94,21 +97,31 @@ class DataParallel(StepSettings):
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or torch.compiler.is_compiling()):
             return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = tree.flatten(params)
-        step = options.step
+        step, placements = options.step, None
         if torch.compiler.is_compiling():
+            refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
             local, within = False, None
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
+            placements = self.placements or Placements.of(leaves)
+            if placements is not None:
+                leaves = placements.local(leaves)
+                params = tree.unflatten(spec, leaves)
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
+            if placements is not None:
+                self._check_placements(placements, params, options.frozen)
             marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
+        if placements is not None:
+            given = placed(placements, given)
+            leaves, spec = tree.flatten(given)
         if torch.compiler.is_compiling():
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:
@@ -118,6 +131,12 @@ class DataParallel(StepSettings):
         mean, blocked = self.outputs == "mean", self.blocked
         return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, source=marked.source)
 
+    def _check_placements(self, placements: Placements, params: Tree, frozen: Tree) -> None:
+        def paths() -> list[str]:
+            return tree.leaf_paths(params if frozen is None else tree.filled(params, frozen))
+
+        check_placements(comm.resolve(self.axis), placements, self.strategy, paths, "data_parallel")
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, options: CallOptions) -> Any:
         """Call the user's step, and see to what it does besides returning something."""
         token, before = in_step.set(True), nodes_made()
@@ -126,7 +145,7 @@ class DataParallel(StepSettings):
                 look_at_modules(self.fn),
                 nullcontext() if options.around is None else options.around(marked.leaves, self.fn),
             ):
-                output = self.fn(*args, **kwargs)
+                output = whole_scalars(self.fn(*args, **kwargs))
         finally:
             in_step.reset(token)
         if marked.schedule is not None and not torch._C._are_functorch_transforms_active():

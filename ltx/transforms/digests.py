@@ -7,6 +7,7 @@ import hashlib
 
 import torch
 
+from ltx.placements import local
 from ltx.transforms.sync_state import plain_values
 
 _COLUMNS = 512
@@ -15,8 +16,8 @@ _SMALL = 8 * _COLUMNS
 
 
 def values(x: torch.Tensor) -> torch.Tensor:
-    """`x` below all wrappers, its elements one after another in memory."""
-    return plain_values(x).resolve_conj().resolve_neg().contiguous()
+    """`x` below all wrappers, its elements one after another in memory; of a DTensor this rank's part."""
+    return plain_values(local(x)).resolve_conj().resolve_neg().contiguous()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

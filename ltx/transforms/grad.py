@@ -15,9 +15,10 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import checked
-from ltx.errors import StepError
+from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
+from ltx.placements import Placements
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.run import CallOptions
@@ -72,8 +73,20 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
         if sync_state is not None:
             check_state(sync_state)
+        placements = None
+        if isinstance(argnums, int):
+            placements = Placements.of(tree.flatten(args[argnums])[0])
+            if placements is not None:  # whose first derivatives are all there is
+                args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])
         if isinstance(argnums, int) and _is_plain(step, argnums, args, kwargs, sync_state):
             return _by_plain_autograd(step, argnums, args, kwargs, sync_state, checked_output)
+        if placements is not None and isinstance(argnums, int):
+            if sync_state is not None:
+                raise UnsupportedError(
+                    "a step with communication state and parameters that are DTensors: no other argument may require "
+                    "gradients, and no transform of torch.func may be around. Use x.detach(), or ltx.train_step."
+                )
+            return _by_local_parts(scalar, argnums, args, kwargs, placements)
         if sync_state is None:
             return torch.func.grad_and_value(scalar, argnums, has_aux)(*args, **kwargs)
         if not isinstance(argnums, int):
@@ -148,6 +161,7 @@ def _by_plain_autograd(
     assert isinstance(schedule, ProcessSchedule)
     assert run.source is not None
     leaves, spec = tree.flatten(params)
+    placements = Placements.of(leaves)
     grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
     try:
         schedule.send_summary()
@@ -163,12 +177,31 @@ def _by_plain_autograd(
         schedule.abandon(error)
         raise
     value = tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
-    found = tree.unflatten(spec, grads)
+    with torch.no_grad():
+        found = tree.unflatten(spec, grads if placements is None else placements.placed(grads))
     if sync_state is None:
         return found, value
     after = states_after(schedule.plan, states, sync_state.leaves, params, range(len(leaves)))
     clock = torch.zeros_like(sync_state.clock)
     return (found, replace(sync_state, leaves=after, clock=clock, step=sync_state.checked_step() + 1)), value
+
+
+def _by_local_parts(
+    scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], placements: Placements
+) -> Any:
+    """What :func:`grad_and_value`'s function gives for DTensors, into which torch.func can't look."""
+    leaves, spec = tree.flatten(args[argnum])
+    parts = [x.detach().requires_grad_() for x in placements.local(leaves)]
+    filled = list(args)
+    with torch.enable_grad():
+        filled[argnum] = tree.unflatten(spec, placements.placed(parts))
+        output = scalar(*filled, **kwargs)
+        total = output[0] if isinstance(output, tuple) else output
+    found = torch.autograd.grad(total, parts, allow_unused=True) if total.requires_grad else [None] * len(parts)
+    with torch.no_grad():
+        grads = placements.placed([torch.zeros_like(x) if g is None else g for x, g in zip(parts, found, strict=True)])
+    value = tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
+    return tree.unflatten(spec, grads), value
 
 
 def _check_differentiable(params: Tree, number: int) -> None:

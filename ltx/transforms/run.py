@@ -14,6 +14,7 @@ from ltx.axis import Axis
 from ltx.errors import StepError, WeightError
 from ltx.gradients.schedule import Schedule
 from ltx.hooks import CommHook
+from ltx.placements import Placements
 from ltx.transforms.sync_state import plain_values
 from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
@@ -70,7 +71,10 @@ class Marked:
             # What is detached stays so. Where all is, the rank's loss reaches no parameter, and counts all the same.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
-            for i, x in zip(ties, self.tie([leaves[i] for i in ties]), strict=True):
+            given = [leaves[i] for i in ties]
+            placements = Placements.of(given)
+            tied = self.tie(given if placements is None else placements.local(given))
+            for i, x in zip(ties, tied if placements is None else placements.placed(tied), strict=True):
                 leaves[i] = x
         elif self.schedule is not None:
             raise StepError("the step returned no floating tensor, so its parameters have no gradient.")

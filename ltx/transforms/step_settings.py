@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ltx.arguments import brief, check_fields
 from ltx.errors import StepError, StrategyError
 from ltx.hooks import CommHook
+from ltx.placements import Placements
 from ltx.strategies import DEFAULT, Strategy
 from ltx.strategies.fields import in_dtype
 from ltx.typing import Step
@@ -28,6 +29,8 @@ class StepSettings:
         argnums, axis, outputs, returns: as in :func:`ltx.data_parallel`.
         blocked: gradients stay local (:func:`ltx.block_backward_sync`).
         precision: that of :func:`ltx.mixed_precision`, or None.
+        placements: how all parameters lie on meshes, for a caller that gives the step their local parts; None: the
+            parameters themselves say.
     """
 
     fn: Step
@@ -38,6 +41,7 @@ class StepSettings:
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
     precision: Precision | None = None
+    placements: Placements | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, StepError, "argnums")

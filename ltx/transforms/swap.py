@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
 from ltx.errors import InputError, TreeError, UnsupportedError
+from ltx.placements import is_fully_sharded
 
 #: What ltx.functional_call has put into modules in this thread, the outermost call first.
 placed: ContextVar[tuple[Swap, ...]] = ContextVar("placed", default=())
@@ -54,6 +55,14 @@ class Members:
         rest: list[tuple[str, nn.Module]] = [("", module)]
         while rest:
             prefix, part = rest.pop()
+            if is_fully_sharded(part):
+                which = f"{prefix[:-1]!r} of " if prefix else ""
+                raise UnsupportedError(
+                    f"functional_call: {which}{type(module).__name__} is under torch's fully_shard, which puts "
+                    "parameters of its own into it. Call the module itself, and reduce its gradients: "
+                    "loss.backward(), then ltx.sync_gradients({name: p.grad for name, p in "
+                    "module.named_parameters()}, axis=...)."
+                )
             for kept_in in (part._parameters, part._buffers):
                 for name, tensor in kept_in.items():
                     if tensor is None:

@@ -20,8 +20,10 @@ from ltx.gradients.leaves import arrival_order, differentiable
 from ltx.gradients.planning import make_plan
 from ltx.gradients.process_schedule import schedule_for
 from ltx.hooks import CommHook
+from ltx.placements import Placements, summed
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import graph_entry
+from ltx.transforms.placed import check_placements
 from ltx.transforms.sync_state import SyncState, check_state
 from ltx.typing import Tree
 
@@ -66,6 +68,9 @@ def sync_gradients(
         strategy = strategy.with_choice(sync_state.choice)
     leaves, spec = tree.flatten(grads)
     compiling = torch.compiler.is_compiling()
+    placements = Placements.of(leaves)
+    if placements is not None:
+        return _of_local_parts(grads, strategy, sync_state, axis)
     if not compiling:
         tree.check_tensors(grads, "grads")
         dense = [x for x in leaves if not is_sparse(x)]
@@ -94,6 +99,19 @@ def sync_gradients(
     for i, leaf in zip(wanted, reduced, strict=True):
         filled[i] = leaf
     return tree.unflatten(spec, filled), sync_state
+
+
+def _of_local_parts(
+    grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any
+) -> tuple[Tree, SyncState | None]:
+    """:func:`sync_gradients` of a tree with DTensors: of their local parts. Sums that are due are taken first."""
+    leaves, spec = tree.flatten(tree.map(summed, grads))
+    placements = Placements.of(leaves)
+    assert placements is not None
+    check_placements(comm.resolve(axis), placements, strategy, lambda: tree.leaf_paths(grads), "sync_gradients")
+    parts = tree.unflatten(spec, placements.local(leaves))
+    reduced, after = sync_gradients(parts, strategy, state, axis=axis)
+    return tree.unflatten(spec, placements.placed(tree.flatten(reduced)[0])), after
 
 
 def _reduce_sparse(hook: CommHook, axis: Any, grads: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -275,4 +275,4 @@ def test_an_axis_is_found_by_its_name(ranks: Ranks) -> None:
 
     total, in_scope, message = ranks(2).run(run).replicated()
     assert (total, in_scope) == (2.0, 1.0)
-    assert "no axis called 'twice'" in message
+    assert "axis='twice': 2 axes are called so" in message

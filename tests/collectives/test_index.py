@@ -15,6 +15,7 @@ import ltx
 from ltx import comm
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
+from tests.meshes import mesh_of
 
 Ranks = Callable[[int], Pool]
 
@@ -95,7 +96,7 @@ def test_simulated_ranks_inside_processes(ranks: Ranks) -> None:
 
 
 def test_every_form_of_an_axis(ranks: Ranks) -> None:
-    """None, a name, an Axis, a process group, and a one-dimensional DeviceMesh."""
+    """None, a name, an Axis, a process group, and a DeviceMesh."""
 
     def sums() -> list[tuple[float, int, int]]:
         group = dist.new_group([0, 1])
@@ -113,17 +114,65 @@ def test_every_form_of_an_axis(ranks: Ranks) -> None:
         assert by_form == [(3.0, rank, 2)] * 7
 
 
-def test_a_mesh_of_two_dimensions_is_no_axis(ranks: Ranks) -> None:
-    def run() -> tuple[str, float]:
+def test_a_mesh_of_two_dimensions_is_one_axis(ranks: Ranks) -> None:
+    def run() -> list[float]:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "data"))
-        with pytest.raises(AxisError) as caught:
-            ltx.psum(torch.ones(1), axis=mesh)
         # The second dimension is the whole world, whose axis is open already.
-        return str(caught.value), ltx.psum(torch.ones(()), axis=mesh["data"]).item()
+        forms = [mesh, mesh["data"], (mesh["node"], mesh["data"]), (mesh["data"], mesh["node"])]
+        return [ltx.psum(torch.ones(()), axis=form).item() for form in forms]
 
-    text, total = ranks(2).run(run).replicated()
-    assert "a DeviceMesh of 2 dimensions names no single axis; pick one, such as mesh['node']" in text
-    assert total == 2.0
+    assert ranks(2).run(run).replicated() == [2.0] * 4
+
+
+@pytest.mark.full
+def test_dimensions_of_a_mesh_by_name(ranks: Ranks) -> None:
+    """A dimension that was given once is found by its name; a name of two axes is refused."""
+
+    def run() -> tuple[dict[str, Any], list[str]]:
+        def text(axis: Any) -> str:
+            with pytest.raises(AxisError) as caught:
+                ltx.axis_size(axis)
+            return str(caught.value)
+
+        def on(axis: Any) -> tuple[float, int, int, int]:
+            rank = torch.tensor(10.0 ** dist.get_rank())
+            (row,) = ltx.shard(torch.arange(ltx.axis_size(axis)), axis=axis).tolist()
+            return ltx.psum(rank, axis).item(), int(ltx.axis_index(axis)), ltx.axis_size(axis), row
+
+        with mesh_of(2, 1, 2, names=("node", "data", "model")) as mesh:
+            before = text("model")
+            found = {
+                "model": on(mesh["model"]),
+                "by name": on("model"),
+                "node, data": on(mesh["node", "data"]),
+                "tuple": on((mesh["node"], mesh["data"])),
+                "names": on(("model", "node")) if ltx.axis_size(mesh["node"]) == 2 else None,
+                "turned": on((mesh["model"], mesh["node"])),
+                "all": on(mesh),
+                "world": on("data"),
+            }
+            ltx.axis_size(mesh["data"])  # from here on two axes are called so
+            texts = [
+                before,
+                text("data"),
+                text(("node", "data")),
+                text((mesh["node"], mesh["node"])),
+                text((mesh["node"], "elsewhere")),
+            ]
+            return found, texts
+
+    for rank, (found, texts) in enumerate(ranks(4).run(run)):
+        row, column = divmod(rank, 2)
+        model, node = (11.0 if row == 0 else 1100.0), (101.0 if column == 0 else 1010.0)
+        assert found["model"] == found["by name"] == (model, column, 2, column)
+        assert found["node, data"] == found["tuple"] == (node, row, 2, row)
+        assert found["names"] == found["turned"] == (1111.0, 2 * column + row, 4, 2 * column + row)
+        assert found["all"] == found["world"] == (1111.0, rank, 4, rank)
+        assert "no axis called 'model' is in scope" in texts[0]
+        assert "axis='data' is the name of two axes: of the world's, with 4 ranks, and of a dimension of a" in texts[1]
+        assert "mixes axes in scope with dimensions of a DeviceMesh" in texts[2]
+        assert "a dimension occurs more than once" in texts[3]
+        assert "mixes axes in scope with dimensions of a DeviceMesh" in texts[4]
 
 
 def test_names_that_are_not_in_scope(ranks: Ranks) -> None:

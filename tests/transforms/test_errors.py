@@ -103,7 +103,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "axis of a wrong type": (
         lambda: ltx.data_parallel(linear, axis=0.5)(P, X),
         AxisError,
-        "an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a one-dimensional DeviceMesh, got float.",
+        "an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got float.",
     ),
     # --- parameters
     "a module": (

@@ -1,0 +1,77 @@
+"""Steps of DTensors: data parallelism over one dimension of a mesh, with parameters that are split over others.
+
+    data_parallel(f)(params) = (tie ∘ f ∘ place ∘ mark ∘ local)(params)
+
+`local` takes each DTensor's part on this rank, so that all between is plain tensors: buckets, hooks, states. `place`
+makes DTensors of the marked parts for the user's step; its transpose gives a gradient the placements of its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from ltx import tree
+from ltx.axis import Axis
+from ltx.errors import UnsupportedError
+from ltx.gradients.peeled import MARKER_PRIORITY, raise_priority
+from ltx.hooks import CommHook
+from ltx.placements import Placements, dtensor_class, is_dtensor, local, whole
+from ltx.strategies import Strategy
+from ltx.typing import Tree
+
+
+def local_parts(value: Tree) -> Tree:
+    """`value` with this rank's parts in place of DTensors; differentiable."""
+    return value if dtensor_class() is None else tree.map(local, value)
+
+
+def placed(placements: Placements, parts: Tree) -> Tree:
+    """The tree of `parts` as the user's step is given it."""
+    leaves, spec = tree.flatten(parts)
+    dtensors = placements.placed(leaves)
+    for x, part in zip(dtensors, leaves, strict=True):
+        if x is not part and x.grad_fn is not None:
+            # Made before the step, these nodes would come last in the backward pass, and nothing would overlap.
+            raise_priority(x, MARKER_PRIORITY)
+    return tree.unflatten(spec, dtensors)
+
+
+def whole_scalars(output: Any) -> Any:
+    """`output` with plain tensors for 0-dim DTensors: a loss is its value, the same on all ranks of the mesh."""
+    if dtensor_class() is None:
+        return output
+    leaves, spec = tree.flatten(output)
+    if not any(is_dtensor(x) and x.ndim == 0 for x in leaves):
+        return output
+    return tree.unflatten(spec, [whole(x) if is_dtensor(x) and x.ndim == 0 else x for x in leaves])
+
+
+def check_placements(
+    axis: Axis, placements: Placements, strategy: Strategy, paths: Callable[[], list[str]], what: str
+) -> None:
+    """Raise unless `strategy` can reduce the gradients of leaves that lie on meshes so over `axis`.
+
+    `paths`: the leaves'; `what` begins the error.
+
+    Raises:
+        UnsupportedError: names a leaf, and says what to do instead.
+    """
+    placements.check(None if axis.comm is None else axis.comm.group, paths, what)
+    place = None if axis.size == 1 else placements.first_split
+    found = None if place is None else next((hook for hook in _hooks_in(strategy) if hook.needs_whole), None)
+    if place is not None and found is not None:
+        raise UnsupportedError(
+            f"{what}: {found!r} works on whole parameters, and leaf {paths()[place]!r} is a DTensor of which ranks "
+            "hold parts, so that its result would depend on how many these are. Use a hook that works on numbers "
+            "wherever they lie: ltx.hooks.FP16(), ByteGrad(), TopK()."
+        )
+
+
+def _hooks_in(value: Any) -> Iterator[CommHook]:
+    """The hooks that a strategy, or a hook, has in its fields, and those that they are made of."""
+    for field in fields(value):
+        if isinstance(hook := getattr(value, field.name), CommHook):
+            yield hook
+            yield from _hooks_in(hook) if is_dataclass(hook) else ()
