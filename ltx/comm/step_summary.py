@@ -16,7 +16,7 @@ from ltx.comm.channel import Channel
 from ltx.comm.signature import Agreement
 from ltx.comm.streams import CommStream, HostCopy, to_device
 from ltx.comm.work import Work
-from ltx.errors import RankMismatchError
+from ltx.errors import RankMismatchError, WeightError
 
 _LIMB_BITS = 20
 _LIMBS = 3
@@ -51,7 +51,8 @@ class PendingSummary:
     them, and :meth:`wait` is called when the host needs them, at the latest in the next pass.
     """
 
-    def __init__(self, work: Work, channel: Channel, stream: CommStream | None = None):
+    def __init__(self, work: Work, channel: Channel, stream: CommStream | None = None, weighted: bool = False):
+        self._weighted = weighted
         self._work: Work | None = work
         self._channel = channel
         self._summary: StepSummary | None = None
@@ -93,6 +94,12 @@ class PendingSummary:
                         "in another order, since the last synchronised step; the results since then are not to be "
                         f"trusted. {applied} Wrap the program in ltx.debug_checks() to see which call differs."
                     )
+            if late and self._weighted and summed[1] == 0:
+                raise WeightError(
+                    "Weighted: in the step before this one the weights of all ranks added up to 0, so there was no "
+                    "mean; that step has changed nothing. Give at least one rank a sample, or skip the step on all of "
+                    "them."
+                )
             self._summary, self._work = StepSummary(summed[0], summed[1]), None
         return self._summary
 
@@ -131,7 +138,9 @@ def begin_pass(
     if agreement is not None:
         channel.advance(agreement)
     digest = axis_comm.user.digest ^ (channel.digest << 1)
-    return send_summary(channel, total, weight, digest, axis_comm.device, axis_comm.stream_of(axis_comm.device))
+    device = axis_comm.device
+    weighted = isinstance(weight, torch.Tensor) and among is axis_comm
+    return send_summary(channel, total, weight, digest, device, axis_comm.stream_of(device), weighted)
 
 
 def send_summary(
@@ -141,6 +150,7 @@ def send_summary(
     digest: int,
     device: torch.device,
     stream: CommStream | None = None,
+    weighted: bool = False,
 ) -> PendingSummary:
     """Issue this rank's part; `stream` is where the sum is waited for, if not on the host."""
     limbs = [float((digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
@@ -149,4 +159,4 @@ def send_summary(
     for place, x in enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             numbers[place] = x.detach()
-    return PendingSummary(channel.issue("psum", numbers, "summary"), channel, stream)
+    return PendingSummary(channel.issue("psum", numbers, "summary"), channel, stream, weighted)

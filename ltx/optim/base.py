@@ -67,6 +67,14 @@ class Optimizer(ABC):
         updates, state = self.update(grads, state, params, donate=donate)
         return apply_updates(params, updates, donate=donate), state
 
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Optimizer | None:
+        """This optimizer for one update of `params`, which changes no tensor if `skip`, a 0-dim bool, is true.
+
+        For accelerators, where `skip` is there when the update runs, and the host doesn't wait for it. None: it can't
+        be told so.
+        """
+        return None
+
     def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, Tensor]]:
         """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
         raise OptimError(_NOT_LEAFWISE.format(self))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
+#: Those whose fused kernels can be told on the device to change nothing.
+_SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,6 +41,7 @@ class TorchOptimizer(Optimizer):
     lr: float | Callable[[int], float] | None
     kwargs: Mapping[str, Any]
     kernel: Kernel = field(init=False)
+    _skip: Tensor | None = field(default=None, init=False)  # of one update: see `unless`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
@@ -130,6 +134,13 @@ class TorchOptimizer(Optimizer):
         check_grad_layouts(self.cls, grads)
         self._run(grads, states, params, count=count)
 
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
+        if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
+            return None
+        conditional = copy(self)
+        object.__setattr__(conditional, "_skip", skip)
+        return conditional
+
     def advance(self, state: TorchState) -> TorchState:
         return replace(state, count=state.count + 1)
 
@@ -143,7 +154,7 @@ class TorchOptimizer(Optimizer):
         count: int,
     ) -> None:
         """One update in place, each leaf through the fastest kernel that it admits."""
-        run = partial(self.kernel.run, lr=self._lr(count))
+        run = partial(self.kernel.run, lr=self._lr(count), skip=self._skip)
         if differentiable:
             run(grads, states, params, fused=False, differentiable=True)
             return

@@ -83,8 +83,9 @@ class Kernel:
         lr: Lr,
         fused: bool,
         differentiable: bool = False,
+        skip: Tensor | None = None,
     ) -> None:
-        """One update of `params` and `states`, in place."""
+        """One update of `params` and `states`, in place; none if `skip` is true, which fused kernels look at."""
         changes: dict[str, Any] = {"lr": lr, "fused": fused}
         if differentiable:
             if "differentiable" not in self.group:
@@ -101,10 +102,15 @@ class Kernel:
             elif self.dampened:
                 self._run_dampened(group, grads, states, params)
             else:
-                self._run(group, grads, states, params)
+                self._run(group, grads, states, params, skip)
 
     def _run(
-        self, group: dict[str, Any], grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
+        self,
+        group: dict[str, Any],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        params: list[Tensor],
+        skip: Tensor | None = None,
     ) -> None:
         group["params"] = params
         # torch's foreach Nesterov step adds into the gradients themselves.
@@ -122,6 +128,8 @@ class Kernel:
 
         shell = self.copy(group)
         shell._init_group = init_group
+        if skip is not None:
+            shell.grad_scale, shell.found_inf = None, skip.float()  # as torch's GradScaler says it
         self.step(shell)
 
     def _run_dampened(

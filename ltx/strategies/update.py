@@ -63,7 +63,13 @@ class Update:
         """
         if self.finite is False:
             return self.params, tree.map(_one_more, self.opt_state, is_leaf=_counts)
-        updated = self.optimizer.apply(self.grads, self.opt_state, self.params, donate=self.donate)
+        optimizer, donate = self.optimizer, self.donate
+        if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
+            conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
+            if conditional is not None:
+                return conditional.apply(self.grads, self.opt_state, self.params, donate=True)
+            donate = False
+        updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
         return self.if_finite(updated, (self.params, self.opt_state))
 
     def if_finite(self, new: T, old: T) -> T:

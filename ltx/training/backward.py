@@ -15,7 +15,7 @@ from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer
 from ltx.strategies.update import Update
-from ltx.training.completion import BackwardResult, CollectGradients, Completion, UpdateBuckets
+from ltx.training.completion import BackwardResult, CollectGradients, Completion, Scale, UpdateBuckets
 from ltx.training.train_state import TrainState
 
 
@@ -29,7 +29,7 @@ class Backward:
         sync_leaves, sync_spec: the communication state.
         inputs: what the loss is differentiated with respect to: the leaves, or one source for all.
         donate: parameters and optimizer state are updated in place.
-        loss_scale: the factor of the loss.
+        loss_scale: the factor of the loss; a tensor where the host doesn't wait for it.
         probes: gives sums of complete gradients, where the guard wants them.
     """
 
@@ -41,12 +41,12 @@ class Backward:
     sync_spec: Any
     inputs: list[torch.Tensor]
     donate: bool
-    loss_scale: float = 1.0
+    loss_scale: float | torch.Tensor = 1.0
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
 
     def run(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of `total`, times the loss scale, with respect to the inputs."""
-        if self.loss_scale != 1:
+        if not _is_one(self.loss_scale):
             with torch.enable_grad():
                 total = total * self.loss_scale
         if not self.inputs or not total.requires_grad:
@@ -70,9 +70,9 @@ class Backward:
         """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
         if divisor is not None:
             grads = [g / divisor.to(g.dtype) for g in grads]
-        return grads if self.loss_scale == 1 else [g * (1 / self.loss_scale) for g in grads]
+        return grads if _is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
 
-    def completion(self, schedule: ProcessSchedule, by_bucket: bool, scale: float) -> Completion:
+    def completion(self, schedule: ProcessSchedule, by_bucket: bool, scale: Scale) -> Completion:
         """What is done with complete buckets: they are updated one by one, or their gradients collected."""
         if by_bucket:
             return UpdateBuckets(self.optimizer, self.state, self.trained, self.donate, schedule, scale)
@@ -97,9 +97,16 @@ class Backward:
                 'overlap="backward" a state is that before the step or that after it.'
             )
 
-    def scale(self, schedule: ProcessSchedule, weighted: bool) -> float:
-        """The factor of reduced gradients. With weights this waits for the step summary."""
-        return (_weighted_scale(schedule) if weighted else 1.0) / self.loss_scale
+    def scale(self, schedule: ProcessSchedule, weighted: bool) -> Scale:
+        """The factor of reduced gradients. With weights this waits for the step summary, if that comes to the host."""
+        if not weighted:
+            return Scale(1.0 / self.loss_scale)
+        assert schedule.summary is not None
+        if not schedule.summary.stays_on_device or self.optimizer.unless(_NEVER, self.leaves) is None:
+            return Scale(_weighted_scale(schedule) / self.loss_scale)
+        weight = schedule.summary.enqueued().weight
+        empty = weight == 0  # the host raises when it reads the summary; until then nothing may change
+        return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / self.loss_scale, empty)
 
     def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
         """The optimizer's part, with the reduced gradients. Empties `grads`, so that nothing else holds them."""
@@ -115,6 +122,13 @@ class Backward:
             self.donate,
             finite,
         )
+
+
+_NEVER = torch.tensor(False)
+
+
+def _is_one(scale: float | torch.Tensor) -> bool:
+    return not isinstance(scale, torch.Tensor) and scale == 1
 
 
 def _weighted_scale(schedule: ProcessSchedule) -> float:

@@ -24,6 +24,34 @@ from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
+class Scale:
+    """What reduced gradients are multiplied by.
+
+    Attributes:
+        factor: a tensor where the host doesn't wait for it.
+        skip: on the device, whether nothing may be updated; None if that isn't in question.
+    """
+
+    factor: float | torch.Tensor
+    skip: torch.Tensor | None = None
+
+    @property
+    def at_most_one(self) -> bool:
+        """Whether it is known to keep finite numbers finite."""
+        return not isinstance(self.factor, torch.Tensor) and abs(self.factor) <= 1
+
+    def apply(self, grads: Sequence[torch.Tensor]) -> None:
+        """Multiply in place."""
+        if isinstance(self.factor, torch.Tensor) or self.factor != 1:
+            torch._foreach_mul_(list(grads), self.factor)
+
+    def conditional(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
+        """`optimizer`, which does nothing where nothing may be updated."""
+        found = None if self.skip is None else optimizer.unless(self.skip, params)
+        return optimizer if found is None else found
+
+
+@dataclass(frozen=True)
 class BackwardResult:
     """What the backward pass gave.
 
@@ -32,6 +60,7 @@ class BackwardResult:
         states: the next communication state, by path.
         params, opt_state: what that optimizer made.
         sums: those of the gradients, if the guard wants them.
+        skip: on the device, whether nothing may be updated; None if that isn't in question.
     """
 
     grads: list[torch.Tensor] | None
@@ -39,6 +68,7 @@ class BackwardResult:
     params: Tree = None
     opt_state: Tree = None
     sums: list[torch.Tensor | float] | None = None
+    skip: torch.Tensor | None = None
 
 
 class Completion(Protocol):
@@ -69,7 +99,7 @@ class CollectGradients:
         state: TrainState,
         trained: Sequence[int],
         schedule: ProcessSchedule,
-        scale: float,
+        scale: Scale,
         probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None,
     ):
         self._state, self._trained, self._schedule = state, trained, schedule
@@ -83,8 +113,8 @@ class CollectGradients:
         grads = self._schedule.unpack(bucket, reduced)
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
         # A multiple (of at most 1) of finite numbers is finite.
-        total = self._schedule.total(bucket) if self._probes is not None and abs(self._scale) <= 1 else None
-        scaled(grads, self._scale)
+        total = self._schedule.total(bucket) if self._probes is not None and self._scale.at_most_one else None
+        self._scale.apply(grads)
         if total is not None:
             self._sums.append(total)
         elif self._probes is not None:
@@ -95,7 +125,8 @@ class CollectGradients:
         """All gradients, in the order of the leaves."""
         before, sums = self._state.sync_state.leaves, self._sums if self._probes is not None else None
         after = states_after(self._schedule.plan, self._states, before, self._state.trained, self._trained)
-        return BackwardResult([self._grads[m] for m in range(len(self._trained))], after, sums=sums)
+        grads = [self._grads[m] for m in range(len(self._trained))]
+        return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
 
 
 class UpdateBuckets:
@@ -108,7 +139,7 @@ class UpdateBuckets:
         trained: Sequence[int],
         donate: bool,
         schedule: ProcessSchedule,
-        scale: float,
+        scale: Scale,
     ):
         self.updated = 0
         self._optimizer, self._state, self._trained = optimizer, state, trained
@@ -118,16 +149,17 @@ class UpdateBuckets:
             self.params, self._opt_state = tree.map(torch.clone, self.params), tree.map(torch.clone, self._opt_state)
         self._leaves = tree.flatten(self.params)[0]
         self._leaf_states = optimizer.leaf_states(self._opt_state, self.params)
+        self._applied = scale.conditional(optimizer, [self._leaves[i] for i in trained])
         self._states: dict[int, LeafState] = {}
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         """Update the bucket's parameters with its gradients, which are overwritten."""
         grads = self._schedule.unpack(bucket, reduced)
         self.updated += 1
-        scaled(grads, self._scale)
+        self._scale.apply(grads)
         at = [self._trained[m] for m in bucket.members]
         with comm.span("update"):
-            self._optimizer.apply_leaves(
+            self._applied.apply_leaves(
                 grads, [self._leaf_states[i] for i in at], [self._leaves[i] for i in at], self._state.step
             )
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
@@ -137,9 +169,3 @@ class UpdateBuckets:
         before = self._state.sync_state.leaves
         after = states_after(self._schedule.plan, self._states, before, self.params, self._trained)
         return BackwardResult(None, after, self.params, self._optimizer.advance(self._opt_state))
-
-
-def scaled(grads: Sequence[torch.Tensor], scale: float) -> None:
-    """Multiply in place."""
-    if scale != 1:
-        torch._foreach_mul_(list(grads), scale)

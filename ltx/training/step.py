@@ -30,6 +30,7 @@ from ltx.training.step_parts import (
     kept_if_skipped,
     loss_scale_of,
     next_state,
+    runs_ahead,
     should_raise,
 )
 from ltx.training.train_state import Metrics, TrainState
@@ -153,7 +154,9 @@ class Step:
     def _second_half(self, forward: Forward) -> Backward:
         train, source = self.train, forward.run.source
         loss_scale = loss_scale_of(train, self.state)
-        factor = 1.0 if loss_scale is None else float(loss_scale)
+        factor: float | torch.Tensor = 1.0 if loss_scale is None else loss_scale
+        if isinstance(factor, torch.Tensor) and not runs_ahead(self.info):
+            factor = float(factor)
         leaves = [forward.leaves[i] for i in self._trained]
         sync = forward.sync_leaves, forward.sync_spec
         inputs = [*leaves, *forward.sync_leaves] if source is None else [source]
@@ -256,6 +259,10 @@ class Step:
         finite: bool | torch.Tensor | None = None
         if done.grads is not None:
             finite = all_finite(train, done.grads, info, done.sums)
+            if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know
+                finite = bool(info.axis.comm.user.wait_for_host(comm.HostCopy(finite), "the guard"))
+            if done.skip is not None and finite is not False:
+                finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
             if finite is False and should_raise(train, state):
                 by_place = dict(zip(self._trained, done.grads, strict=True))
                 reduced = [by_place.get(i, x) for i, x in enumerate(forward.leaves)]

@@ -12,7 +12,7 @@ from ltx import hooks
 from ltx.errors import StepError
 from ltx.optim import grad_norm
 from ltx.strategies.update import StepInfo, Updated, chosen
-from ltx.training.guard import any_not_finite, not_finite
+from ltx.training.guard import any_not_finite, not_finite, not_finite_on_device
 from ltx.training.placed_state import on_any_rank
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
@@ -38,6 +38,12 @@ def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     return checks_finite(train) and info.axis.size > 1 and not train.step.strategy.shares_gradients(info.step)
 
 
+def runs_ahead(info: StepInfo) -> bool:
+    """Whether the host runs ahead of this rank's device, so that it shouldn't read what that computes."""
+    axis_comm = info.axis.comm
+    return axis_comm is not None and axis_comm.stream_of(axis_comm.device) is not None
+
+
 def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:
     """The factor of the loss; None for 1."""
     if scaling(train) is None:
@@ -61,7 +67,8 @@ def all_finite(
     if not checks_finite(train):
         return None
     pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    bad = any_not_finite(grads) if pure else not_finite(grads, sums)
+    ahead = not pure and runs_ahead(info)  # the host doesn't wait for what is found
+    bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
         shared = train.step.strategy.exchange(
             hooks.AllReduce(), [bad.float().reshape(1)], ["whether gradients are finite"], info
@@ -69,7 +76,7 @@ def all_finite(
         bad = shared.wait()[0][0].reshape(()) > 0
     if train.step.placements is not None:
         bad = on_any_rank(bad, train.step.placements)
-    return bad.logical_not() if pure else not bad
+    return bad.logical_not() if pure or ahead else not bad
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
@@ -103,7 +110,7 @@ def next_state(
     norm = grad_norm(updated.opt_state)  # in a tensor that the next step may write into
     metrics = replace(metrics, grad_norm=None if norm is None else norm.clone())
     loss_scale: Any = state.loss_scale
-    if finite is not None:
+    if finite is not None and checks_finite(train):
         skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
         metrics = replace(metrics, skipped=skipped)
         if (dynamic := scaling(train)) is not None:

@@ -15,7 +15,7 @@ from ltx.gradients.programs import Program
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.strategies.post_update import Old, PostUpdateHook, with_overwriting
 from ltx.training.backward import Backward, mean_at_once
-from ltx.training.completion import BackwardResult, scaled
+from ltx.training.completion import BackwardResult
 from ltx.transforms.sync_state import states_after
 
 
@@ -62,8 +62,10 @@ class UpdateThenSend:
         self._old = with_overwriting(hook, old, work.donate, opt_state)
         self._params, self._states = list(old.params), dict[int, LeafState]()
         self.mean: torch.Tensor | None = None
+        self._optimizer = optimizer
         if hook.shares_gradients:
             self._scale = work.scale(schedule, weighted=weight is not None)
+            self._optimizer = self._scale.conditional(optimizer, self._params)
         else:
             self.mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
 
@@ -80,14 +82,14 @@ class UpdateThenSend:
     def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's new parameters, of shared gradients, which nothing else holds."""
         with comm.span("update"):
-            scaled(grads, self._scale)
+            self._scale.apply(grads)
             return self._updated(bucket, list(grads))
 
     def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
         self.updated += 1
         opt_states = [self._opt_states[member] for member in bucket.members]
-        self._work.optimizer.apply_leaves(grads, opt_states, given, self._work.state.step)
+        self._optimizer.apply_leaves(grads, opt_states, given, self._work.state.step)
         return given
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:

@@ -205,3 +205,58 @@ def test_ranks_that_differ_are_found_a_step_later(ranks: Ranks) -> None:
     for told in StreamedPool(ranks(2)).run(run):
         assert told.startswith("RankMismatchError: axis 'data': ranks have issued different collectives")
         assert "load a checkpoint" in told
+
+
+def test_weights_that_add_up_to_nothing(ranks: Ranks) -> None:
+    """The step changes nothing, and the next one says why."""
+
+    def run() -> tuple[bool, str]:
+        module, rank = model(), int(ltx.axis_index())
+
+        def loss(params: Any, x: Tensor, y: Tensor) -> ltx.Weighted:
+            out = ltx.functional_call(module, params, (x,))
+            return ltx.Weighted(torch.nn.functional.cross_entropy(out, y, reduction="sum"), torch.tensor(len(x)))
+
+        optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+        train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)), optimizer)
+        state = train.init(dict(module.named_parameters()))
+        state, _ = train(state, *batch(rank, 0))
+        before = {name: x + 0 for name, x in state.params.items()}
+        state, _ = train(state, torch.ones(0, 8), torch.ones(0, dtype=torch.int64))
+        same = all(torch.equal(x, before[name]) for name, x in state.params.items())
+        try:
+            train(state, *batch(rank, 1))
+        except ltx.errors.WeightError as error:
+            return same, str(error)
+        return same, "nothing"
+
+    for same, told in StreamedPool(ranks(2)).run(run):
+        assert same
+        assert "in the step before this one the weights of all ranks added up to 0" in told
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**14])
+def test_a_guarded_step_reads_nothing(scale: float | None, ranks: Ranks) -> None:
+    def run() -> tuple[list[str], Any, list[bool]]:
+        module, rank = model(), int(ltx.axis_index())
+        step = ltx.data_parallel(loss_of(module), ltx.DDPStrategy(**SMALL))
+        if scale is not None:
+            step = ltx.mixed_precision(
+                step, ltx.Precision(compute=torch.bfloat16, loss_scale=ltx.DynamicLossScale(init=scale))
+            )
+        optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+        train = ltx.train_step(step, optimizer, guard="off" if scale else "skip")
+        state, read, skipped = train.init(dict(module.named_parameters())), [], []
+        for number in range(4):
+            x, y = batch(rank, number)
+            log().clear()
+            state, metrics = train(state, x * (float("nan") if (number, rank) == (2, 1) else 1.0), y)
+            if number > 1:
+                read += [line for line in log().reads if ON_HOST not in line and OF_LAST_STEP not in line]
+            skipped.append(metrics.skipped)
+        return read, {name: x + 0 for name, x in state.params.items()}, [bool(x) for x in skipped]
+
+    (_, expected, _), _ = ranks(2).run(run)
+    for read, params, skipped in StreamedPool(ranks(2)).run(run):
+        assert (read, skipped) == ([], [False, False, True, False])
+        torch.testing.assert_close(params, expected)
