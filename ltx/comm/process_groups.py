@@ -206,6 +206,7 @@ def open_group(
     if in_turn and backend == "gloo":
         _register_in_turn()
         backend = _IN_TURN
+    set_error_handling()
     with _without_split():
         group: dist.ProcessGroup = make(
             len(ranks),
@@ -271,6 +272,14 @@ def _register_in_turn() -> None:
         return gloo(store, rank, size, options)
 
     dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
+
+
+def set_error_handling() -> None:
+    """Have NCCL's watchdog end collectives that have failed, and not the process: waits here raise what is wrong.
+
+    Read when a group is made. What the user has set stays.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # clean up only
 
 
 def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:

@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.axis import Axis
 from ltx.comm import open_axis
-from ltx.comm.process_groups import connect_limit
+from ltx.comm.backends import HOST_BLOCKING
+from ltx.comm.process_groups import connect_limit, set_error_handling
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.errors import WorldError
 from ltx.runtime.launchers import UNSURE
@@ -77,6 +78,8 @@ def adopted_world(placement: Placement, backend: str | None, told: bool) -> Worl
     `told`: the caller of ``ltx.init`` said where this process is, so that must agree.
     """
     rank, size, used = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+    if used == "undefined":  # several, by device
+        used = str(dist.get_backend_config())
     if backend is not None and backend != used:
         raise WorldError(
             f"rank {rank}: torch.distributed is initialised already with backend={used!r}, and ltx.init was asked for "
@@ -115,6 +118,8 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
             undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
         if not placement.agreed:  # else the store itself looks for those that won't come
             _gather(meeting, world, timeout)
+        _refuse_shared_devices(meeting, world)
+        set_error_handling()
         limit = connect_limit(store, world.backend, timeout)
         dist.init_process_group(
             world.backend,
@@ -122,7 +127,6 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
             rank=world.rank,
             world_size=world.size,
             timeout=limit,
-            device_id=world.device if world.device.type == "cuda" and "nccl" in world.backend else None,
         )
         if limit < timeout:
             c10d._set_pg_timeout(timeout, dist.group.WORLD)
@@ -137,6 +141,23 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
         ) from error
     undo.callback(_destroy, dist.group.WORLD)
     return meeting
+
+
+def _refuse_shared_devices(meeting: Store, world: World) -> None:
+    """Raise, on all ranks, if two ranks compute on one accelerator: NCCL refuses that in words of its own, later."""
+    if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
+        return
+    found = torch.get_device_module(world.device.type).get_device_properties(world.device)
+    meeting.set(f"device/{world.rank}", f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}")
+    first: dict[bytes, int] = {}
+    for rank in range(world.size):
+        other = first.setdefault(meeting.get(f"device/{rank}"), rank)
+        if other != rank:
+            raise WorldError(
+                f"rank {world.rank}: ranks {other} and {rank} are both on one device, and {world.backend} takes one "
+                "rank a device. Start fewer ranks on that node, show each its own device (CUDA_VISIBLE_DEVICES), or "
+                'pass backend="gloo".'
+            )
 
 
 def _check_known(address: str) -> None:

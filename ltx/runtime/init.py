@@ -288,8 +288,8 @@ def _start(asked: Mapping[str, Any]) -> _Session:
             world = world_of(placement, backend=asked.get("backend"))
         mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))
         check_mesh(mesh, world)
-        if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)
+        if world.device.index is not None:
+            torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
         undo.callback(let_go, held)  # what is pushed first is undone last
         meeting = None

@@ -7,7 +7,7 @@ Everything here is a pure function of the environment variables it is given. A n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ltx.arguments import brief
 from ltx.errors import WorldError
@@ -44,7 +44,19 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
     launcher = launcher_of(environ)
     if launcher is None:
         return Placement("none")
-    return launcher.placement(Variables(environ, launcher.name, launcher.marks, launcher.start))
+    placement = launcher.placement(Variables(environ, launcher.name, launcher.marks, launcher.start))
+    if placement.own_devices is None and placement.local_size > 1 and _shows_one_device(environ):
+        return replace(placement, own_devices=1)
+    return placement
+
+
+def _shows_one_device(environ: Mapping[str, str]) -> bool:
+    """Whether somebody has given this process a device of its own, as jobs of Kubernetes and some launchers do."""
+    shown = [environ[name] for name in _VISIBLE if name in environ]
+    return bool(shown) and len(shown[0].split(",")) == 1 and shown[0].strip() not in ("", "-1")
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> Placement:

@@ -23,7 +23,7 @@ from ltx.comm.signed_messages import KEY
 from ltx.errors import WorkerError
 from ltx.runtime import init, worker
 from ltx.runtime.calls import LTX_HOME
-from ltx.runtime.world import POOL_VARIABLE
+from ltx.runtime.world import POOL_VARIABLE, accelerators
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
@@ -189,7 +189,7 @@ def worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
     }
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
-    if torch.cuda.is_available() and torch.cuda.device_count() < size:
+    if 0 < accelerators()[1] < size:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # NCCL takes one device for each rank: all on the CPU then
     home = str(LTX_HOME.parent)
     if home not in sysconfig.get_paths().values():  # a checkout, not an installed package

@@ -1,6 +1,6 @@
 """Which process this is among how many, and what it computes on.
 
-Everything here is a pure function of the environment variables it is given, plus the number of CUDA devices. Who may
+Everything here is a pure function of the environment variables it is given, plus the number of accelerators. Who may
 have set them is in :mod:`ltx.runtime.launchers`.
 """
 
@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from ltx.comm.backends import default_backend
 from ltx.errors import WorldError
 from ltx.runtime.launchers import POOL_VARIABLE as POOL_VARIABLE
 from ltx.runtime.launchers import placement_from_env
@@ -31,7 +32,8 @@ class World:
         node_rank: the index of its node.
         num_nodes: the number of nodes.
         device: the device that this rank computes on.
-        backend: the backend of torch.distributed that its process groups use, ``"gloo"`` or ``"nccl"`` for example.
+        backend: the backends of torch.distributed that its process groups use, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``
+            for example.
         launcher: who started the processes: ``"pool"``, ``"torchrun"``, ``"slurm"`` (srun), ``"openmpi"``, ``"pmi"``
             (MPICH, Intel MPI), ``"mvapich2"``; ``"join"`` for one that :func:`ltx.elastic` takes into a run of others;
             ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"`` for a process group that was
@@ -103,14 +105,15 @@ def world_from_env(environ: Mapping[str, str], *, backend: str | None = None, cu
     from 15000 to 24999 that follows from the ids of job and step; with mpirun on a single node at 127.0.0.1, at such a
     port too, of Open MPI's job, or at 29500. mpirun on several nodes needs MASTER_ADDR.
 
-    The device is the CUDA device numbered like the local rank where there are CUDA devices, else the CPU; the first one
-    where each of srun's tasks sees devices of its own. The backend is NCCL on CUDA and gloo on the CPU. Local ranks
-    beyond the number of CUDA devices are an error, except over gloo, where they compute on the CPU.
+    The device is the accelerator (a CUDA device, or another one that torch knows) numbered like the local rank where
+    there are any, else the CPU; the first one where each rank sees devices of its own (srun's tasks, or one entry in
+    CUDA_VISIBLE_DEVICES). The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks
+    beyond the number of devices are an error, except over gloo, where they compute on the CPU.
 
     Args:
         environ: the environment, ``os.environ`` for example.
         backend: use this backend of torch.distributed.
-        cuda_devices: the number of CUDA devices to reckon with; None asks torch.
+        cuda_devices: the number of CUDA devices to reckon with; None asks torch which accelerators there are.
 
     Raises:
         WorldError: variables that are malformed or contradict each other; the message names variable, value and
@@ -127,27 +130,37 @@ below WORLD_SIZE=2. Launchers set it; unset it and the launcher's other variable
     return world_of(placement_from_env(environ), backend=backend, cuda_devices=cuda_devices)
 
 
+def accelerators() -> tuple[str, int]:
+    """The type of this machine's accelerators, and how many there are; 0 without any.
+
+    It asks the driver's library and starts nothing: a fork of a process that has CUDA going can't use it.
+    """
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return "cuda", 0
+    return found.type, int(torch.get_device_module(found.type).device_count())
+
+
 def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: int | None = None) -> World:
     """The world of a process at `placement`; arguments and errors as for :func:`world_from_env`."""
     local_rank = placement.local_rank
-    if cuda_devices is None:
-        cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = 0 if cuda_devices == placement.own_devices else local_rank
-    if 0 < cuda_devices <= index and backend != "gloo":
+    kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)
+    index = 0 if count == placement.own_devices else local_rank
+    if 0 < count <= index and backend != "gloo":
         raise WorldError(
-            f"rank {placement.rank} has local rank {local_rank}, but its node has {cuda_devices} CUDA "
-            f"device{'s' * (cuda_devices > 1)}: expected a local rank from 0 to {cuda_devices - 1}. Start at most "
-            f'{cuda_devices} ranks on this node, or pass backend="gloo" to run those beyond on the CPU.'
+            f"rank {placement.rank} has local rank {local_rank}, but its node has {count} {kind.upper()} "
+            f"device{'s' * (count > 1)}: expected a local rank from 0 to {count - 1}. Start at most "
+            f'{count} ranks on this node, or pass backend="gloo" to run those beyond on the CPU.'
         )
-    on_cuda = index < cuda_devices
+    device = torch.device(kind, index) if index < count else torch.device("cpu")
     return World(
         rank=placement.rank,
         size=placement.size,
         local_rank=local_rank,
         node_rank=placement.node_rank,
         num_nodes=placement.num_nodes,
-        device=torch.device("cuda", index) if on_cuda else torch.device("cpu"),
-        backend=backend or ("nccl" if on_cuda else "gloo"),
+        device=device,
+        backend=backend or default_backend(device),
         launcher=placement.launcher,
         local_size=placement.local_size,
     )

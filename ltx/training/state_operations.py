@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from ltx.training.step_parts import (
 )
 from ltx.training.train_state import TrainState
 from ltx.training.trainable import split, taken_from
-from ltx.training.validation import check_kept
+from ltx.training.validation import check_devices, check_kept
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
 
@@ -48,6 +49,10 @@ class StateOperations(TrainSettings):
         strategy.check_axis(axis)
         if (placed := init_on_parts(self, params, buffers)) is not None:
             return placed
+        check_devices(
+            axis, dict(params.named_parameters()) if isinstance(params, torch.nn.Module) else params, "params"
+        )
+        check_devices(axis, buffers, "buffers")
         if isinstance(params, torch.nn.Module):
             params, frozen = taken_from(params, axis, self.trainable)
         else:
@@ -62,7 +67,9 @@ class StateOperations(TrainSettings):
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         dynamic = scaling(self)
-        loss_scale = () if dynamic is None else dynamic.start()
+        loss_scale: Any = () if dynamic is None else dynamic.start()
+        if axis.comm is not None:
+            loss_scale = tree.map(lambda x: x.to(axis.comm.device), loss_scale)
         layout = replace(strategy.layout, strategy=repr(self.step.hook_as_chosen(sync_state).strategy))
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
         return state.unseen()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ltx import tree
 from ltx.arguments import brief
+from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
@@ -35,6 +38,23 @@ def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
     if guard not in ("off", "skip", "raise"):
         raise StrategyError(f'guard must be "off", "skip" or "raise", got {brief(guard)}.')
     step.strategy.check_optimizer(optimizer)
+
+
+def check_devices(axis: Axis, value: Tree, what: str) -> None:
+    """Raise unless all of `value` is where this rank computes, if that is an accelerator.
+
+    Elsewhere collectives would go by another backend, step for step through the host.
+    """
+    if axis.comm is None or axis.comm.device.type == "cpu":
+        return
+    here = axis.comm.device
+    for path, leaf in zip(tree.leaf_paths(value), tree.flatten(value)[0], strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.device != here:
+            raise StepError(
+                f"train.init: rank {axis.comm.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. "
+                f"Move it there before: ltx.to_device({what}), or module.to(ltx.world().device). To train on the CPU, "
+                'ltx.init(backend="gloo").'
+            )
 
 
 def check_every(steps: Any, strategy: Strategy) -> None:

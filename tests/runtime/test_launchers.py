@@ -285,7 +285,7 @@ def test_every_task_of_a_step(counts: tuple[int, ...], cyclic: bool) -> None:
         }
         found = world_from_env(environ, cuda_devices=4)
         device = torch.device("cuda", local)
-        assert found == World(rank, size, local, node, nodes, device, "nccl", "slurm", counts[node])
+        assert found == World(rank, size, local, node, nodes, device, "cpu:gloo,cuda:nccl", "slurm", counts[node])
 
 
 @pytest.mark.parametrize("by_node", [False, True])

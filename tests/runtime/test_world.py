@@ -85,7 +85,7 @@ def test_malformed_environments_are_named(case: str) -> None:
 
 def test_cuda_devices_are_numbered_like_local_ranks() -> None:
     world = world_from_env(TORCHRUN, cuda_devices=4)
-    assert (world.device, world.backend) == (torch.device("cuda", 1), "nccl")
+    assert (world.device, world.backend) == (torch.device("cuda", 1), "cpu:gloo,cuda:nccl")
     assert world_from_env(TORCHRUN, cuda_devices=4, backend="gloo").device == torch.device("cuda", 1)
     assert world_from_env({}, cuda_devices=1).device == torch.device("cuda", 0)
 

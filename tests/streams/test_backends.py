@@ -1,0 +1,138 @@
+"""What a group's backends are, and worlds whose group has none for tensors on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx import comm
+from ltx.axis import axes_in_scope, set_world_axes
+from ltx.comm import backends, process_groups
+from ltx.comm.backends import Backends, backends_of, default_backend
+from ltx.errors import PeerLostError, StepError
+from ltx.runtime.launchers import placement_from_env
+from ltx.runtime.pool import Pool
+from ltx.runtime.world import world_of
+from ltx.training.validation import check_devices
+
+Ranks = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("gloo", Backends()),
+        ("cpu:gloo,cuda:nccl", Backends("gloo", "nccl", "cuda")),
+        ("nccl", Backends("gloo", "nccl", "cuda")),
+        ("cuda:gloo", Backends()),
+        ("mpi", Backends("mpi")),
+        ("cpu:gloo,xpu:xccl,cuda:nccl", Backends("gloo", "nccl", "cuda")),
+    ],
+)
+def test_backends_of_a_group(config: str, expected: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: str(dist.BackendConfig(dist.Backend(config))))
+    monkeypatch.setattr(backends, "_accelerator", lambda: "cuda")
+    found: Any = backends_of(SimpleNamespace())  # type: ignore[arg-type]
+    assert found == expected
+
+
+def test_default_backends() -> None:
+    assert default_backend(torch.device("cpu")) == "gloo"
+    assert default_backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    assert default_backend(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
+
+
+def test_a_group_without_a_backend_for_the_host(ranks: Ranks) -> None:
+    """An adopted ``cuda:gloo`` or NCCL group: what goes over the host has gloo groups of ltx's own."""
+
+    def run() -> Any:
+        before = axes_in_scope()
+        group = dist.new_group(backend="cuda:gloo")
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(1), group=group)
+        axis = comm.open_axis("data", group)
+        set_world_axes((axis,))
+        try:
+            ltx.barrier("here")
+            step = ltx.data_parallel(lambda w, x: (w * x).sum())
+            grads = torch.func.grad(step)(torch.ones(2), torch.ones(2) * ltx.axis_index())
+            return ltx.psum(torch.ones(2)), ltx.broadcast_object("x", 1), grads
+        finally:
+            set_world_axes(before)
+            comm.close_axis(axis)
+
+    for total, told, grads in ranks(2).run(run):
+        assert (total.tolist(), told, grads.tolist()) == ([2.0, 2.0], "x", [0.5, 0.5])
+
+
+def test_a_bound_world_isn_t_split(ranks: Ranks) -> None:
+    """torch splits a world that is bound to a device, for which ranks are needed that aren't in the group."""
+
+    def run() -> Any:
+        world: Any = dist.group.WORLD
+        bound, world.bound_device_id = world.bound_device_id, torch.device("cuda", 0)
+        try:
+            if dist.get_rank() == 1:
+                return None
+            with ltx.axis_from_group([0, 2]) as axis:
+                return ltx.psum(torch.ones(1), axis).item(), str(world.bound_device_id)
+        finally:
+            world.bound_device_id = bound
+
+    assert list(ranks(3).run(run)) == [(2.0, "cuda:0"), None, (2.0, "cuda:0")]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Unsupported dtype"), RuntimeError("illegal access")],
+)
+def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, ranks: Ranks) -> None:
+    def run() -> str:
+        def broken(*_: Any, **__: Any) -> Any:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process_groups.dist, "all_reduce", broken)
+            patch.setenv("LTX_SHARED_MEMORY", "0")
+            axis_comm: Any = axes_in_scope()[0].comm
+            channel = axis_comm.background
+            try:
+                channel.issue("psum", torch.ones(2), "a sum")
+            except RuntimeError as raised:
+                return type(raised).__name__
+        return "nothing"
+
+    assert list(ranks(2).run(run)) == [type(error).__name__] * 2
+    assert not isinstance(error, PeerLostError)
+
+
+def test_a_state_is_where_its_rank_computes() -> None:
+    axis: Any = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cuda", 1), rank=1))
+    with pytest.raises(StepError, match=r"rank 1 computes on cuda:1, and params leaf 'w' is on cpu\. .*ltx.to_device"):
+        check_devices(axis, {"w": torch.ones(1)}, "params")
+    check_devices(axis, None, "buffers")
+
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(("shown", "index"), [("3", 0), ("0,1", 1), (None, 1)])
+def test_a_rank_that_sees_one_device_takes_it(shown: str | None, index: int) -> None:
+    environ = TORCHRUN if shown is None else {**TORCHRUN, "CUDA_VISIBLE_DEVICES": shown}
+    count = 1 if shown == "3" else 2
+    assert world_of(placement_from_env(environ), cuda_devices=count).device == torch.device("cuda", index)
