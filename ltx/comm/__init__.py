@@ -22,7 +22,7 @@ from ltx.comm.registry import (
 )
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.signed_messages import opened, sealed
-from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass
+from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass, read_last_summary
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.streams import HostCopy
 from ltx.comm.thread_comm import ThreadComm
@@ -67,6 +67,7 @@ __all__ = [
     "open_axis",
     "opened",
     "poll_until",
+    "read_last_summary",
     "record",
     "resolve",
     "sealed",

@@ -111,6 +111,23 @@ def end_pass(among: AxisComm, summary: PendingSummary) -> StepSummary:
     return summary.enqueued()
 
 
+def read_last_summary(among: AxisComm) -> None:
+    """Read the step summary of the last pass, if the host is ahead of the device, which it is by one pass at most.
+
+    Raises:
+        RankMismatchError, WeightError: what the ranks did in that pass doesn't fit.
+        PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the device waits for a peer that won't come.
+    """
+    if among.unread is None:
+        return
+    unread, among.unread = among.unread, None
+    try:
+        unread.wait()
+    except BaseException as error:
+        among.recovery.abort(error)
+        raise
+
+
 def begin_pass(
     axis_comm: AxisComm,
     among: AxisComm,
@@ -129,9 +146,7 @@ def begin_pass(
         total, weight: the loss and its weight on this rank, 0-dim tensors; 0 where nobody asks for them.
     """
     axis_comm.wait_for_earlier()
-    if among.unread is not None:  # the host may be one step ahead of the device
-        unread, among.unread = among.unread, None
-        unread.wait()
+    read_last_summary(among)
     among.recovery.recover()
     channel = among.bucket_channel(0)
     axis_comm.under_way = among.under_way = name

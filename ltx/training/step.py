@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
+from ltx.errors import LtxError, WeightError
 from ltx.gradients.leaves import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
 from ltx.gradients.programs import ProgramOf
@@ -171,6 +172,7 @@ class Step:
         total, weight = forward.total, forward.weight
         options = PassOptions(f"step {self.state.step}", checks_finite(self.train), self._program(schedule))
         schedule.configure(options)
+        self._read_last_summary(schedule)
         schedule.send_summary(total.detach(), 1.0 if weight is None else weight)
         completion: Completion | None = None
         try:
@@ -187,6 +189,19 @@ class Step:
             return work.completion(schedule, self.train.overlap != "backward", scale)
         except BaseException as error:
             self._abandon(error, schedule, work, completion)
+            raise
+
+    def _read_last_summary(self, schedule: ProcessSchedule) -> None:
+        """Where the host runs ahead of the device: check the last step, of which this one's state was made."""
+        try:
+            comm.read_last_summary(schedule.among)
+        except WeightError:  # that step has changed nothing
+            raise
+        except LtxError as error:
+            self.state.invalidate(
+                f"this TrainState (step {self.state.step}) is invalid: the device couldn't complete what it is made of "
+                f"({type(error).__name__}: {error}). Load a checkpoint."
+            )
             raise
 
     def _program(self, schedule: ProcessSchedule) -> ProgramOf | None:

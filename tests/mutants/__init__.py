@@ -1,6 +1,6 @@
 """Seeded defects, from every package of ltx: what the test suite has to catch."""
 
-from tests.mutants import collectives, comm, gradients, processes, steps, updates
+from tests.mutants import collectives, comm, gradients, processes, steps, streams, updates
 
 MUTANTS = (
     *collectives.MUTANTS,
@@ -9,4 +9,5 @@ MUTANTS = (
     *updates.MUTANTS,
     *comm.MUTANTS,
     *processes.MUTANTS,
+    *streams.MUTANTS,
 )

@@ -34,6 +34,8 @@ from ltx.training import pending_step
 NAME = "streamed"
 #: How long the device may take for one collective.
 LONGEST_S = 0.004
+#: What takes so long will never end.
+HUNG_S = 0.5
 
 Done = Callable[[], None]
 
@@ -90,7 +92,10 @@ class StreamWork:
         """The host stands still until the device has come so far."""
         if not self.waited and not self.done.is_set():
             raise AssertionError("a value was used that the stream hasn't waited for: a race on a GPU")
-        self.done.wait()
+        if not self.done.wait(HUNG_S):
+            # A kernel waits for a peer. On a GPU the host would have gone on long ago; here it goes on with garbage.
+            for storage in self.storages:
+                _pending.pop(storage._cdata, None)
 
 
 class StreamGroup(dist.ProcessGroup):
@@ -202,7 +207,7 @@ class Host(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         for work in [] if error[0] else list(_pending.values()):  # whoever takes the results has them on the host
-            work.done.wait()
+            work.done.wait(HUNG_S)
         self._patch.undo()
         super().__exit__(*error)
 

@@ -1,0 +1,75 @@
+"""Defects on backends that order streams, which show on GPUs alone, or on the tests' fake of one."""
+
+from tests.mutants.mutant import Mutant
+
+_STEPS = "tests/streams/test_steps.py"
+
+MUTANTS = (
+    Mutant(
+        name="streams: buckets don't wait for collectives in the graph",
+        file="gradients/process_schedule.py",
+        old="self._held = self._shared and _issued_in_graphs() != self._in_graphs",
+        new="self._held = False",
+        breaks="NCCL hangs where a sum in the loss meets a bucket in another order on each rank",
+        tests=(f"{_STEPS}::test_buckets_wait_for_collectives_in_the_graph",),
+    ),
+    Mutant(
+        name="streams: the host waits for each step summary",
+        file="comm/step_summary.py",
+        old="    return summary.enqueued()\n",
+        new="    return summary.wait()\n",
+        breaks="the host drains the device in every step",
+        tests=(f"{_STEPS}::test_a_default_step_reads_nothing",),
+    ),
+    Mutant(
+        name="streams: nobody reads the last step summary",
+        file="comm/step_summary.py",
+        old="    if among.unread is None:\n        return\n",
+        new="    return\n",
+        breaks="ranks that have issued different things never hear of it, and the host runs ahead without limit",
+        tests=(
+            f"{_STEPS}::test_ranks_that_differ_are_found_a_step_later",
+            f"{_STEPS}::test_a_default_step_reads_nothing",
+        ),
+    ),
+    Mutant(
+        name="streams: a barrier goes over the device",
+        file="collectives/objects.py",
+        old='axis_comm.user.issue("psum", torch.zeros(1), label, on_host=True).wait()',
+        new='axis_comm.user.issue("psum", torch.zeros(1), label).wait()',
+        breaks="ltx.barrier returns at once",
+        tests=(f"{_STEPS}::test_a_barrier_waits",),
+    ),
+    Mutant(
+        name="streams: weights that add up to nothing are applied",
+        file="training/backward.py",
+        old=".masked_fill(empty, 0.0) / self.loss_scale, empty)",
+        new=".masked_fill(empty, 0.0) / self.loss_scale)",
+        breaks="weight decay and momentum go on in a step that says it has changed nothing",
+        tests=(f"{_STEPS}::test_weights_that_add_up_to_nothing",),
+    ),
+    Mutant(
+        name="streams: a guarded update isn't conditional",
+        file="strategies/update.py",
+        old="if donate and isinstance(self.finite, torch.Tensor):",
+        new="if donate and self.finite is None:",
+        breaks="donated parameters become NaN though the step says that it was skipped",
+        tests=(f"{_STEPS}::test_a_guarded_step_reads_nothing", f"{_STEPS}::test_weights_and_a_guard"),
+    ),
+    Mutant(
+        name="streams: a state that the device couldn't complete stays usable",
+        file="training/step.py",
+        old='            self.state.invalidate(\n                f"this TrainState',
+        new='            str(\n                f"this TrainState',
+        breaks="training goes on from parameters that a lost peer has left as garbage",
+        tests=("tests/streams/test_failures.py::test_a_rank_that_raises_in_its_backward_pass",),
+    ),
+    Mutant(
+        name="streams: a world that is bound to a device is split",
+        file="comm/process_groups.py",
+        old="bound, world.bound_device_id = world.bound_device_id, None",
+        new="bound = world.bound_device_id",
+        breaks="with NCCL the ranks of a process set wait for those that aren't in it",
+        tests=("tests/streams/test_backends.py::test_a_bound_world_isn_t_split",),
+    ),
+)

@@ -1,0 +1,108 @@
+"""Peers that fail, die or stop while the host runs ahead of a device that waits for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import InvalidStateError, LtxError, ReplicaDivergedError
+from ltx.runtime.pool import Pool
+from tests.forks import Ranks
+from tests.streams.pool import StreamedPool, on_streams
+
+#: Heartbeats take two seconds here, and what hangs is given up by the fake device after two more.
+SOON_S = 15.0
+STEPS, FAILS = 8, 3
+
+
+def training(fail: Callable[[], None], failing_rank: int = 1) -> tuple[str, float, str, list[float]]:
+    """(error, seconds it took, what the state says, parameters of a training after it, or nothing)."""
+    rank = int(ltx.axis_index())
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ params["a"])
+        if rank == failing_rank and step == FAILS:
+            hidden.register_hook(lambda _: fail())
+        return (hidden @ params["b"]).square().mean()
+
+    strategy = ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64)
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    torch.manual_seed(0)
+    params = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
+    state, said, began, held = train.init(params), "", time.monotonic(), "usable"
+    for step in range(STEPS):  # noqa: B007 - the loss reads it
+        try:
+            began = time.monotonic()
+            state, _ = train(state, torch.ones(2, 4) + rank)
+        except (LtxError, ZeroDivisionError) as error:
+            said = f"{type(error).__name__}: {error}"
+            break
+    took = time.monotonic() - began
+    try:
+        state.check_owned()
+    except InvalidStateError as error:
+        held = str(error)
+    return said, took, held, []
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("the model's own")
+
+
+def test_a_rank_that_raises_in_its_backward_pass(started: Any, ranks: Callable[[int], Pool]) -> None:
+    def run() -> Any:
+        said, took, held, _ = training(_raise)
+        strategy = ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64)
+        train = ltx.train_step(
+            ltx.data_parallel(lambda p, x: (x @ p["a"]).square().mean(), strategy),
+            ltx.optim.from_torch(torch.optim.SGD, lr=0.1),
+        )
+        state = train.init({"a": torch.ones(4, 4)})
+        # Once, as rank 0 had gone on to the next pass; then the axis works as before.
+        with pytest.raises(ReplicaDivergedError, match=r"passes completed: rank 0: \d, rank 1: \d"):
+            train(state, torch.ones(2, 4))
+        state = train.init({"a": torch.ones(4, 4)})
+        for _ in range(3):
+            state, metrics = train(state, torch.ones(2, 4))
+        return said, took, held, (state.params["a"] + 0).tolist(), float(metrics.loss)
+
+    (said, took, held, after, loss), (own, _, _, others, _) = StreamedPool(ranks(2)).run(run)
+    assert own == "ZeroDivisionError: the model's own"
+    assert said.startswith("DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data' halfway"), (
+        said
+    )
+    assert took < SOON_S
+    assert "the device couldn't complete what it is made of" in held
+    assert after == others
+    assert loss > 0
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops(by: signal.Signals, started: Callable[..., Ranks]) -> None:
+    def body(tell: Callable[[Any], None]) -> Any:
+        def die() -> None:
+            tell(time.time())
+            os.kill(os.getpid(), by)
+
+        result = on_streams(training, die)
+        tell(time.time())
+        return result
+
+    world = started(3, body, heartbeat_s=2.0)
+    died_s = world.told(1)
+    for rank in (0, 2):
+        heard_s = world.told(rank)
+        said, _, held, _ = world.told(rank)
+        assert heard_s - died_s < SOON_S
+        assert said.startswith(("PeerLostError: ", "DeadlockDetectedError: ")), said
+        assert "rank 1" in said, said
+        assert "invalid" in held or held == "usable"
