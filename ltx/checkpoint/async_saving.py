@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,25 @@ import torch
 
 from ltx.arguments import checked
 from ltx.checkpoint.saving import Job, begin_saving
+from ltx.comm import HostCopy
 from ltx.training.train_state import TrainState
 
 
 class Saving:
     """A checkpoint that is being saved in the background; see :func:`save_async`."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, copies: Sequence[HostCopy] = ()):
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(job,), name="ltx-checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(job, copies), name="ltx-checkpoint")
         if job.together.comm is not None:
             job.together.comm.store_exchange.hold(self._thread)
         self._thread.start()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, copies: Sequence[HostCopy]) -> None:
         try:
+            pieces = zip(job.pieces, copies, strict=job.failure is None)
+            job = replace(job, pieces=[replace(piece, tensor=copy.read()) for piece, copy in pieces])
             self._path = job.run()
         except BaseException as error:
             self._error = error
@@ -80,14 +84,16 @@ def save_async(
     """
     job = begin_saving("checkpoint.save_async", path, state, data, rng, keep, axis)
     try:
-        pieces = [replace(piece, tensor=_copied(piece.tensor)) for piece in job.pieces]
+        copies = [_copied(piece.tensor) for piece in job.pieces]
     except Exception as error:  # which :meth:`Saving.result` raises, on all ranks alike
         return Saving(replace(job, failure=error))
     except BaseException as error:
         job.give_up(error)
         raise
-    return Saving(replace(job, pieces=pieces))
+    return Saving(job, copies)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copied(tensor: torch.Tensor) -> HostCopy:
+    """A copy on the host. From an accelerator it is on its way, behind what computes the tensor."""
+    tensor = tensor.detach()
+    return HostCopy(tensor.clone() if tensor.device.type == "cpu" else tensor)

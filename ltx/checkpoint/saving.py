@@ -167,6 +167,8 @@ def begin_saving(
                 f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {brief(keep)}."
             )
         directory.check_name(path)
+        if together.comm is not None:  # a state that the device couldn't complete isn't worth keeping
+            comm.read_last_summary(together.comm)
         contents = _contents(state, together, data, rng)
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)

@@ -240,6 +240,7 @@ class AxisComm:
         self.store_exchange.finish()
         self.closed = True
         self.buffer_pool.clear()
+        wrong = self._wrong_with_last_pass()
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
@@ -262,6 +263,18 @@ class AxisComm:
         opened = [group for channel in self.channels for group in (channel.group, channel.stream_group)]
         for group in {id(group): group for group in opened if group is not None}.values():
             dist.destroy_process_group(group)
+        if wrong is not None:
+            raise wrong
+
+    def _wrong_with_last_pass(self) -> LtxError | None:
+        """What the host finds when it comes to look at the last pass, which nothing else will do any more."""
+        unread, self.unread = self.unread, None
+        try:
+            if unread is not None and self.user.failed is None and self._phases[0].failed is None:
+                unread.wait()
+        except LtxError as error:
+            return error
+        return None
 
     def release(self) -> list[dist.ProcessGroup]:
         """The process groups that this holds besides its channels, and holds no longer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,11 +22,19 @@ MARKER_PRIORITY = 1 << 62
 ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
 
 
-def raise_priority(output: torch.Tensor, priority: int) -> None:
-    """Let the engine prefer the node that made `output`, at every level of functorch's transforms.
+@cache
+def can_raise_priority() -> bool:
+    """Whether torch has ``_set_sequence_nr`` (from 2.13 on).
 
-    Without ``_set_sequence_nr`` (before torch 2.13) reductions don't overlap the backward pass; results are the same.
+    Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves
+    (:mod:`ltx.gradients.leaf_hooks`); others don't overlap the backward pass. Results are the same.
     """
+    with torch.enable_grad():
+        return hasattr(torch.zeros((), requires_grad=True).view(()).grad_fn, "_set_sequence_nr")
+
+
+def raise_priority(output: torch.Tensor, priority: int) -> None:
+    """Let the engine prefer the node that made `output`, at every level of functorch's transforms, if it can."""
     while True:
         set_sequence_nr = getattr(output.grad_fn, "_set_sequence_nr", None)
         if set_sequence_nr is not None:

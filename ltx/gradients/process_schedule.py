@@ -59,6 +59,8 @@ class ProcessSchedule(Schedule):
         self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
         self.summary: comm.PendingSummary | None = None
         self.options = PassOptions()
+        #: Called when the backward pass is over.
+        self.on_end: Callable[[], None] = lambda: None
         self._backward_pass: comm.BackwardPass | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
@@ -128,10 +130,16 @@ class ProcessSchedule(Schedule):
         if self._backward_pass is not None and self.has_later_phases:
             self.among.recovery.flush_others(self._backward_pass)
         if not self._held:
-            self.launch()
+            self._launch_ready()
 
     def launch(self) -> None:
-        """Launch what is ready in the order of launches: a bucket that is ready early waits for those before it."""
+        """The backward pass is over: launch what isn't yet."""
+        on_end, self.on_end = self.on_end, lambda: None
+        on_end()
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        # In the order of launches: a bucket that is ready early waits for those before it.
         while len(self._pending) < len(self._order) and (place := self._order[len(self._pending)]) in self._ready:
             self._pending.launch(self._ready.pop(place), self.hook)
 

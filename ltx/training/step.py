@@ -153,14 +153,14 @@ class Step:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def _second_half(self, forward: Forward) -> Backward:
-        train, source = self.train, forward.run.source
+        train, given = self.train, forward.run.inputs
         loss_scale = loss_scale_of(train, self.state)
         factor: float | torch.Tensor = 1.0 if loss_scale is None else loss_scale
         if isinstance(factor, torch.Tensor) and not runs_ahead(self.info):
             factor = float(factor)
         leaves = [forward.leaves[i] for i in self._trained]
         sync = forward.sync_leaves, forward.sync_spec
-        inputs = [*leaves, *forward.sync_leaves] if source is None else [source]
+        inputs = [*leaves, *forward.sync_leaves] if given is None else given
         look = probes if checks_finite(train) else None
         return Backward(train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look)
 

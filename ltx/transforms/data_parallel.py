@@ -129,7 +129,7 @@ class DataParallel(StepSettings):
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
         mean, blocked = self.outputs == "mean", self.blocked
-        return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, source=marked.source)
+        return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, inputs=marked.inputs)
 
     def _check_placements(self, placements: Placements, params: Tree, frozen: Tree) -> None:
         def paths() -> list[str]:

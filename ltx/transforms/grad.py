@@ -159,14 +159,16 @@ def _by_plain_autograd(
         output = checked_output(run.value())
     schedule = run.schedule
     assert isinstance(schedule, ProcessSchedule)
-    assert run.source is not None
+    assert run.inputs is not None
     leaves, spec = tree.flatten(params)
     placements = Placements.of(leaves)
     grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
     try:
         schedule.send_summary()
         with comm.span("backward"):
-            torch.autograd.backward(output[0] if isinstance(output, tuple) else output, inputs=[run.source])
+            loss = output[0] if isinstance(output, tuple) else output
+            if loss.requires_grad:  # where nothing ties it to the markers it may reach no parameter
+                torch.autograd.backward(loss, inputs=run.inputs)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
                 for member, grad in zip(bucket.members, schedule.unpack(bucket, reduced), strict=True):

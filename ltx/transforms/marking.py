@@ -15,11 +15,12 @@ import torch
 from ltx import comm, tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
-from ltx.gradients import marker
+from ltx.gradients import marker, peeled
 from ltx.gradients.immediate_schedule import ImmediateSchedule
+from ltx.gradients.leaf_hooks import LeafHooks
 from ltx.gradients.leaves import all_tracked, arrival_order, differentiable, tracked
 from ltx.gradients.planning import make_plan
-from ltx.gradients.process_schedule import schedule_for
+from ltx.gradients.process_schedule import ProcessSchedule, schedule_for
 from ltx.gradients.schedule import Plan
 from ltx.hooks import AllReduce, CommHook
 from ltx.strategies.post_update import PostUpdateHook
@@ -88,10 +89,14 @@ def mark(
             agreed = plan.agreement
             check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
     schedule = schedule_for(plan, options.deferred, options.next_forward)
+    if isinstance(schedule, ProcessSchedule) and source is not None and not peeled.can_raise_priority():
+        hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
+        schedule.on_end = hooks.finish
+        return Marked(_filled(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
     marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
     filled = _filled(leaves, wanted, marked)
     if source is not None:
-        return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, source)
+        return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, [source])
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
     kept = kept_beside(sync_state, carried, hook.state_names)
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)

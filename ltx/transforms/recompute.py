@@ -126,13 +126,15 @@ class _Hook(_checkpoint_hook):
 class _Reentrant(CheckpointFunction):
     """``use_reentrant=True``.
 
-    Its backward pass would differentiate down to the step's parameters on its own, past the reduction. Inside
-    ltx.functional_call the other kind runs in its place, which has the same gradients.
+    Its backward pass would differentiate down to the step's parameters on its own, past the reduction; and for what it
+    closes over there would be no gradient, without a word. Inside ltx.functional_call and data-parallel steps the other
+    kind runs in its place, which has the same gradients.
     """
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if placed.get() or any(call.for_ltx for call in _calls().of_torch):
+        calls = _calls()
+        if placed.get() or calls.in_step or any(call.for_ltx for call in calls.of_torch):
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
         passes = iter([function])
         again = _run_again(function)

@@ -26,7 +26,7 @@ class CallOptions:
 
     Attributes:
         deferred: the backward pass doesn't wait for its reductions: the caller does. The caller then differentiates
-            with respect to :attr:`Run.source`, and parameters needn't require gradients.
+            with respect to :attr:`Run.inputs`, and parameters needn't require gradients.
         next_forward: the next forward pass goes on while reductions of this one are pending.
         step: the number of steps so far, for a caller that counts them; None: the communication state counts.
         hook: what ranks share in place of gradients; None: what the strategy says.
@@ -53,13 +53,13 @@ class Marked:
         leaves: the parameters, marked or as they are.
         tie: ties floating tensors to the markers; None if there are none.
         schedule: the schedule of the backward pass on an axis, if there will be one; None inside a compiled graph.
-        source: what to differentiate with respect to, where the schedule has all that comes of it.
+        inputs: what to differentiate with respect to, where the schedule has all that comes of it.
     """
 
     leaves: list[Any]
     tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
     schedule: Schedule | None = None
-    source: torch.Tensor | None = None
+    inputs: list[torch.Tensor] | None = None
 
     def tied(self, output: Any) -> Any:
         """`output` with its floating tensors tied."""
@@ -88,7 +88,7 @@ class Run:
     Attributes:
         output: what the user's function returned, tied to the markers.
         axis: the step's.
-        schedule, source: as in :class:`Marked`.
+        schedule, inputs: as in :class:`Marked`.
         mean: values are means over ranks.
         blocked: the value and its gradients are this rank's own.
         local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
@@ -102,7 +102,7 @@ class Run:
     blocked: bool
     local: bool = False
     within: Axis | None = None
-    source: torch.Tensor | None = None
+    inputs: list[torch.Tensor] | None = None
 
     @property
     def weighted(self) -> bool:
