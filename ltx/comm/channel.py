@@ -215,6 +215,8 @@ class Channel:
         if self.transport is not None and not ordered:
             begun = self.transport.begin(operation, buffer, arguments, self.digest, summed)
             return Work(self, *begun, label, event, restored)
+        if ordered:
+            ledger.note_on_device(event, buffer.device)
         try:
             work, value, finish = entry.start(self.stream_group if ordered else self.group, buffer, arguments)
         except RuntimeError as error:

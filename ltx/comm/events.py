@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 
 @dataclass
@@ -16,6 +19,9 @@ class Event:
         nbytes: bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum.
         issued_s, completed_s: when it was issued and when it was complete (time.perf_counter; seconds).
         waited_s: for how long this rank was blocked in its wait.
+        marks: on an accelerator, while it is recorded: where the device began and completed it.
+
+    Times of collectives on an accelerator are those of the device, once the recording has ended.
     """
 
     channel: str
@@ -25,6 +31,7 @@ class Event:
     issued_s: float
     completed_s: float | None = None
     waited_s: float = 0.0
+    marks: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def kind(self) -> str:
@@ -49,3 +56,10 @@ class Span:
     name: str
     began_s: float
     ended_s: float | None = None
+
+
+def mark(device: torch.device) -> Any:
+    """An event with its time, which the current stream comes to once it has done all before; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))

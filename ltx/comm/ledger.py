@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
+import torch
 import torch.distributed as dist
 
 from ltx.arguments import checked
-from ltx.comm.events import Event, Span
+from ltx.comm.events import Event, Span, mark
 from ltx.comm.timeline import Trace, profiled
 
 _recording: list[Trace] = []
@@ -52,6 +53,7 @@ def record(*, profiler: bool = False) -> Iterator[Trace]:
             # By identity: two empty traces are equal.
             _recording[:] = [other for other in _recording if other is not trace]
             trace.rank = _rank()
+            trace.take_device_times()
 
 
 def _epoch_s() -> float:
@@ -75,6 +77,29 @@ def note(channel: str, operation: str, label: str, nbytes: int) -> Event | None:
     for trace in _recording:
         trace.events.append(event)
     return event
+
+
+def note_on_device(event: Event | None, device: torch.device) -> None:
+    """The current stream of an accelerator comes to the beginning or the end of `event` here."""
+    if event is None:
+        return
+    for trace in _recording:
+        trace.note_device(device)
+    event.marks.append(mark(device))
+
+
+@contextmanager
+def device_wait(device: torch.device) -> Iterator[None]:
+    """Within it the current stream of an accelerator is told to wait for a collective."""
+    if not _recording:
+        yield
+        return
+    began = mark(device)
+    yield
+    ended = mark(device)
+    for trace in _recording:
+        trace.note_device(device)
+        trace.device_waits.append((began, ended))
 
 
 def span(name: str) -> AbstractContextManager[None]:

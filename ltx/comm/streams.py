@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ltx.comm import ledger
+
 
 class CommStream:
     """The stream of one device on which an axis communicates, beside the one that computes."""
@@ -43,7 +45,8 @@ class CommStream:
 
         def wait(made: Iterable[torch.Tensor]) -> None:
             current = torch.accelerator.current_stream(self._device)
-            current.wait_event(done)
+            with ledger.device_wait(self._device):
+                current.wait_event(done)
             for tensor in made:
                 tensor.record_stream(current)
 

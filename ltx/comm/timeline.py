@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ltx.arguments import checked
-from ltx.comm.events import Event, Span
+from ltx.comm.events import Event, Span, mark
 from ltx.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Trace:
         epoch_s: what added to the times above gives the time of day, ``time.time()``.
         profile: events of torch's profiler, in the form of Chrome's trace files but with ``ts`` in µs of the time of
             day; with ``record(profiler=True)``.
+        device_waited_s: seconds that an accelerator's stream stood still for collectives.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -48,6 +50,30 @@ class Trace:
     rank: int = 0
     epoch_s: float = 0.0
     profile: list[dict[str, Any]] = field(default_factory=list)
+    device_waited_s: float = 0.0
+    device_waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    _clock: tuple[Any, float] | None = field(default=None, repr=False)  # a mark on the device, and when that was
+
+    def note_device(self, device: torch.device) -> None:
+        """Something on an accelerator is recorded. The first time, its clock is compared with the host's."""
+        if self._clock is None and (beginning := mark(device)) is not None:
+            beginning.synchronize()
+            self._clock = beginning, time.perf_counter()
+
+    def take_device_times(self) -> None:
+        """Replace marks on an accelerator by times. It waits until the device has come to them."""
+        if self._clock is not None:
+            beginning, began_s = self._clock
+            for event in self.events:
+                if len(event.marks) == 2:
+                    event.marks[1].synchronize()
+                    event.issued_s, event.completed_s = (began_s + beginning.elapsed_time(x) / 1e3 for x in event.marks)
+            for first, last in self.device_waits:
+                last.synchronize()
+                self.device_waited_s += first.elapsed_time(last) / 1e3
+        for event in self.events:
+            event.marks = []
+        self.device_waits, self._clock = [], None
 
     @property
     def bytes(self) -> int:
@@ -71,12 +97,17 @@ class Trace:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank stood still for collectives."""
-        return sum(event.waited_s for event in self.events)
+        """Seconds that this rank, or its accelerator, stood still for collectives."""
+        return sum(event.waited_s for event in self.events) + self.device_waited_s
 
     @property
     def hidden(self) -> float:
-        """The part of the communication, 0 to 1, that went on while this rank computed; 1 if there was none."""
+        """The part of the communication, 0 to 1, that went on while this rank computed; 1 if there was none.
+
+        NaN if nothing was measured, as of an accelerator while ``record()`` goes on.
+        """
+        if self.events and all(event.completed_s is None for event in self.events):
+            return float("nan")
         total = self.comm_s
         return 1.0 if total <= 0.0 else max(0.0, 1.0 - self.waited_s / total)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ltx.comm import ledger
 from ltx.comm.events import Event
 from ltx.comm.process_groups import as_it_is, is_of_network
 from ltx.comm.streams import HostCopy
@@ -131,6 +132,7 @@ class Work:
             self.total = work.total
         self._work = None  # not before: a failed or interrupted wait leaves the collective incomplete
         if self._ordered:
+            ledger.note_on_device(self._event, self._value.device)
             self._value = self._finish(self._value)
             return self._value
         if self._event is not None:

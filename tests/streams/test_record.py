@@ -1,0 +1,67 @@
+"""Recordings where the host runs ahead: times are those of the device, and what nobody measured isn't reported."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.comm import ledger, timeline
+from ltx.runtime.pool import Pool
+from tests.streams.pool import StreamedPool
+from tests.streams.test_steps import batch, loss_of, model
+
+Ranks = Callable[[int], Pool]
+
+
+@dataclass
+class Mark:
+    """An event of a device that is as far as the host."""
+
+    at_s: float = field(default_factory=time.perf_counter)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Mark) -> float:
+        return 1e3 * (later.at_s - self.at_s)
+
+
+def recorded(marks: bool) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if marks:
+            for module in (ledger, timeline):
+                patch.setattr(module, "mark", lambda device: Mark())
+        module = model()
+        train = ltx.train_step(ltx.data_parallel(loss_of(module)), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(dict(module.named_parameters()))
+        began = time.perf_counter()
+        with ltx.profile.record() as trace:
+            for step in range(3):
+                state, _ = train(state, *batch(int(ltx.axis_index()), step))
+            during = trace.hidden
+        return trace, during, began, time.perf_counter()
+
+
+def test_times_are_those_of_the_device(ranks: Ranks) -> None:
+    for trace, during, began, ended in StreamedPool(ranks(2)).run(recorded, True):
+        assert math.isnan(during)
+        on_device = [event for event in trace.events if event.channel != "user" or event.label == "psum"]
+        assert len(trace.buckets) == 3
+        for event in on_device:
+            assert event.completed_s is not None
+            assert began <= event.issued_s <= event.completed_s <= ended
+            assert event.marks == []
+        assert 0.0 <= trace.hidden <= 1.0
+
+
+def test_what_isn_t_measured_isn_t_reported(ranks: Ranks) -> None:
+    for trace, *_ in StreamedPool(ranks(2)).run(recorded, False):
+        assert [event.completed_s for event in trace.buckets] == [None] * 3
+        assert math.isnan(trace.hidden)
