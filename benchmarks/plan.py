@@ -9,7 +9,7 @@ the processor's time for a byte sent are measured in the same run, the steps in 
 what the headers of its packets take.
 
 `--codecs` measures what hooks take a number on one core (its own time, whoever else is there), for the table in
-ltx.estimate.codec_costs. `--scale` times plans and recommendations for many ranks.
+ltx.estimate.costs. `--scale` times plans and recommendations for many ranks.
 """
 
 from __future__ import annotations

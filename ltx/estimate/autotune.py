@@ -1,7 +1,7 @@
 """Choosing a communication hook: the time of its codec against the time that it saves on the link.
 
 What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.estimate.dry_run`), what that takes is
-the cost model's (:mod:`ltx.estimate.link`), and what its codec takes was measured (:mod:`ltx.estimate.codec_costs`).
+the cost model's (:mod:`ltx.estimate.costs`), and what its codec takes was measured (:mod:`ltx.estimate.costs`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 from ltx import comm, tree
 from ltx.axis import Axis
 from ltx.errors import LtxError
-from ltx.estimate.codec_costs import codec
+from ltx.estimate.costs import Link, codec
 from ltx.estimate.dry_run import Gradients
 from ltx.estimate.formats import format_seconds
-from ltx.estimate.link import Link
 from ltx.strategies.base import Strategy
-from ltx.strategies.candidates import Candidate, candidates
+from ltx.strategies.ddp import Candidate, candidates
 from ltx.strategies.fields import in_dtype
 from ltx.typing import Tree
 
@@ -106,12 +105,12 @@ def _options(
     for candidate in candidates():
         try:
             made = strategy.with_choice(candidate.name)
-            settled = candidate.hook.constant_after
-            hook = in_dtype(made.hook(settled), dtype)
+            step = candidate.hook.constant_after or 0
+            hook = in_dtype(made.hook(step), dtype)
             if hook is None:
                 continue  # gradients stay local before it begins
             gradients = Gradients(made, params, ranks)
-            buckets = gradients.buckets(hook, gradients.first_states(), settled)
+            buckets = gradients.buckets(hook, gradients.first_states(), step)
         except LtxError:
             if not found:  # the all-reduce itself
                 raise

@@ -1,20 +1,26 @@
-"""Packing: from a bucket's gradients to one flat buffer, and back."""
+"""Packing: from a bucket's gradients to one flat buffer, and back; and how hooks walk through such a buffer.
+
+On the CPU several passes over a chunk that stays in the cache cost little more than one pass over memory, so hooks work
+on eager tensors there in :func:`chunks`. On other devices, under transforms and in compiled graphs they work on all of
+a buffer at once, in fewer lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.reduction import LeafState, Reducer, Terms
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.reduction import LeafState, Terms
 
 
 def pack(
     grads: Sequence[torch.Tensor],
     bucket: Bucket,
-    hook: Reducer,
+    hook: CommHook,
     axis_size: int,
     states: Sequence[LeafState],
     batch: Sequence[int] = (),
@@ -76,7 +82,7 @@ def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms:
 
 
 def pack_pure(
-    grads: Sequence[torch.Tensor], bucket: Bucket, hook: Reducer, axis_size: int, states: Sequence[LeafState]
+    grads: Sequence[torch.Tensor], bucket: Bucket, hook: CommHook, axis_size: int, states: Sequence[LeafState]
 ) -> torch.Tensor:
     """:func:`pack` without writing into anything, for vmap and for compiled graphs."""
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
@@ -107,14 +113,12 @@ def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
     return torch.sub(x, y, alpha=-times)
 
 
-def unpack(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """The parts of a flat buffer as views in their parameters' shapes and dtype."""
-    return parts_of(flat.to(bucket.dtype), bucket)
+def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.Tensor]:
+    """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch.
 
-
-def parts_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch."""
-    batch, parts = flat.shape[:-1], flat.split(bucket.sizes, dim=-1)
+    `cast`: in the parameters' dtype; else in the buffer's.
+    """
+    batch, parts = flat.shape[:-1], (flat.to(bucket.dtype) if cast else flat).split(bucket.sizes, dim=-1)
     return [
         part if len(leaf.shape) == 1 and not batch else part.reshape((*batch, *leaf.shape))
         for part, leaf in zip(parts, bucket.leaves, strict=True)
@@ -126,3 +130,13 @@ def is_plain(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not (
         torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor
     )
+
+
+#: Numbers of a chunk. ``benchmarks.codecs`` took 2^15 to 2^20: shorter ones are all calls, longer ones leave the cache.
+CHUNK = 1 << 19
+
+
+def chunks(length: int, width: int = 1) -> Iterator[slice]:
+    """`length` rows of `width` numbers in slices of at most a chunk, but of a row at least."""
+    step = max(1, CHUNK // width)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -21,13 +21,13 @@ from zlib import crc32
 
 import torch
 
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Leaf
-from ltx.gradients.packing import is_plain, parts_of
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.packing import is_plain, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState
 from ltx.hooks.allreduce import AllReduce
-from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.noise import key_of, normal
 
@@ -68,9 +68,6 @@ class PowerHook(LossyHook):
     @property
     def constant_after(self) -> int:
         return self.start_step
-
-    def in_graph(self, step: int) -> CommHook | None:
-        return self if step >= self.start_step else None
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -162,7 +159,7 @@ class PowerSGD(PowerHook):
             if request.sent is not None:  # another hook has done the sums, so what travels whole has a residual too
                 sent = _cut(request.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
                 for m, mine in zip(whole, sent, strict=True):
-                    parts_of(corrected, inputs.bucket)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
+                    unpack(corrected, inputs.bucket, cast=False)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
             return corrected
 
         # NaN or inf anywhere in a matrix makes all of its second product NaN: nobody has to look for them.

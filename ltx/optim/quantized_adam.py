@@ -21,9 +21,8 @@ from torch import Tensor
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
 from ltx.optim.arguments import scheduled_lr
-from ltx.optim.base import leaf_name
+from ltx.optim.base import TorchState, leaf_name
 from ltx.optim.from_torch import TorchOptimizer
-from ltx.optim.state import TorchState
 from ltx.tree import describe, flatten
 from ltx.typing import Tree
 

@@ -1,7 +1,7 @@
 """plan: the time of a training step on a network, before there is one.
 
 What is sent is what the strategy asks for when its own methods are driven on shapes (:mod:`ltx.estimate.dry_run`),
-what that takes is :mod:`ltx.estimate.link`'s. When it is sent is found by going through a step: a rank computes, its
+what that takes is :mod:`ltx.estimate.costs`'s. When it is sent is found by going through a step: a rank computes, its
 link carries one message after the other, and a rank waits where the strategy lands what it has started.
 """
 
@@ -15,9 +15,8 @@ from ltx import comm, hooks, tree
 from ltx.arguments import brief, checked
 from ltx.errors import InputError
 from ltx.estimate.autotune import on_network
-from ltx.estimate.codec_costs import BESIDE_S, COPY_S, codec, sending_s
+from ltx.estimate.costs import BESIDE_S, COPY_S, Link, codec, sending_s
 from ltx.estimate.dry_run import Steps
-from ltx.estimate.link import Link
 from ltx.estimate.requests import BucketExplanation, Collective, Issues, Lands, Starts
 from ltx.gradients.exchange import Exchange
 from ltx.optim import Optimizer

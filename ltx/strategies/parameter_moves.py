@@ -16,9 +16,10 @@ from ltx import hooks
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import plus, unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
+from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
 from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.update import States, StepInfo, Updated
 
 #: Where a parameter was before its move.
 START = "start"

@@ -1,14 +1,21 @@
-"""Horovod's sum: scaled before and after, over several backward passes."""
+"""Horovod's scaling: of sums, before and after, over several backward passes; and of learning rates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
 
 from ltx import hooks
+from ltx.errors import StrategyError
 from ltx.gradients.reduction import BucketInput, Reduction
+from ltx.optim.base import Optimizer
+from ltx.optim.chain import Chain
+from ltx.optim.from_torch import TorchOptimizer
+from ltx.optim.partition import Partition
 
 #: In the communication state: the sum of a parameter's gradients in the passes since the last update.
 PASSES = "passes"
@@ -53,9 +60,9 @@ class Scaled(hooks.CommHook):
     def at(self, step: int) -> hooks.CommHook:
         return replace(self, hook=self.hook.at(step))
 
-    def in_graph(self, step: int) -> hooks.CommHook | None:
-        held = self.hook.in_graph(step)
-        return None if held is None else replace(self, hook=held)
+    @property
+    def constant_after(self) -> int | None:
+        return self.hook.constant_after
 
     def phases_on(self, axis_size: int) -> int:
         return self.hook.phases_on(axis_size)
@@ -86,3 +93,28 @@ class Scaled(hooks.CommHook):
         if self.predivide is not None:
             total = total.to(dtype) * (self.predivide / inputs.axis_size)
         return total, after
+
+
+def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:
+    return lr(count) * factor
+
+
+@lru_cache(maxsize=64)
+def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
+    """`optimizer` with `factor` times its learning rate.
+
+    Raises:
+        StrategyError: it isn't one of torch's, whose learning rates are known.
+    """
+    match optimizer:
+        case TorchOptimizer(cls=cls, lr=lr, kwargs=kwargs) if callable(lr) or "lr" in optimizer.kernel.group:
+            scaled = partial(_times, lr, factor) if callable(lr) else optimizer.kernel.group["lr"] * factor
+            return TorchOptimizer(cls, scaled, kwargs)
+        case Chain(members=(*front, last)):
+            return Chain((*front, with_scaled_lr(last, factor)))
+        case Partition(members=members, labels=labels):
+            return Partition(tuple((label, with_scaled_lr(member, factor)) for label, member in members), labels)
+    raise StrategyError(
+        "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
+        f"{optimizer!r} isn't one of. Scale its rate yourself."
+    )

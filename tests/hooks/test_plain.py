@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
+from ltx.gradients.packing import CHUNK
 from ltx.hooks import eight_bit, onebit, sparse
-from ltx.hooks.chunks import CHUNK
 from ltx.hooks.compressed_all_reduce import CompressedAllReduce
 
 from .table import FED_BACK, HOOKS

@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: the last rank to fail is told",
-        file="runtime/failures.py",
+        file="runtime/collecting.py",
         old="first = min(genuine, key=lambda rank: (failed[rank], rank))",
         new="first = max(genuine, key=lambda rank: (failed[rank], rank))",
         breaks="a consequence is reported in the place of the cause",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: torch's generator isn't restored",
-        file="checkpoint/extras.py",
+        file="checkpoint/contents.py",
         old='    torch.set_rng_state(states["torch"])\n',
         new="",
         breaks="dropout goes on with other numbers",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: Python's generator isn't restored",
-        file="checkpoint/extras.py",
+        file="checkpoint/contents.py",
         old='    random.setstate(states["python"])\n',
         new="",
         breaks="what a data loader shuffles goes on with other numbers",
@@ -185,8 +185,8 @@ MUTANTS = (
     Mutant(
         name="checkpoint: save_async writes the state itself",
         file="checkpoint/async_saving.py",
-        old='return tensor.detach().to("cpu", copy=True)',
-        new='return tensor.detach().to("cpu")',
+        old='return HostCopy(tensor.clone() if tensor.device.type == "cpu" else tensor)',
+        new="return HostCopy(tensor)",
         breaks="what is saved is of several steps",
         tests=("tests/checkpoint/test_failures.py::test_steps_overwrite_nothing_that_is_being_saved",),
     ),
