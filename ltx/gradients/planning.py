@@ -29,6 +29,8 @@ MIB = 1 << 20
 
 #: Without a network to go by: of a bucket, and of the first one at most.
 DEFAULT_BYTES = 4 * MIB
+#: The same where streams order collectives: kernels of an accelerator cost more to start, as for torch's DDP.
+DEFAULT_STREAM_BYTES = 25 * MIB
 _LEAST, _MOST = 256 * KIB, 256 * MIB
 #: Of a bucket's time, what its start may take.
 _START = 0.02
@@ -222,11 +224,19 @@ def make_plan(
             opened.open_phases(hook.phases_on(axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)
+    sizes = owner.sizes
+    if sizes[0] == DEFAULT_BYTES and not background and _on_streams(axis, tensors):
+        sizes = (DEFAULT_STREAM_BYTES, sizes[1])
     groups = owner.grouping(paths, order)
     # A meta axis is used once; its plan isn't cached.
     make = _plan.__wrapped__ if axis.meta else _plan
-    plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement, network)
+    plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan
+
+
+def _on_streams(axis: Axis, tensors: Sequence[torch.Tensor]) -> bool:
+    axis_comm: comm.AxisComm | None = axis.comm
+    return axis_comm is not None and any(axis_comm.stream_of(x.device) for x in tensors)
 
 
 def _names_text(names: Names) -> str:
