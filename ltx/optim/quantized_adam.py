@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.arguments import scheduled_lr
 from ltx.optim.base import TorchState, leaf_name
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.tree import describe, flatten
@@ -76,7 +75,7 @@ class QAdamOptimizer(TorchOptimizer):
             super()._run(grads, states, params, differentiable, count=count)
             return
         step, (beta1, beta2) = count + 1, self.betas
-        lr = scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
+        lr = self._lr(count)
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):

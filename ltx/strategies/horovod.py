@@ -26,8 +26,7 @@ from ltx.gradients.reduction import LeafState
 from ltx.optim import Optimizer
 from ltx.optim.update import Update
 from ltx.strategies.base import Strategy, unchanging
-from ltx.strategies.parameter_moves import AdasumOfWaysBack, moved_together
-from ltx.strategies.scaled_sum import PASSES, Scaled, with_scaled_lr
+from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 

@@ -42,7 +42,7 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
     axis_comm = axis.comm or axis.threads
     if axis.size == 1 or not (axis_comm or axis.simulated):
         return
-    if axis_comm is not None and axis_comm.has_compared(fn, key):
+    if axis_comm is not None and axis_comm.compared.has(fn, key):
         return
     found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
     # No transform around the step may see this.
@@ -50,7 +50,7 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
         leaves = [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
         check_leaves(axis, leaves, _START, signature)
     if axis_comm is not None:
-        axis_comm.count_as_compared(fn, key)
+        axis_comm.compared.add(fn, key)
 
 
 def check_leaves(
@@ -88,9 +88,9 @@ def _on_processes(
     mine = [digest(values(leaf)) for _, leaf in leaves]
     whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
     signature = signature or _signature_of(leaves)
-    if len(set(axis_comm.exchange_values(signature, whole))) == 1:
+    if len(set(axis_comm.negotiation.exchange_values(signature, whole))) == 1:
         return [mine]
-    return axis_comm.exchange_values(signature, mine)
+    return axis_comm.negotiation.exchange_values(signature, mine)
 
 
 def _on_simulated_ranks(backing: VmapBacking, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:

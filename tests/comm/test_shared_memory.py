@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm.chunks import CHUNK_BYTES, COUNTERS_BYTES, SLOTS
+from ltx.comm.chunks import CHUNK_BYTES
+from ltx.comm.transports.layout import COUNTERS_BYTES, SLOTS
 from ltx.comm.transports.shared_memory import SharedMemoryTransport, progress_everywhere
 
 

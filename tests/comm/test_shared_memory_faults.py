@@ -14,9 +14,10 @@ import torch
 
 import ltx
 from ltx.comm import operations
-from ltx.comm.chunks import CHUNK_BYTES, COUNTERS_BYTES, SLOTS, Chunk
+from ltx.comm.chunks import CHUNK_BYTES, Chunk
 from ltx.comm.operations import Operation
 from ltx.comm.transports import shared_memory
+from ltx.comm.transports.layout import COUNTERS_BYTES, SLOTS
 from ltx.comm.transports.shared_memory import SharedMemoryTransport, SharedMemoryWork
 
 OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}

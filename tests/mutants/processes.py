@@ -90,11 +90,11 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: a consequence counts as the cause",
-        file="runtime/failure_file.py",
+        file="runtime/failures.py",
         old="genuine = [rank for rank, end in told.items() if end.kind not in _CONSEQUENCES]",
         new="genuine = list(told)",
         breaks="the launcher names a rank that has only lost its peer",
-        tests=("ltx/runtime/failure_file.py",),
+        tests=("ltx/runtime/failures.py",),
     ),
     Mutant(
         name="runtime: tensors that share memory are sent apart",

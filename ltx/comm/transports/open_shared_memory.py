@@ -10,7 +10,8 @@ import platform
 import sys
 from typing import TYPE_CHECKING
 
-from ltx.comm.chunks import CHUNK_BYTES, COUNTERS_BYTES, SLOTS
+from ltx.comm.chunks import CHUNK_BYTES
+from ltx.comm.transports.layout import COUNTERS_BYTES, SLOTS
 from ltx.comm.transports.shared_memory import SharedMemoryTransport, register
 
 if TYPE_CHECKING:

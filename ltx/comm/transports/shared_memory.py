@@ -39,22 +39,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ltx.comm.chunks import (
-    CHUNK_BYTES,
-    COUNTERS_BYTES,
-    EMPTIED,
-    FAILED,
-    FILLED,
-    NO_CHUNK,
-    REASON,
-    REDUCED,
-    SLOTS,
-    SUMS,
-    TAGS,
-    Chunk,
-    part,
-)
+from ltx.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part
 from ltx.comm.operations import OPERATIONS
+from ltx.comm.transports.layout import COUNTERS_BYTES, EMPTIED, FAILED, FILLED, REASON, REDUCED, SLOTS, SUMS, TAGS
 from ltx.errors import message_of
 
 _TAG_MASK = (1 << 62) - 1
