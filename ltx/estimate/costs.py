@@ -10,9 +10,8 @@ operations in MPICH", 2005, section 4). The figures of cores were measured on an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ltx import hooks
 from ltx.comm.operations import OPERATIONS
 from ltx.estimate.requests import Collective
 
@@ -65,24 +64,13 @@ def sending_share(collective: Collective) -> float:
     return SEND_SHARES[collective.operation]
 
 
-def sending_s(bandwidth: float) -> float:
+def sending_s(bandwidth: float, on_core: bool = True) -> float:
     """Seconds of a core for a byte sent over a link of so many bits a second.
 
-    One that is faster than a core can feed through sockets comes with hardware that does it (RDMA, NCCL's).
+    One that is faster than a core can feed through sockets comes with hardware that does it (RDMA, NCCL's). Where the
+    step is an accelerator's, cores have nothing else to do.
     """
-    return SEND_S if 8 / bandwidth >= SEND_S else 0.0
-
-
-def codec(hook: hooks.CommHook, unknown: dict[str, None]) -> float:
-    """Seconds a number; the names of hooks that aren't known are entered into `unknown`."""
-    known = next((CODEC_S[c.__name__] for c in type(hook).__mro__ if c.__name__ in CODEC_S), None)
-    if known is not None:
-        return known
-    parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
-    if not parts:
-        unknown.setdefault(repr(hook))
-        return CODEC_S["AllReduce"]
-    return sum(codec(part, unknown) for part in parts)
+    return SEND_S if on_core and 8 / bandwidth >= SEND_S else 0.0
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class DDPStrategy(Strategy):
 
     A hook pays if it takes a rank less time to encode and decode than it saves on the link. Of B bytes of float32 a sum
     over n ranks takes 2 (n-1)/n B/beta at a bandwidth of beta, with a hook that sends c times less the c-th part of
-    that, and its codec B/4 times the seconds for a number that were measured of it (:mod:`ltx.estimate.costs`).
+    that, and its codec B/4 times the seconds for a number that it takes (:mod:`ltx.estimate.codecs`).
     So it breaks even at
 
         beta = 8 (n-1)/n (1 - 1/c) / (codec - all-reduce's packing)          (bytes a second)
@@ -63,7 +63,7 @@ class DDPStrategy(Strategy):
     for BF16 and ByteGrad, with which losses were those of the exact mean in ltx.demo.studies.hooks, and 0.3 for
     PowerSGD of rank 2, exact for the first 1,000 steps, which lost half a percent there (with rank 4). What of the
     link's time hides behind the backward pass isn't known then, and counts as if nothing did: where computing takes
-    most of a step, say what you want instead. So do on GPUs, whose codecs are faster than those that were measured.
+    most of a step, say what you want instead. What codecs take is known of CPUs; on accelerators ``init`` measures it.
 
     The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, and so the
     same for as long as training goes on; ``ltx.profile.explain(step, state)`` says why. In a world of one, and on
