@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
+from ltx.gradients.packing import takes_lists
 from ltx.optim.base import TorchState, leaf_name
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.tree import describe, flatten
@@ -78,6 +79,9 @@ class QAdamOptimizer(TorchOptimizer):
         lr = self._lr(count)
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
+        if params and not differentiable and not isinstance(rate, Tensor) and takes_lists(params[0]):
+            self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
+            return
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
             # Leaf by leaf, each while it is in the cache.
             for momentum, state, param in zip(grads, states, params, strict=True):
@@ -93,6 +97,26 @@ class QAdamOptimizer(TorchOptimizer):
                     param.sub_((m / scale).mul_(rate))
                 else:
                     param.addcdiv_(m, scale, value=-rate)
+
+    @torch.no_grad()
+    def _run_on_lists(
+        self,
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        params: list[Tensor],
+        rate: float,
+        settled: float,
+        moves: bool,
+    ) -> None:
+        """The second phase in few kernels."""
+        moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        torch._foreach_add_(steps, 1)
+        apart = [(m, g) for m, g in zip(moments, grads, strict=True) if moves and m is not g]
+        if apart:
+            torch._foreach_copy_([m for m, _ in apart], [g for _, g in apart])
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, self.kwargs["eps"] * settled)
+        torch._foreach_addcdiv_(params, moments, roots, value=-rate)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QAdamOptimizer) and self._value == other._value
