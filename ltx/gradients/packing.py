@@ -159,7 +159,7 @@ def is_plain(x: torch.Tensor) -> bool:
     return x.device.type in IN_PIECES and _is_eager(x)
 
 
-def takes_lists(x: torch.Tensor) -> bool:
+def prefers_few_calls(x: torch.Tensor) -> bool:
     """Whether `x` is an eager tensor on an accelerator, where one call for many tensors is worth a path of its own."""
     return x.device.type not in IN_PIECES and x.device.type != "meta" and _is_eager(x)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ltx.gradients.packing import takes_lists
+from ltx.gradients.packing import prefers_few_calls
 
 #: Numbers of a matrix whose products take less on an accelerator than the calls that start them.
 _SMALL = 1 << 20
@@ -19,7 +19,7 @@ def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) 
     results = [torch.empty(0)] * len(lefts)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-        small = takes_lists(left) and max(left.numel(), right.numel()) <= _SMALL
+        small = prefers_few_calls(left) and max(left.numel(), right.numel()) <= _SMALL
         alike.setdefault((left.shape, right.shape) if small else (place,), []).append(place)
     for places in alike.values():
         if len(places) == 1:
@@ -33,7 +33,7 @@ def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) 
 
 def row_norms(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The norm of each row, as columns."""
-    if not matrices or not takes_lists(matrices[0]):
+    if not matrices or not prefers_few_calls(matrices[0]):
         return [torch.linalg.vector_norm(matrix, dim=-1, keepdim=True) for matrix in matrices]
     norms = torch.stack(torch._foreach_norm([row for matrix in matrices for row in matrix]))
     return list(norms[:, None].split([len(matrix) for matrix in matrices]))
@@ -59,7 +59,7 @@ def orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not matrices:
         return []
     length, ranks = (max(matrix.shape[dim] for matrix in matrices) for dim in (0, 1))
-    if takes_lists(matrices[0]):
+    if prefers_few_calls(matrices[0]):
         stack = matrices[0].new_zeros(len(matrices), ranks, length)
         parts = [part[: matrix.shape[1], : matrix.shape[0]] for part, matrix in zip(stack, matrices, strict=True)]
         torch._foreach_copy_(parts, [matrix.mT for matrix in matrices])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.gradients.packing import takes_lists
+from ltx.gradients.packing import prefers_few_calls
 from ltx.optim.base import TorchState, leaf_name
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.tree import describe, flatten
@@ -79,7 +79,7 @@ class QAdamOptimizer(TorchOptimizer):
         lr = self._lr(count)
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
-        if params and not differentiable and not isinstance(rate, Tensor) and takes_lists(params[0]):
+        if params and not differentiable and not isinstance(rate, Tensor) and prefers_few_calls(params[0]):
             self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
             return
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
