@@ -146,7 +146,13 @@ def check_kept(buffers: Tree, precision: Precision | None) -> None:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The arguments of :func:`ltx.train_step`, each checked, and all of them together."""
+    """The arguments of :func:`ltx.train_step`, each checked, and all of them together.
+
+    Attributes:
+        confirms: before the optimizer runs, the host waits until all ranks have all gradients. Else it runs ahead of
+            an accelerator, and hears of a lost peer when the memory of the state before is that of the next one. Set
+            by :func:`ltx.elastic`, which goes on from the state before.
+    """
 
     step: DataParallel
     optimizer: Optimizer
@@ -156,6 +162,7 @@ class TrainSettings:
     has_aux: bool = False
     check_every: int | None = None
     trainable: Trainable = None
+    confirms: bool = False
 
     def __post_init__(self) -> None:
         check_trainable(self.trainable)

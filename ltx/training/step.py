@@ -232,6 +232,8 @@ class Step:
             with torch.no_grad():  # views of results would be costly
                 for bucket, reduced in schedule.wait_buckets():
                     completion.complete(bucket, reduced)
+            if self.train.confirms:
+                schedule.confirm()
             summary = schedule.finish()
             done = completion.result()
         except BaseException as error:
