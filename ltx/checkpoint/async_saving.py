@@ -71,7 +71,7 @@ def save_async(
     """:func:`save` in the background of the steps that follow. Every rank calls it.
 
     It copies what this rank writes, and returns: `state` may go into the next step and be donated to it, while a
-    thread writes the copy. Ranks talk about it through the store alone, so nothing mixes with their collectives.
+    thread writes the copy. Ranks agree on it through the store alone, so nothing mixes with their collectives.
 
     Args:
         path, state, data, rng, keep, axis: as in :func:`save`.

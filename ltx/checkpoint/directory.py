@@ -96,7 +96,7 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
     for step in before[keep - 1 :]:
         going = hidden(path, "old")
         with suppress(OSError):  # another thread's
-            os.rename(step_path(path, step), going)  # at once: a half removed checkpoint would look like a torn one
+            os.rename(step_path(path, step), going)  # at once: one half removed would look incomplete
         discard(going)
 
 

@@ -244,7 +244,8 @@ def save(
     manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. What is the same on all ranks
     (``state.kinds``) is written once, about as much by each rank; what is each rank's own, by that rank; sharded
     optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools can read them. When
-    the process that holds the ranks' store has ended they talk through a file in `path`, so their state can be saved.
+    the process that hosts the ranks' store has ended they exchange values through a file in `path`, so their state can
+    be saved.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.

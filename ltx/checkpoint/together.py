@@ -1,6 +1,6 @@
-"""The ranks that save or load together: they talk through the store, and nothing of it goes over a channel.
+"""The ranks that save or load together: they exchange values through the store, and nothing of it goes over a channel.
 
-Ranks that save because the store is gone talk through a file in the directory of the checkpoints instead.
+Ranks that save because the store is gone exchange values through a file in the directory of the checkpoints instead.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Together:
 
     Args:
         operation: what is called.
-        folder: one that all ranks see. If the store is gone, they talk through a file in it.
+        folder: one that all ranks see. If the store is gone, they exchange values through a file in it.
         axis: as in :func:`ltx.psum`.
 
     Attributes:
@@ -105,7 +105,7 @@ class Together:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{self.operation}: the ranks' store is gone, and they can't talk through {self._folder} instead: "
+                f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
                 f"{said_of(error)[1]}"
             ) from error
         self._exchange = self.comm.exchange_in(self._folder)

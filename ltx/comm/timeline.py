@@ -1,6 +1,6 @@
 """Timelines: recordings of one or several ranks as a picture, and as a file for Perfetto and Chrome's tracing.
 
-Each rank has a lane of computing and one for each of its channels. Times are those of the ranks' clocks: the same on
+Each rank has a track of computing and one for each of its channels. Times are those of the ranks' clocks: the same on
 one machine, as good as their synchronisation on several.
 """
 
@@ -124,7 +124,7 @@ class Trace:
 class _Bar:
     """Something that took time, on the clock of the day; `end_s` is None while it goes on."""
 
-    transport: str
+    track: str
     kind: str
     name: str
     start_s: float
@@ -146,7 +146,7 @@ class Timeline:
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw it with matplotlib, in milliseconds since its beginning.
 
-        A lane of computing and one for each channel, by rank. The title tells how much of the communication is hidden
+        A track of computing and one for each channel, by rank. The title tells how much of the communication is hidden
         behind computing (:attr:`Trace.hidden`), from the worst to the best rank.
 
         Args:
@@ -156,18 +156,18 @@ class Timeline:
             UnsupportedError: matplotlib isn't installed.
         """
         if ax is None:
-            ax = _new_axes(sum(len(_transports(trace)) for trace in self.traces))
+            ax = _new_axes(sum(len(_tracks(trace)) for trace in self.traces))
         zero, row, names = self.start_s, 0, []
         colors: dict[str, str] = {}
         for trace in self.traces:
             bars = _bars(trace)
-            for transport in _transports(trace):
-                names.append(f"rank {trace.rank}  {transport}" if len(self.traces) > 1 else transport)
+            for track in _tracks(trace):
+                names.append(f"rank {trace.rank}  {track}" if len(self.traces) > 1 else track)
                 open_until: list[float] = []  # the ends of the bars around the next one
-                for bar in sorted((bar for bar in bars if bar.transport == transport), key=_order):
+                for bar in sorted((bar for bar in bars if bar.track == track), key=_order):
                     if bar.end_s is None:
                         continue
-                    open_until = [end for end in open_until if end >= bar.end_s] if transport == _COMPUTE else []
+                    open_until = [end for end in open_until if end >= bar.end_s] if track == _COMPUTE else []
                     height = 0.8 * 0.75 ** len(open_until)
                     label = None if bar.kind in colors else bar.kind
                     free = "0.85" if bar.kind == "step" else f"C{len(colors) % 10}"
@@ -195,23 +195,23 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write it as JSON for https://ui.perfetto.dev and chrome://tracing.
 
-        A process is a rank, and a thread of it a lane. Issues that are under way together on one channel get lanes of
-        their own, as events within a lane have to nest. Times are in µs since the beginning.
+        A process is a rank, and a thread of it a track. Issues that are under way together on one channel get tracks of
+        their own, as events within a track have to nest. Times are in µs since the beginning.
         """
         zero_us = self.start_s * 1e6
         events: list[dict[str, Any]] = []
         for trace in self.traces:
             events.append(_metadata("process_name", trace.rank, 0, f"rank {trace.rank}"))
-            transports: dict[str, int] = {}
-            for bar, transport in _apart(trace):
-                if transport not in transports:
-                    transports[transport] = len(transports)
-                    events.append(_metadata("thread_name", trace.rank, transports[transport], transport))
+            tracks: dict[str, int] = {}
+            for bar, track in _apart(trace):
+                if track not in tracks:
+                    tracks[track] = len(tracks)
+                    events.append(_metadata("thread_name", trace.rank, tracks[track], track))
                 event: dict[str, Any] = {
                     "name": bar.name,
                     "cat": bar.kind,
                     "pid": trace.rank,
-                    "tid": transports[transport],
+                    "tid": tracks[track],
                     "args": bar.details,
                 }
                 event["ts"] = bar.start_s * 1e6 - zero_us
@@ -280,8 +280,8 @@ def profiled(trace: Trace) -> Iterator[None]:
 
 
 def _bars(trace: Trace) -> list[_Bar]:
-    def bar(transport: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> _Bar:
-        return _Bar(transport, kind, name, start + trace.epoch_s, None if end is None else end + trace.epoch_s, details)
+    def bar(track: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> _Bar:
+        return _Bar(track, kind, name, start + trace.epoch_s, None if end is None else end + trace.epoch_s, details)
 
     def of_span(span: Span) -> _Bar:
         return bar(_COMPUTE, span.name, span.name, span.began_s, span.ended_s)
@@ -298,26 +298,26 @@ def _order(bar: _Bar) -> tuple[float, float]:
     return bar.start_s, -(float("inf") if bar.end_s is None else bar.end_s)
 
 
-def _transports(trace: Trace) -> list[str]:
+def _tracks(trace: Trace) -> list[str]:
     """Computing, and the channels in the order of their first use."""
     return list(dict.fromkeys([_COMPUTE, *(event.channel for event in trace.events)]))
 
 
 def _apart(trace: Trace) -> list[tuple[_Bar, str]]:
-    """Every bar with its lane's name, where those of a channel that overlap are in lanes of their own."""
+    """Every bar with its track's name, where those of a channel that overlap are in tracks of their own."""
     placed = []
     ends: dict[str, list[float]] = {}
     bars = sorted(_bars(trace), key=_order)
-    for transport in _transports(trace):
-        for bar in (bar for bar in bars if bar.transport == transport):
-            if transport == _COMPUTE:
-                placed.append((bar, transport))
+    for track in _tracks(trace):
+        for bar in (bar for bar in bars if bar.track == track):
+            if track == _COMPUTE:
+                placed.append((bar, track))
                 continue
-            taken = ends.setdefault(transport, [])
+            taken = ends.setdefault(track, [])
             place = next((i for i, end in enumerate(taken) if end <= bar.start_s), len(taken))
             end = float("inf") if bar.end_s is None else bar.end_s
             taken[place : place + 1] = [end]
-            placed.append((bar, transport if place == 0 else f"{transport} ({place + 1})"))
+            placed.append((bar, track if place == 0 else f"{track} ({place + 1})"))
     return placed
 
 
@@ -325,7 +325,7 @@ def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
 
 
-def _new_axes(transports: int) -> Axes:
+def _new_axes(tracks: int) -> Axes:
     try:
         from matplotlib import pyplot
     except ImportError as error:
@@ -333,5 +333,5 @@ def _new_axes(transports: int) -> Axes:
             "a timeline is drawn with matplotlib, which isn't installed: pip install matplotlib. Its save(path) writes "
             "a file for https://ui.perfetto.dev without it."
         ) from error
-    _, axes = pyplot.subplots(figsize=(10, 0.8 + 0.5 * transports), layout="constrained")
+    _, axes = pyplot.subplots(figsize=(10, 0.8 + 0.5 * tracks), layout="constrained")
     return axes

@@ -19,7 +19,14 @@ from ltx.axis import DEFAULT_NAME, Axis
 from ltx.backings import MetaBacking
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import LtxError, StrategyError, UnsupportedError
-from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, Lands, Starts
+from ltx.estimate.requests import (
+    BucketExplanation,
+    Collective,
+    ExchangeExplanation,
+    ExchangeStarted,
+    ExchangeWaited,
+    Issues,
+)
 from ltx.estimate.still import Still
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import reduce_at_once
@@ -66,7 +73,7 @@ class _Asked:
 
 
 class Watched(Exchange):
-    """An exchange on shapes, that writes down what its buckets ask for, and tells when it is landed."""
+    """An exchange on shapes. It records what its buckets request, and when it is started and waited for."""
 
     def __init__(
         self,
@@ -97,10 +104,10 @@ class Watched(Exchange):
         return reduced
 
     def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
-        self._steps.events.append(Lands(self))
+        self._steps.events.append(ExchangeWaited(self))
         return super().wait_buckets()
 
-    def started(self, number: int) -> Starts:
+    def started(self, number: int) -> ExchangeStarted:
         """What it has issued, as the `number`-th exchange of a step."""
         rows = tuple(
             ExchangeExplanation(
@@ -116,7 +123,7 @@ class Watched(Exchange):
             )
             for bucket, asked in zip(self._plan.buckets, self._asked, strict=True)
         )
-        return Starts(self, rows, None if self._background else summary(self._plan.axis.size))
+        return ExchangeStarted(self, rows, None if self._background else summary(self._plan.axis.size))
 
 
 @dataclass
@@ -220,8 +227,8 @@ class Gradients:
     def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], ranks: int) -> torch.Tensor:
         if self._asked is None:
             raise UnsupportedError(
-                f"{self.strategy!r} talks by a collective ({operation} of {tree.describe(buffer)}) that belongs to no "
-                "exchange, so that nothing can be said of it ahead. Let it talk through Strategy.exchange."
+                f"{self.strategy!r} communicates by a collective ({operation} of {tree.describe(buffer)}) that belongs "
+                "to no exchange, so that nothing can be said of it ahead. Let it communicate through Strategy.exchange."
             )
         return self._asked.answer(operation, buffer, ranks)
 
@@ -250,10 +257,10 @@ class Steps(Gradients):
         post_update_hook: Callable[[int], PostUpdateHook | None] = lambda step: None,
     ):
         super().__init__(strategy, params, size, rank)
-        self._reduce_dtype, self._late_hook = reduce_dtype, post_update_hook
+        self._reduce_dtype, self._post_update_hook = reduce_dtype, post_update_hook
         self._optimizer = Still() if optimizer is None else optimizer
         self._step = first
-        self.events: list[Starts | Lands] = []
+        self.events: list[ExchangeStarted | ExchangeWaited] = []
         self._started = 0
         self._buckets: dict[hooks.CommHook, tuple[BucketExplanation, ...]] = {}
         whole = tree.unflatten(self.spec, self.leaves)
@@ -274,7 +281,7 @@ class Steps(Gradients):
         with on_shapes_alone(strategy, f"step {info.step}"):
             pending = strategy.begin(carried.params, carried.states, info, carried.pending)
         begun = self._taken()
-        post_update_hook = self._late_hook(info.step)
+        post_update_hook = self._post_update_hook(info.step)
         hook = post_update_hook or in_dtype(strategy.hook_in_training(info.step), self._reduce_dtype)
         buckets = self._gradients(hook, carried.states, info.step) if hook is not None else ()
         ahead = self._summary(hook) if hook is not None and buckets else None
@@ -300,7 +307,7 @@ class Steps(Gradients):
         self._started += 1
         return exchange
 
-    def _taken(self) -> tuple[Starts | Lands, ...]:
+    def _taken(self) -> tuple[ExchangeStarted | ExchangeWaited, ...]:
         events, self.events = self.events, []
         return tuple(events)
 

@@ -9,7 +9,7 @@ def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], to_the_rig
     """The lines of a table."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, tuple("-" * width for width in widths), *rows]
-    return [_axis_comm(cells, widths, to_the_right) for cells in lines]
+    return [_row(cells, widths, to_the_right) for cells in lines]
 
 
 def format_bytes(nbytes: int) -> str:
@@ -38,6 +38,6 @@ def format_seconds(seconds: float) -> str:
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
 
 
-def _axis_comm(cells: Sequence[str], widths: Sequence[int], to_the_right: Sequence[bool]) -> str:
+def _row(cells: Sequence[str], widths: Sequence[int], to_the_right: Sequence[bool]) -> str:
     columns = zip(cells, widths, to_the_right, strict=True)
     return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip()

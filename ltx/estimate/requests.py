@@ -1,4 +1,4 @@
-"""What a training step puts on the wire, as values: collectives, buckets, exchanges, in the order of their issue.
+"""What a training step sends, as values: collectives, buckets, exchanges, in the order of their issue.
 
 :mod:`ltx.estimate.dry_run` finds it, :func:`ltx.profile.explain` shows it, :func:`ltx.profile.plan` takes the time of
 it.
@@ -33,7 +33,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class BucketExplanation:
-    """What one bucket of gradients will put on the wire.
+    """What one bucket of gradients will send.
 
     Attributes:
         index: its place in the order of launches.
@@ -59,7 +59,7 @@ class BucketExplanation:
 
 @dataclass(frozen=True)
 class ExchangeExplanation(BucketExplanation):
-    """What one bucket of an exchange will put on the wire: what a strategy sends besides gradients.
+    """What one bucket of an exchange will send: what a strategy sends besides gradients.
 
     Attributes:
         index: its place in its exchange.
@@ -77,7 +77,7 @@ class ExchangeExplanation(BucketExplanation):
 
 
 @dataclass(frozen=True)
-class Starts:
+class ExchangeStarted:
     """An exchange starts. `summary`: the small sum ahead of one in the foreground."""
 
     exchange: Exchange
@@ -86,7 +86,7 @@ class Starts:
 
 
 @dataclass(frozen=True)
-class Lands:
+class ExchangeWaited:
     """An exchange is waited for, of this step or of one before it."""
 
     exchange: Exchange
@@ -103,18 +103,20 @@ class Issues:
         updated: after it.
     """
 
-    begun: tuple[Starts | Lands, ...] = ()
+    begun: tuple[ExchangeStarted | ExchangeWaited, ...] = ()
     summary: Collective | None = None
     buckets: tuple[BucketExplanation, ...] = ()
-    updated: tuple[Starts | Lands, ...] = ()
+    updated: tuple[ExchangeStarted | ExchangeWaited, ...] = ()
 
     @property
     def exchanges(self) -> tuple[ExchangeExplanation, ...]:
         """All rows of all exchanges that start in this step."""
-        return tuple(row for event in (*self.begun, *self.updated) if isinstance(event, Starts) for row in event.rows)
+        return tuple(
+            row for event in (*self.begun, *self.updated) if isinstance(event, ExchangeStarted) for row in event.rows
+        )
 
     @property
     def summaries(self) -> tuple[Collective, ...]:
         """All summaries of this step."""
-        started = (event.summary for event in (*self.begun, *self.updated) if isinstance(event, Starts))
+        started = (event.summary for event in (*self.begun, *self.updated) if isinstance(event, ExchangeStarted))
         return tuple(summary for summary in (self.summary, *started) if summary is not None)

@@ -1,6 +1,6 @@
 """The autograd functions that begin, start and wait for reductions, whatever transforms are around them.
 
-They take off the levels of vmap one by one, and know which of these are ranks. The marker's backward pass consists of
+They peel the levels of vmap one by one, and know which of these are ranks. The marker's backward pass consists of
 them (:mod:`ltx.gradients.marker`); :func:`reduce_gradients` applies them to gradients that are there already.
 """
 
@@ -190,8 +190,8 @@ class Launch(Peeled):
         return (*(z() if t is None else t for t, z in zip(given, ctx.zeros, strict=True)), *(None,) * ctx.states)
 
 
-class Land(Peeled):
-    """``Land.apply(schedule, None, dims, index, *started)``: waits for all reduced gradients and next states."""
+class Wait(Peeled):
+    """``Wait.apply(schedule, None, dims, index, *started)``: waits for all reduced gradients and next states."""
 
     @staticmethod
     def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *started: torch.Tensor) -> tuple[Any, ...]:
@@ -226,7 +226,7 @@ def reduce_gradients(
     for bucket in plan.buckets:
         tensors = [*(grads[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
         started.extend(Launch.apply(schedule, bucket.index, (), index, link, *tensors))
-    results = iter(Land.apply(schedule, None, (), index, *started))
+    results = iter(Wait.apply(schedule, None, (), index, *started))
     reduced: dict[int, torch.Tensor] = {}
     advanced: dict[int, list[torch.Tensor]] = {}
     for bucket in plan.buckets:

@@ -15,7 +15,7 @@ In the order of the backward pass:
 Where torch can't raise the marker's priority (before 2.13), hooks of leaves start the buckets: :class:`LeafHooks`.
 
 All of it is differentiable again, in both modes. :class:`~ltx.gradients.functions.Launch` counts as the identity and
-:class:`~ltx.gradients.functions.Land` as the exact mean over ranks, so second derivatives are exact whatever the hook
+:class:`~ltx.gradients.functions.Wait` as the exact mean over ranks, so second derivatives are exact whatever the hook
 does to first ones.
 """
 
@@ -33,9 +33,9 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.functions import (
     MARKER_PRIORITY,
     Begin,
-    Land,
     Launch,
     Peeled,
+    Wait,
     _index,
     _peel,
     _plain,
@@ -57,7 +57,7 @@ class Fence(Peeled):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, _, ctx.dims, *_ = inputs
-        # Gradients in flight aren't there to be materialised; tangents are, below.
+        # Gradients that are pending can't be materialised; tangents are, below.
         ctx.set_materialize_grads(False)
         ctx.zeros = [] if _reverse_only(ctx.schedule) else [_zeros_later(t) for t in output]
 
@@ -67,7 +67,7 @@ class Fence(Peeled):
             reduced = ctx.schedule.wait(started)
         else:
             index = _index(ctx.schedule.plan.axis, ctx.dims)
-            reduced = Land.apply(ctx.schedule, None, ctx.dims, index, *started)
+            reduced = Wait.apply(ctx.schedule, None, ctx.dims, index, *started)
         ctx.schedule.again = False
         return (None, None, None, None, *reduced)
 
@@ -100,7 +100,7 @@ class Mark(Peeled):
         tensors = [*grads, *ctx.saved_tensors]
         if _plain():
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
-            # On the wire they aren't results yet, only memory: let go of them.
+            # A process schedule knows its results itself: these tensors are only memory, so let go of them.
             return (None, None, None, None, *(started if ctx.schedule.threaded else (None,) * len(tensors)))
         index = _index(ctx.schedule.plan.axis, ctx.dims)
         return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, index, link, *tensors))
@@ -177,7 +177,7 @@ def mark(
     ]
     index = _index(plan.axis) if source is None else source
     if schedule.fenced:
-        # The fence's inputs lie in the order in which `land` gives its results.
+        # The fence's inputs lie in the order in which `wait` gives its results.
         fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
         per_bucket = [list(islice(fenced, len(tensors))) for tensors in per_bucket]
     marked: list[Any] = [None] * len(params)

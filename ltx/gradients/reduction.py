@@ -52,7 +52,7 @@ class BucketInput:
     """A bucket's gradients on this rank, divided by the number of ranks: the sum over ranks is the mean gradient.
 
     Attributes:
-        flat: all of them, in the hook's wire dtype, with the hook's extra terms added; the hook may overwrite it.
+        flat: all of them, in the dtype that the hook sends, plus the hook's extra terms; the hook may overwrite it.
         bucket: shapes and sizes of the parameters in it.
         axis_size: the number of ranks.
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.

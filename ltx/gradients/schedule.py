@@ -1,12 +1,12 @@
 """Schedules: how the buckets of one backward pass are reduced.
 
-A schedule is told ``start(bucket, tensors)`` as soon as a bucket's gradients are there, and ``land(...)`` at the
-fence, after the last bucket. There are three:
+The backward pass calls ``start(index, dims, tensors)`` as soon as a bucket's gradients are there, and ``wait(tensors)``
+at the fence, after the last bucket. There are three schedules:
 
 * :class:`~ltx.gradients.process_schedule.ProcessSchedule`: process groups, eagerly. Starts asynchronously and in the
-  order of launches, lands at the fence.
-* :class:`~ltx.gradients.graph_schedule.GraphSchedule`: process groups, inside a compiled graph. Starts with functional
-  collectives, lands at the fence; Inductor may move either.
+  order of launches, waits at the fence.
+* :class:`~ltx.gradients.graph_schedule.GraphSchedule`: process groups, inside a compiled graph. Starts functional
+  collectives, waits for them at the fence; Inductor may move either.
 * :class:`~ltx.gradients.immediate_schedule.ImmediateSchedule`: simulated ranks and worlds of one. Does everything at
   once.
 
@@ -44,7 +44,7 @@ class Plan:
         state_names: for each leaf, the names of its communication state's tensors.
         step: the number of synchronised steps before this one.
         clock: what a compiled graph, for which `step` is a constant, adds to it; None elsewhere.
-        agreement: what the ranks compared when they met this plan; None where there is nothing to compare.
+        agreement: what the ranks compared when this plan was new to them; None where there is nothing to compare.
     """
 
     axis: Axis
@@ -79,7 +79,7 @@ class Plan:
 
     @cached_property
     def is_state(self) -> tuple[bool, ...]:
-        """For each tensor in the order of :meth:`Schedule.land`: is it a state's?"""
+        """For each tensor in the order of :meth:`Schedule.wait`: is it a state's?"""
         return tuple(
             state
             for bucket in self.buckets
@@ -107,9 +107,9 @@ class Schedule(ABC):
     """How one backward pass is reduced.
 
     Attributes:
-        threaded: whether :meth:`land` reads the tensors it is given, or knows its results itself.
+        threaded: whether :meth:`wait` reads the tensors it is given, or knows its results itself.
         compiled: whether it is part of a compiled graph.
-        fenced: whether the backward pass is to land it.
+        fenced: whether the backward pass has a fence, which waits for it.
         again: whether this backward pass is one through an earlier backward pass. Gradients of gradients are reduced
             exactly, whatever the hook does to gradients: as what it counts as.
     """
@@ -133,7 +133,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Bucket `index` is ready. Gives tensors of the same shapes, which :meth:`land` is given and may replace."""
+        """Bucket `index` is ready. Gives tensors of the same shapes, which :meth:`wait` is given and may replace."""
 
     @abstractmethod
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -129,8 +129,8 @@ class FromTorch(CommHook):
         if inputs.axis is None or inputs.axis.comm is None:
             where = "in a world of one without a process group" if inputs.axis_size == 1 else "on simulated ranks"
             raise UnsupportedError(
-                f"{self!r} talks over a process group of torch.distributed, so it can't run {where}. Use a hook of "
-                "ltx.hooks there, or start the program with a launcher (ltx run, torchrun)."
+                f"{self!r} communicates over a process group of torch.distributed, so it can't run {where}. Use a "
+                "hook of ltx.hooks there, or start the program with a launcher (ltx run, torchrun)."
             )
         axis_comm: comm.AxisComm = inputs.axis.comm
         self._check_ranks(inputs.axis, axis_comm)
@@ -143,8 +143,9 @@ class FromTorch(CommHook):
         if theirs != ours:
             whose = "the default process group" if group is None else "the process group of its state"
             raise AxisError(
-                f"rank {axis_comm.rank}: {self!r} talks to ranks {theirs} of {whose}, but axis {axis.name!r} has ranks "
-                f"{ours}. Give the hook's state a process group over the axis' ranks, or use the axis of that group."
+                f"rank {axis_comm.rank}: {self!r} communicates with ranks {theirs} of {whose}, but axis {axis.name!r} "
+                f"has ranks {ours}. Give the hook's state a process group over the axis' ranks, or use the axis of "
+                "that group."
             )
 
     def _checked(self, result: Any, inputs: BucketInput, label: str, axis_comm: comm.AxisComm) -> torch.Tensor:
@@ -174,7 +175,8 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
 
     It gets each rank's own gradients, not divided by the number of ranks, in buckets that look like
     ``torch.distributed.GradBucket``, and does with them what it does under DDP, to the same bits where the buckets are
-    the same. It talks over the process group of its `state`, or over the default one, which must have the axis' ranks.
+    the same. It communicates over the process group of its `state`, or over the default one, which must have the axis'
+    ranks.
 
     What differs from other hooks:
 

@@ -35,7 +35,7 @@ class _Pass:
 
     axis: Axis
     axis_comm: comm.AxisComm
-    passage: comm.BackwardPass
+    backward_pass: comm.BackwardPass
     pending: PendingReductions
     names: list[list[str]] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Pass:
     @property
     def going_on(self) -> bool:
         """Whether the engine still runs it, and hasn't dropped it."""
-        return self.passage.task == torch._C._current_graph_task_id()
+        return self.backward_pass.task == torch._C._current_graph_task_id()
 
 
 class ToTorch:
@@ -85,7 +85,7 @@ class ToTorch:
                 self._pass = self._begin(state)
             future = self._launch(self._pass, bucket)
             if bucket.is_last():
-                self._land(self._pass)
+                self._finish_pass(self._pass)
             return future
         except BaseException as error:
             # Peers may wait for the rest of this pass.
@@ -107,10 +107,10 @@ class ToTorch:
         axis = comm.resolve(self._group_of(state))
         assert axis.comm
         axis_comm: comm.AxisComm = axis.comm
-        passage, pending = axis_comm.recovery.enter(), PendingReductions(axis_comm)
+        backward_pass, pending = axis_comm.recovery.enter(), PendingReductions(axis_comm)
         axis_comm.recovery.recover()
-        passage.flush = pending.flush
-        return _Pass(axis, axis_comm, passage, pending)
+        backward_pass.flush = pending.flush
+        return _Pass(axis, axis_comm, backward_pass, pending)
 
     def _group_of(self, state: Any) -> Any:
         group = state if state is not None else self._group
@@ -133,7 +133,7 @@ class ToTorch:
         mine = Bucket(bucket.index(), tuple(range(len(grads))), leaves_of(grads))
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [hook.states_of(entry) for entry in states]
-        now.axis_comm.recovery.flush_others(now.passage)
+        now.axis_comm.recovery.flush_others(now.backward_pass)
         self._agree(now.axis_comm, hook, names, grads, mine, states, bucket.is_last())
         # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
         flat = pack(grads, mine, hook, now.axis.size, states)
@@ -144,7 +144,7 @@ class ToTorch:
         inputs = BucketInput(flat, mine, size, rank, states, self.step, last, now.axis)
         now.pending.launch(program_of(hook, inputs), hook)
         now.pending.poll()
-        self._settle(now)
+        self._complete_futures(now)
         return now.futures[-1]
 
     def _agree(
@@ -171,22 +171,22 @@ class ToTorch:
         )
         axis_comm.open_phases(hook.phases_on(axis_comm.size))
 
-    def _settle(self, now: _Pass) -> None:
+    def _complete_futures(self, now: _Pass) -> None:
         """Complete the futures of the buckets that are complete."""
         for place, future in enumerate(now.futures):
             reduced = now.pending.completed(place)
             if reduced is not None and not future.done():
                 future.set_result(reduced[0].to(now.dtypes[place]))
 
-    def _land(self, now: _Pass) -> None:
+    def _finish_pass(self, now: _Pass) -> None:
         """All buckets are there: wait for them, then take over the next states at once."""
         reduced = list(now.pending.wait_each())
-        self._settle(now)
+        self._complete_futures(now)
         for names, (_, states) in zip(now.names, reduced, strict=True):
             for name, state in zip(names, states, strict=True):
                 self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
         self.step += 1
-        now.passage.done()
+        now.backward_pass.done()
         now.axis_comm.recovery.complete()
         self._pass = None
 
@@ -265,8 +265,8 @@ def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
 def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None) -> ToTorch:
     """A communication hook of ltx for torch's DistributedDataParallel, of which nothing else has to change.
 
-    DDP's buckets are reduced as :func:`ltx.data_parallel` reduces its own, asynchronously and in order over the wire of
-    ltx. On every rank: ``ddp.register_comm_hook(None, ltx.hooks.to_torch(hook, ddp))``, once for each DDP module.
+    DDP's buckets are reduced as :func:`ltx.data_parallel` reduces its own, asynchronously and in order over ltx's
+    channels. On every rank: ``ddp.register_comm_hook(None, ltx.hooks.to_torch(hook, ddp))``, once for each DDP module.
 
     Args:
         hook: the hook.

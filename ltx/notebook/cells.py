@@ -68,7 +68,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 class _TextBars(ModuleType):
-    """tqdm.notebook on a worker, which has no kernel that a widget could talk to: tqdm's bars of text."""
+    """tqdm.notebook on a worker, which has no kernel for a widget to communicate with: tqdm's bars of text."""
 
     def __getattr__(self, name: str) -> Any:
         text = {"tqdm": "tqdm", "tqdm_notebook": "tqdm", "trange": "trange", "tnrange": "trange"}.get(name)

@@ -218,7 +218,7 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
 
 
 def _slots(kernel: Kernel, cls: type) -> tuple[str | None, ...]:
-    """Match each list of ``_init_group`` with the state key whose tensor lands in it."""
+    """Match each list of ``_init_group`` with the state key whose tensor is put into it."""
     found: list[str | None] = []
     keys: set[str] = set()
     for shape in ((1, 1), (1,)):  # Adafactor fills other lists for matrices than for vectors

@@ -37,7 +37,7 @@ class Cost:
         time_s: seconds a step.
         compute_s: seconds of the step's own work, as they were given.
         codec_s: seconds that the rank spends besides on packing, encoding and decoding, and on copies of what a step
-            begins with where it talks after the optimizer.
+            begins with where it communicates after the optimizer.
         traffic: by kind.
         notes: what a reader should know besides.
     """

@@ -1,4 +1,4 @@
-"""explain: what a data-parallel step will put on the wire, before anything runs.
+"""explain: what a data-parallel step will send, before anything runs.
 
 The step's own plan is made, and each bucket's reduction is driven on the meta device, where tensors have shapes and no
 values; so is the strategy's part of a training step. So what is counted is what they will ask for, and not a formula
@@ -34,7 +34,7 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True)
 class Explanation:
-    """What each synchronised step will put on the wire; ``print`` shows it as a table.
+    """What each synchronised step will send; ``print`` shows it as a table.
 
     Attributes:
         strategy: the step's.
@@ -116,7 +116,7 @@ class Explanation:
         where = f"on {_many(self.world, 'rank')}, synchronised step {self.sync_step}"
         if self.buckets:
             return f"{self.hook!r} {where}: what rank {self.rank} sends"
-        title = f"{type(self.strategy).__name__} {where}: no gradients on the wire"
+        title = f"{type(self.strategy).__name__} {where}: no gradients sent"
         return f"{title}; what rank {self.rank} sends besides" if self.exchanges else title
 
     def _table(self) -> list[str]:
@@ -173,7 +173,7 @@ def _short(paths: Sequence[str], limit: int = 40) -> str:
 def explain(
     step: DataParallel | TrainStep, params: Tree, *batch: Any, world: int | None = None, sync_step: int | None = None
 ) -> Explanation:
-    """What a data-parallel step will put on the wire at each synchronised step, before anything runs.
+    """What a data-parallel step will send at each synchronised step, before anything runs.
 
     Nothing is computed and nothing is sent: the step isn't called, and only shapes and dtypes are read. So it works in
     a world of one, for any number of ranks, and for parameters on the meta device that no memory would hold.
@@ -208,7 +208,7 @@ def explain(
         StrategyError: the hook asks for what no schedule would issue; or a train step's strategy can't work on so many
             ranks.
         UnsupportedError: the hook or the strategy reads values, so that it can't be run on shapes alone; it isn't pure,
-            and refuses tensors on the meta device itself; or the strategy talks other than by exchanges.
+            and refuses tensors on the meta device itself; or the strategy communicates other than by exchanges.
 
     Example:
         >>> import torch, ltx
@@ -251,9 +251,9 @@ def explain(
     issues = Issues()
     if size > 1 and isinstance(step, TrainStep):
         # From the step before, for what it leaves under way.
-        settled, first = replace(step, step=inner), max(0, number - 1)
-        optimizer, post_update_hook = stand_in(strategy, step.optimizer), settled.post_update_hook(number)
-        steps = Steps(strategy, params, size, rank, first, optimizer, inner.reduce_dtype, settled.post_update_hook)
+        at_number, first = replace(step, step=inner), max(0, number - 1)
+        optimizer, post_update_hook = stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
+        steps = Steps(strategy, params, size, rank, first, optimizer, inner.reduce_dtype, at_number.post_update_hook)
         for _ in range(min(1, number)):
             steps.next()
         issues = steps.next()
@@ -309,7 +309,7 @@ def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[
     elif hook is None:
         notes.append(f"{strategy!r} leaves the gradients of this step local")
     elif size == 1:
-        notes.append("a world of one talks to nobody; see what others would send with world=...")
+        notes.append("a world of one sends nothing; see what others would send with world=...")
     elif not hook.averages:
         notes.append(f"{hook!r} isn't a mean, and has no derivative: second derivatives raise")
     elif not hook.exact:

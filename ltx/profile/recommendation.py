@@ -74,7 +74,7 @@ CANDIDATES: tuple[Candidate, ...] = (
         qadam(warmup_steps=1000),
     ),
     Candidate(HorovodStrategy(op="adasum"), "combined", "sums of updates that differ, means of those that agree"),
-    Candidate(BaguaStrategy("async", schedule=(8, 4)), "stale", "means of parameters every 8 steps, landing 4 later"),
+    Candidate(BaguaStrategy("async", schedule=(8, 4)), "stale", "means of parameters every 8 steps, added 4 later"),
     Candidate(BaguaStrategy("decentralized"), "local", "the ranks' mean parameters, and each its own step from there"),
     Candidate(BaguaStrategy("decentralized", peer_selection_mode="shift_one"), "local", "means of pairs that change"),
     Candidate(LocalSGDStrategy(period=8), "local", "alone for 8 steps, then the mean of parameters"),

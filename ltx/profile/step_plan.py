@@ -2,7 +2,7 @@
 
 What is sent is what the strategy asks for when its own methods are driven on shapes (:mod:`ltx.estimate.dry_run`),
 what that takes is :mod:`ltx.estimate.costs`'s. When it is sent is found by going through a step: a rank computes, its
-link carries one message after the other, and a rank waits where the strategy lands what it has started.
+link carries one message after the other, and a rank waits where the strategy waits for what it has started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ltx.estimate.autotune import device_of, on_network
 from ltx.estimate.codecs import check_device, codec, copies
 from ltx.estimate.costs import BESIDE_S, Link, sending_s
 from ltx.estimate.dry_run import Steps
-from ltx.estimate.requests import BucketExplanation, Collective, Issues, Lands, Starts
+from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
 from ltx.gradients.exchange import Exchange
 from ltx.optim import Optimizer
 from ltx.profile.cost import Cost, Traffic
@@ -36,9 +36,9 @@ class _PendingReduction:
     """A bucket on its way: its collectives one after the other, with the rank's own work before, between and behind.
 
     Attributes:
-        collectives: of which `issued` are on the link or have landed.
+        collectives: of which `issued` are on the link or complete.
         piece_s: the work ahead of each, and behind the last: equal parts of all.
-        done: when what was issued last has landed.
+        done: when the collective issued last is complete.
         completed: whether the rank has done its work behind all of them.
     """
 
@@ -64,7 +64,7 @@ class _Clock:
         link_free: when the link is done with what it was given.
         codec_s: what the rank has spent on packing, encoding, decoding.
         owed_s: work of sending that its core has still to do, be it while the rank waits or while it computes.
-        landing: exchanges under way.
+        pending: exchanges under way.
         traffic: by kind: bytes, collectives, seconds on the link.
     """
 
@@ -76,7 +76,7 @@ class _Clock:
     link_free: float = 0.0
     codec_s: float = 0.0
     owed_s: float = 0.0
-    landing: dict[Exchange, tuple[list[_PendingReduction], str]] = field(default_factory=dict)
+    pending: dict[Exchange, tuple[list[_PendingReduction], str]] = field(default_factory=dict)
     traffic: dict[str, list[float]] = field(default_factory=dict)
 
     def step(self, issues: Issues, copies_s: float = 0.0) -> None:
@@ -88,7 +88,7 @@ class _Clock:
             self._carry(issues.summary, "summaries", self.now)
         self._backward(issues.buckets)
         updated = list(issues.updated)
-        while updated and isinstance(updated[0], Lands):
+        while updated and isinstance(updated[0], ExchangeWaited):
             self._event(updated.pop(0))
         self.now += OPTIMIZER * self.compute_s + copies_s
         self.codec_s += copies_s
@@ -111,11 +111,11 @@ class _Clock:
             self.now += BACKWARD * self.compute_s * (bucket.nbytes / whole if whole else 0.0)
             self._launch(pending, bucket, "gradients")
         self.now += 0.0 if whole else BACKWARD * self.compute_s
-        self._land(pending, "gradients")
+        self._wait_all(pending, "gradients")
 
-    def _event(self, event: Starts | Lands) -> None:
-        if isinstance(event, Lands):
-            self._land(*self.landing.pop(event.exchange, ([], "")))
+    def _event(self, event: ExchangeStarted | ExchangeWaited) -> None:
+        if isinstance(event, ExchangeWaited):
+            self._wait_all(*self.pending.pop(event.exchange, ([], "")))
             return
         if event.summary is not None:
             self._carry(event.summary, "summaries", self.now)
@@ -123,10 +123,10 @@ class _Clock:
         kind = "exchanges" if event.summary is not None else "in the background"
         for row in event.rows:
             self._launch(pending, row, kind)
-        self.landing[event.exchange] = pending, kind
+        self.pending[event.exchange] = pending, kind
 
-    # What follows is what ltx.gradients.pending does: a rank goes on with buckets that have landed where it launches
-    # another one, and once all are launched, in rounds, one collective of each after the other.
+    # The methods below do what ltx.gradients.pending does: where a rank launches a bucket it advances those whose
+    # collectives are complete, and once all are launched, in rounds, one collective of each after the other.
 
     def _launch(self, pending: list[_PendingReduction], bucket: BucketExplanation, kind: str) -> None:
         work_s = (self.codec(bucket.hook) + (self.beside_s if kind == "gradients" else 0.0)) * bucket.elements
@@ -150,7 +150,7 @@ class _Clock:
         transfer.done = self._carry(transfer.collectives[transfer.issued], kind, self.now)
         transfer.issued += 1
 
-    def _land(self, pending: list[_PendingReduction], kind: str) -> None:
+    def _wait_all(self, pending: list[_PendingReduction], kind: str) -> None:
         while not all(transfer.completed for transfer in pending):
             for transfer in pending:
                 if not transfer.completed:
@@ -188,7 +188,7 @@ def plan(
     schedule takes to repeat itself, and once before for what is then under way. Collectives cost what they do as rings.
     Gradients get ready evenly by their bytes during the backward pass, 0.6 of `compute_s`, behind a forward pass of 0.3
     and ahead of an optimizer's 0.1; the link takes them one after the other. So it does with what goes on in the
-    background. Exchanges in the foreground are waited for where the strategy lands them.
+    background. Exchanges in the foreground are waited for where the strategy waits for them.
 
     A bucket of several collectives goes on where the rank launches another bucket, and once all are launched in rounds.
 
@@ -198,7 +198,7 @@ def plan(
     Left out: that ranks aren't equally fast, and that messages share links or switches.
 
     Args:
-        strategy: how ranks talk.
+        strategy: how ranks communicate.
         params: the parameters, of which shapes and dtypes are read; they may be on the meta device.
         world: the number of ranks.
         bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
@@ -261,7 +261,7 @@ def plan(
         strategy = on_network(strategy, params, world, comm.Network(bandwidth, latency), on)
     first, length = strategy.cycle
     window = range(first + length, first + 2 * length) if steps is None else steps
-    # A world of one talks to nobody.
+    # A world of one sends nothing.
     driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
     unknown: dict[str, None] = {}
     sending = sending_s(bandwidth, on.type == "cpu") if send_s is None else send_s

@@ -34,7 +34,7 @@ LARGE_BYTES = 16 << 20
 
 
 def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
-    """The parcel of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, and what that names.
+    """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, and what that names.
 
     Raises:
         WorkerError: something in it can't be pickled.
@@ -56,11 +56,11 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
         ) from error
     finally:
         pickler.unregister()
-    return pickler.parcel()
+    return pickler.message()
 
 
 def inherited_call(number: int) -> Message:
-    """The parcel of a call to the function that a fork has inherited."""
+    """The message of a call to the function that a fork has inherited."""
     return pack(Call(number, inherited=True))
 
 
@@ -70,7 +70,7 @@ def name_of(fn: Any) -> str:
 
 
 class _Pickler(Pickler):
-    """The parcel's, which sends by value what is registered with cloudpickle: here, for the time of one call.
+    """The pickler of one call: modules that the workers can't import are registered with cloudpickle meanwhile.
 
     Attributes:
         sources: what is in no file: by name, what to call it and its lines.

@@ -38,7 +38,7 @@ from ltx.runtime.world import world_of
 _SMALL_SHM = 256 << 20
 _MESSAGES = (("4 B", 1, 30), ("16 MiB", 4 << 20, 5))  # name, float32 elements, repetitions
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-# Beyond the time that is given to meeting and to the collectives: to start processes, and to look up names.
+# Beyond the timeouts of ltx.init and of the collectives: to start processes, and to look up names.
 _MORE_S = 30.0
 
 

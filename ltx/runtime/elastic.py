@@ -34,7 +34,7 @@ def elastic(
     """Train until `epochs` are done, and go on after a loss of ranks. Every rank calls it, inside of ``ltx.init``.
 
     When the connection to a peer breaks, a peer falls silent, or the ranks have come out of step or apart, those that
-    are left meet anew: whoever comes is alive. They make a world of their own, count ranks from 0 again, call
+    are left regroup: a rank that comes is alive. They make a world of their own, count ranks from 0 again, call
     `on_reset`, take the state of the last step that some rank has done whole, and go on from there with the samples
     that come next. Since a step takes the same samples on any number of ranks (:class:`ltx.DataPosition`), none is
     lost or comes twice in an epoch, and neither the number of steps nor the learning rate changes. A stopped process
@@ -44,12 +44,12 @@ def elastic(
     Newcomers may join while the others train, such as one in place of a rank that was lost: the same program, started
     with the environment variable ``LTX_JOIN=host:port``, the MASTER_ADDR and MASTER_PORT of the others. It is a world
     of one until it calls this; then it asks to be taken in. The others notice it between two steps, within half of the
-    heartbeat timeout, and meet anew with it. Newcomers become the last ranks, `on_reset` is called on all, they are
+    heartbeat timeout, and regroup with it. Newcomers become the last ranks, `on_reset` is called on all, they are
     given state and position, and have the world that :func:`ltx.world` tells then. Where there is no room (`max_ranks`,
     or a step's samples can't be shared out among so many and all fewer) a newcomer waits until there is.
 
-    They meet in the store of the first meeting. It is held by the launcher under torchrun and ``ltx run``, else by
-    rank 0's process: without that one the others can't go on, and say so. ``ltx run`` and torchrun end all ranks
+    They regroup through the store of the first world. The launcher hosts it under torchrun and ``ltx run``, else rank
+    0's process: without that one the others can't go on, and say so. ``ltx run`` and torchrun end all ranks
     when one of them dies, and start them anew with ``--max-restarts``; then, as after any other new start, training
     goes on from the last snapshot under `snapshots` that is whole, instead of from `state` and `position`.
 
@@ -66,7 +66,7 @@ def elastic(
             state over, as Horovod's reset callbacks.
         min_ranks: with fewer left, all raise.
         max_ranks: more aren't taken in; None is without limit.
-        meeting_timeout: how long those that have met wait for a rank that lives and doesn't come: for longer than a
+        meeting_timeout: how long those that regroup wait for a rank that lives and doesn't come: for longer than a
             step takes. Those that are known to be gone aren't waited for. A newcomer waits so long for an answer.
         snapshots: a directory that all ranks see, for checkpoints (:mod:`ltx.checkpoint`), written every `every` steps
             and at the end, of which the latest `keep` stay. Random number generators go on only on as many ranks. No

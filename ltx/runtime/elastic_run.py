@@ -24,7 +24,7 @@ from ltx.errors import (
 )
 from ltx.runtime import init
 from ltx.runtime.elastic_arguments import Arguments, check_same_data, ones_own
-from ltx.runtime.groups import meet_in, store_of, worlds_so_far
+from ltx.runtime.groups import store_of, use_store, worlds_so_far
 from ltx.runtime.membership import Membership, begin_run
 from ltx.runtime.placement import Placement
 from ltx.training.data_position import DataPosition
@@ -35,7 +35,7 @@ from ltx.training.train_state import TrainState
 LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaDivergedError)
 
 
-# After so many new meetings in a row without a whole step in between, a loss isn't the reason.
+# After so many new worlds in a row without a whole step in between, a loss isn't the reason.
 _PATIENCE = 3
 
 
@@ -69,14 +69,14 @@ class _Way:
     has_state: bool = True  # false for a newcomer until its peers have given it theirs
     begun: bool = False  # has looked for a snapshot to start from
     saved: int = -1  # the step of the last snapshot
-    futile: int = 0  # meetings since the last whole step
+    futile: int = 0  # new worlds since the last whole step
 
 
 class ElasticRun(Arguments):
     """One call of :func:`elastic`."""
 
     def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
-        """Train, and meet anew after each loss."""
+        """Train, and make a new world after each loss."""
         settings = init.settings()
         place = settings.get("placement", Placement("none"))
         way = _Way(_At(state, position), settings, place, has_state=place.joins is None)
@@ -94,7 +94,7 @@ class ElasticRun(Arguments):
                     over = True
                     return way.at.state, way.at.position
                 except (*LOSSES, _NewcomersError) as loss:
-                    self._meet_anew(way, loss)
+                    self._regroup(way, loss)
         except BaseException as error:  # the others shall not wait for this rank
             init.abandon(error)
             raise
@@ -129,7 +129,7 @@ class ElasticRun(Arguments):
         return Path(os.path.abspath(self.snapshots))
 
     def _open(self, way: _Way) -> None:
-        """Begin a run with all ranks, where they can meet again."""
+        """Begin a run with all ranks, so that they can regroup after a loss."""
         store = store_of(way.place)
         if store is None:
             return
@@ -158,7 +158,7 @@ class ElasticRun(Arguments):
         try:
             done = self._taken_over(way, self._in_new_world(way, place))
         except (*LOSSES, WorldError) as loss:
-            self._meet_anew(way, loss)
+            self._regroup(way, loss)
         else:
             self._check_taken_over(done, place)
 
@@ -186,13 +186,13 @@ class ElasticRun(Arguments):
         sizes = range(self.min_ranks, most + 1)
         return max(0, next((size - 1 for size in sizes if not way.at.position.fits(size)), most) - here)
 
-    def _meet_anew(self, way: _Way, loss: Exception) -> None:
-        """Meet those that are left, make a world with them, and take over the state of the last whole step."""
+    def _regroup(self, way: _Way, loss: Exception) -> None:
+        """Make a world with the ranks that are left, and take over the state of the last whole step."""
         if own := ones_own(way.at.state):
             loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
             raise loss
         while True:
-            place = self._meet(way, loss)
+            place = self._new_place(way, loss)
             try:
                 done = self._taken_over(way, self._in_new_world(way, place))
             except (*LOSSES, WorldError) as another:  # while the new world was made
@@ -208,7 +208,7 @@ class ElasticRun(Arguments):
                 "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
             )
 
-    def _meet(self, way: _Way, loss: Exception) -> Placement:
+    def _new_place(self, way: _Way, loss: Exception) -> Placement:
         """This rank's place among those that are left; raises if it can't go on."""
         membership, lost = way.membership, _lost_on(self.axis)
         way.futile += 1
@@ -217,7 +217,7 @@ class ElasticRun(Arguments):
         before = set(membership.members)
         init.abandon(loss)
         _let_go_of_frames(loss)
-        place = membership.meet(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
+        place = membership.regroup(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
         if place is None:
             raise PeerLostError(
                 f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
@@ -235,9 +235,9 @@ class ElasticRun(Arguments):
     def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
         """How far each rank of a new world is."""
         assert way.membership is not None
-        meet_in(way.membership.world_store(), place)
+        use_store(way.membership.world_store(), place)
         way.place = place
-        world = init.reform(way.settings, way.membership.meetings, place)
+        world = init.reform(way.settings, way.membership.worlds, place)
         for callback in self.on_reset:
             callback(world)
         hold: tuple[str, str | None] = ("", None)

@@ -37,8 +37,8 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 @dataclass
-class _Meetings:
-    """Where this process' ranks met so far.
+class _Worlds:
+    """How many worlds this process has been in, and the stores through which their ranks met.
 
     The count names the keys of the next world in the store, so that a world made after ``shutdown()`` doesn't read its
     predecessor's addresses. The stores are kept: were rank 0's dropped and bound again, a peer could still reach the
@@ -49,27 +49,27 @@ class _Meetings:
     stores: dict[Placement, Store] = field(default_factory=dict)
 
 
-_meetings = _Meetings()
+_worlds = _Worlds()
 
 
-def meet_as(count: int) -> None:
-    """Have the next world be the `count`-th: ranks whose counts differ wouldn't find one another."""
-    _meetings.count = count - 1
+def number_next_world(count: int) -> None:
+    """Number the next world `count`: ranks with different numbers don't find one another in the store."""
+    _worlds.count = count - 1
 
 
 def worlds_so_far() -> int:
     """How many worlds this process has been in: equal on all ranks of one."""
-    return _meetings.count
+    return _worlds.count
 
 
 def store_of(placement: Placement) -> Store | None:
     """The store through which the world at `placement` met; None if it met by other means."""
-    return _meetings.stores.get(placement)
+    return _worlds.stores.get(placement)
 
 
-def meet_in(store: Store, placement: Placement) -> None:
-    """Have the world at `placement` meet through `store`, which is there already."""
-    _meetings.stores[placement] = store
+def use_store(store: Store, placement: Placement) -> None:
+    """Make the ranks of the world at `placement` meet through `store`, which is open already."""
+    _worlds.stores[placement] = store
 
 
 def adopted_world(placement: Placement, backend: str | None, told: bool) -> World:
@@ -100,30 +100,30 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
     """Initialise torch.distributed. Returns the store through which the ranks met."""
     assert placement.master is not None
     address, port = placement.master
-    _meetings.count += 1
+    _worlds.count += 1
     try:
-        store = _meetings.stores.get(placement)
+        store = _worlds.stores.get(placement)
         if store is None:
             _check_known(address)
             store = _open_store(address, port, world, timeout)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            _meetings.stores[placement] = store
+            _worlds.stores[placement] = store
         undo.callback(id, store)  # keeps it: torch's C++ code alone doesn't keep what is Python's of one
         store.set_timeout(timeout)
-        meeting = PrefixStore(f"ltx/{_meetings.count}", store)
+        world_store = PrefixStore(f"ltx/{_worlds.count}", store)
         if is_loopback(address) and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody from elsewhere is to come
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # so that no other machine can connect
             undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
         if not placement.agreed:  # else the store itself looks for those that won't come
-            _gather(meeting, world, timeout)
-        _refuse_shared_devices(meeting, world)
+            _gather(world_store, world, timeout)
+        _refuse_shared_devices(world_store, world)
         set_error_handling()
         limit = connect_limit(store, world.backend, timeout)
         dist.init_process_group(
             world.backend,
-            store=meeting,
+            store=world_store,
             rank=world.rank,
             world_size=world.size,
             timeout=limit,
@@ -140,18 +140,18 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
             "call ltx.init equally often, and that no other program uses that port."
         ) from error
     undo.callback(_destroy, dist.group.WORLD)
-    return meeting
+    return world_store
 
 
-def _refuse_shared_devices(meeting: Store, world: World) -> None:
+def _refuse_shared_devices(store: Store, world: World) -> None:
     """Raise, on all ranks, if two ranks compute on one accelerator: NCCL refuses that in words of its own, later."""
     if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
         return
     found = torch.get_device_module(world.device.type).get_device_properties(world.device)
-    meeting.set(f"device/{world.rank}", f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}")
+    store.set(f"device/{world.rank}", f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}")
     first: dict[bytes, int] = {}
     for rank in range(world.size):
-        other = first.setdefault(meeting.get(f"device/{rank}"), rank)
+        other = first.setdefault(store.get(f"device/{rank}"), rank)
         if other != rank:
             raise WorldError(
                 f"rank {world.rank}: ranks {other} and {rank} are both on one device, and {world.backend} takes one "
@@ -184,14 +184,14 @@ def _open_store(address: str, port: int, world: World, timeout: timedelta) -> St
     return store
 
 
-def _exchange(meeting: Any, world: World, timeout: timedelta) -> StoreExchange:
+def _exchange(store: Any, world: World, timeout: timedelta) -> StoreExchange:
     """Of all ranks, before there is an axis: nothing is known of their processes yet."""
-    return StoreExchange(meeting, world.rank, world.size, timeout.total_seconds(), list)
+    return StoreExchange(store, world.rank, world.size, timeout.total_seconds(), list)
 
 
-def _gather(meeting: Store, world: World, timeout: timedelta) -> None:
+def _gather(store: Store, world: World, timeout: timedelta) -> None:
     """Wait until all ranks are here. Raises WorldError if they don't agree on their number, or don't come."""
-    exchange, here = _exchange(meeting, world, timeout), dict[int, int]()
+    exchange, here = _exchange(store, world, timeout), dict[int, int]()
     exchange.append("here", [world.rank, world.size])
 
     def all_are_here() -> bool:
@@ -209,18 +209,18 @@ def _gather(meeting: Store, world: World, timeout: timedelta) -> None:
         raise TimeoutError(f"rank {absent} hasn't come")
 
 
-def settle(meeting: PrefixStore, world: World, placement: Placement, timeout: timedelta) -> None:
-    """Rank 0, which hosts the store, waits for all: it may end at once, while a peer still needs the store.
+def finish_setup(store: PrefixStore, world: World, placement: Placement, timeout: timedelta) -> None:
+    """Rank 0 hosts the store, so it waits here for all ranks: its process may end next, and they still need the store.
 
     Where ranks can't be sure of their nodes they compare them first.
     """
     wrong = ""
     if placement.launcher in UNSURE and not placement.agreed:
         own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
-        wrong = _misfit(_exchange(meeting, world, timeout).exchange("place", own, "ltx.init, comparing nodes"))
-    meeting.set(f"settled/{world.rank}", "")
+        wrong = _misfit(_exchange(store, world, timeout).exchange("place", own, "ltx.init, comparing nodes"))
+    store.set(f"ready/{world.rank}", "")
     if world.rank == 0:  # in the store's own wait: an elastic run's says why a peer won't come (WatchedStore)
-        meeting.wait([f"settled/{rank}" for rank in range(world.size)])
+        store.wait([f"ready/{rank}" for rank in range(world.size)])
     if wrong:
         raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
 

@@ -25,7 +25,7 @@ from ltx.arguments import checked
 from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import PeerLostError, TreeError, WorldError, message_of
 from ltx.runtime.failures import note_failure, note_uncaught
-from ltx.runtime.groups import adopted_world, check_mesh, make_group, meet_as, open_axes, settle
+from ltx.runtime.groups import adopted_world, check_mesh, finish_setup, make_group, number_next_world, open_axes
 from ltx.runtime.init_arguments import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, asked_settings, check_same
 from ltx.runtime.launchers import (
     JOIN_VARIABLE,
@@ -172,7 +172,7 @@ def forget() -> None:
 
 
 def renew(count: int) -> None:
-    """Make a new world in place of one that an exception has left in pieces, with the same settings.
+    """Make a new world with the same settings, in place of one in which an exception was raised.
 
     Args:
         count: which world of this process it is, a number above all before, equal on all ranks. They may have counted
@@ -182,9 +182,9 @@ def renew(count: int) -> None:
     settings = dict(session.settings) if session is not None else {}
     settings.pop("placement", None)  # as the environment says
     shutdown()
-    if dist.is_initialized():  # the user's own, in pieces as well
+    if dist.is_initialized():  # the user's own, which failed too
         dist.destroy_process_group()
-    meet_as(count)
+    number_next_world(count)
     _process.session = _start(settings)
 
 
@@ -203,7 +203,7 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
     """
     old = _process.fallen = _process.session or _process.fallen
     shutdown()
-    meet_as(count)
+    number_next_world(count)
     mesh = ((asked["mesh"][0][0], placement.size),)
     _process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
     if old is not None:
@@ -292,9 +292,9 @@ def _start(asked: Mapping[str, Any]) -> _Session:
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
         undo.callback(let_go, held)  # what is pushed first is undone last
-        meeting = None
+        store = None
         if not dist.is_initialized() and placement.master is not None:
-            meeting = make_group(placement, world, timeout, undo)
+            store = make_group(placement, world, timeout, undo)
         if dist.is_initialized():
             axes, whole = open_axes(mesh, world, timeout, heartbeat, undo)
         else:
@@ -302,8 +302,8 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         undo.callback(set_world_axes, ())
         set_world_axes(axes, whole)
         undo.callback(close_others, axes if whole is None else (*axes, whole), held)
-        if meeting is not None:
-            settle(meeting, world, placement, timeout)
+        if store is not None:
+            finish_setup(store, world, placement, timeout)
         settings = {
             "backend": world.backend,
             "timeout": timeout,

@@ -120,11 +120,11 @@ def placement_from_arguments(
             "environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT."
         )
-    where = _meeting_point(master, said) if master is not None or total > 1 else None
+    where = _master_address(master, said) if master is not None or total > 1 else None
     return Placement("arguments", index, total, local, on_node, *node, where)
 
 
-def _meeting_point(master: str | None, said: str) -> tuple[str, int]:
+def _master_address(master: str | None, said: str) -> tuple[str, int]:
     """The host and port in ``"host:port"``; an IPv6 address stands in brackets."""
     host, _, port = master.rpartition(":") if isinstance(master, str) else ("", "", "")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host

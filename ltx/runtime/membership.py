@@ -1,6 +1,6 @@
 """Who takes part in an elastic run: its ranks, and newcomers that ask to be taken in.
 
-A run has a part of the store for itself, that of the first meeting of its ranks. There each process has a number that
+A run has a part of the store for itself, the store of its first world. There each process has a number that
 it keeps, whatever its rank, and beats for as long as it takes part: worlds come and go, and with them what is known of
 their peers.
 """
@@ -30,7 +30,7 @@ from ltx.runtime.regroup import Decision, Member, Regroup
 from ltx.runtime.watched import WatchedStore
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
-# How long ranks that have met may take to connect to one another: threads that are late with a beat are late with this.
+# How long ranks that have regrouped may take to connect: threads that are late with a beat are late with this.
 _MAKING_HEARTBEATS = 3
 
 
@@ -38,18 +38,18 @@ _MAKING_HEARTBEATS = 3
 Run = tuple[int, str]
 
 
-def begin_run(store: Store, size: int, meetings: int, entrance: Signature, refusal: str) -> Run:
-    """Open a new run of `size` processes, which have met `meetings` times; rank 0 does.
+def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal: str) -> Run:
+    """Open a new run of `size` processes, in their `worlds`-th world; rank 0 does.
 
     Args:
-        store: that of the first meeting.
+        store: that of the first world.
         entrance: what newcomers have to agree on.
         refusal: why none can be taken in; "" if they can.
     """
     root = _root(store)
     number, token = int(root.add(_RUNS, 1)), os.urandom(8).hex()
     run = _of_run(root, number)
-    run.set("meeting", str(meetings))
+    run.set("regroup", str(worlds))
     run.set("members", json.dumps(list(range(size))))
     root.set(_NOW, json.dumps([number, size, entrance.to_json(), refusal, token, proof(f"run {token}")]))
     return number, token
@@ -63,7 +63,7 @@ class Membership:
         token: see :data:`Run`.
         who: this process' number.
         members: the numbers of those in the present world, by rank.
-        meetings: how often they have met.
+        worlds: how many worlds they have had.
         heartbeat_s: see :func:`ltx.init`.
 
     Attributes:
@@ -71,8 +71,8 @@ class Membership:
         waiting: how many newcomers are there, as far as this process knows. It asks in the background.
     """
 
-    def __init__(self, store: Store, token: str, who: int, members: Sequence[int], meetings: int, heartbeat_s: float):
-        self.token, self.who, self.members, self.meetings = token, who, list(members), meetings
+    def __init__(self, store: Store, token: str, who: int, members: Sequence[int], worlds: int, heartbeat_s: float):
+        self.token, self.who, self.members, self.worlds = token, who, list(members), worlds
         self.known = frozenset(members)
         self.waiting = 0
         self._store, self._heartbeat_s = store, heartbeat_s
@@ -85,28 +85,28 @@ class Membership:
         )  # which gives up waiting for an answer, unlike the store itself
 
     @staticmethod
-    def of_member(store: Store, run: Run, rank: int, size: int, meetings: int, heartbeat_s: float) -> Membership:
-        """Of a process that is there from the beginning, in `run` in the `store` of the first meeting."""
-        return Membership(_of_run(_root(store), run[0]), run[1], rank, range(size), meetings, heartbeat_s)
+    def of_member(store: Store, run: Run, rank: int, size: int, worlds: int, heartbeat_s: float) -> Membership:
+        """Of a process that is there from the beginning, in `run` in the `store` of the first world."""
+        return Membership(_of_run(_root(store), run[0]), run[1], rank, range(size), worlds, heartbeat_s)
 
     def close(self, over: bool) -> None:
         """This process takes no part any longer; `over`: nor does anybody else, for all is done."""
         with suppress(PeerLostError):  # the store is gone: nobody is left to be told
             if over:
                 self._asked.set("over", "")
-            self.next_meeting.decline(self.who)
+            self.next_regroup.decline(self.who)
         self._heartbeat.release()
 
     @property
-    def next_meeting(self) -> Regroup:
+    def next_regroup(self) -> Regroup:
         """The one that comes next."""
-        return Regroup(self._asked, self.meetings + 1)
+        return Regroup(self._asked, self.worlds + 1)
 
     def gone(self, some: Sequence[int]) -> list[int]:
         """Those of `some` that have shown no sign of life for too long. Raises PeerLostError if the store is gone."""
         return self._heartbeat.stale_ranks(some)
 
-    def meet(
+    def regroup(
         self,
         place: Placement,
         lost: Callable[[], Sequence[int]],
@@ -118,15 +118,15 @@ class Membership:
         Args:
             place: where it has been until now.
             lost: the ranks of the present world that are known to be gone.
-            limit_s, room: see :meth:`ltx.runtime.regroup.Regroup.hold`.
+            limit_s, room: see :meth:`ltx.runtime.regroup.Regroup.decide`.
 
         Raises:
             PeerLostError: the process that holds the store is gone, or doesn't answer.
         """
-        meeting = self.next_meeting
+        regroup = self.next_regroup
         try:
-            self._asked.compare_set("meeting", str(self.meetings), str(meeting.count))
-            decision = meeting.hold(
+            self._asked.compare_set("regroup", str(self.worlds), str(regroup.count))
+            decision = regroup.decide(
                 Member.of(self.who, place),
                 self.members,
                 lambda some: {*self.gone(some), *(self.members[rank] for rank in lost())},
@@ -147,19 +147,19 @@ class Membership:
     def _take_over(self, decision: Decision, place: Placement) -> Placement | None:
         if self.who not in decision.numbers:
             return None
-        self.meetings += 1
+        self.worlds += 1
         self.members, self.known, self.waiting = decision.numbers, decision.known, 0
         return decision.place(self.who, place)
 
     def world_store(self) -> WatchedStore:
         """The store in which the present members make a world: who waits in it for one that is lost is told."""
-        members, meetings = list(self.members), self.meetings
+        members, worlds = list(self.members), self.worlds
 
         def trouble() -> str:
             if lost := self.gone(members):
                 return f"rank {', '.join(str(members.index(who)) for who in lost)} was lost meanwhile"
-            later = int(self._asked.get("meeting")) > meetings
-            return "the others have failed to make this world, and meet anew" if later else ""
+            later = int(self._asked.get("regroup")) > worlds
+            return "the others have failed to make this world, and make another" if later else ""
 
         return WatchedStore(PrefixStore("worlds", self._store), trouble, _MAKING_HEARTBEATS * self._heartbeat_s)
 
@@ -225,7 +225,7 @@ class Membership:
             ) from error
 
     def be_taken(self, place: Placement) -> Placement:
-        """Wait until a meeting takes this newcomer in; its place. A run that is full has it wait for a place.
+        """Wait until a regroup takes this newcomer in; its place. A run that is full has it wait for a place.
 
         Raises:
             WorldError: the training is over.
@@ -239,7 +239,7 @@ class Membership:
         def is_decided() -> bool:
             """Come to each regroup until one has decided about this newcomer."""
             nonlocal regroup, decision
-            latest = int(self._asked.get("meeting"))
+            latest = int(self._asked.get("regroup"))
             decision = regroup.decision()
             if decision is not None and self.who in decision.known:
                 return True
@@ -258,7 +258,7 @@ class Membership:
 
         poll_until(is_decided, math.inf, look)
         assert decision is not None
-        self.meetings = regroup.count - 1
+        self.worlds = regroup.count - 1
         taken = self._take_over(decision, place)
         if taken is None:
             raise PeerLostError(

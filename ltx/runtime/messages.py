@@ -1,4 +1,4 @@
-"""What a pool's driver and its workers say to each other, each a parcel on their connection.
+"""What a pool's driver and its workers send each other, pickled in messages of :mod:`ltx.runtime.packing`.
 
 The driver sends one :class:`Setup`, then calls; the worker answers each with a :class:`Result` or a :class:`Failure`,
 and may send what is to be seen meanwhile: anything with a method ``shown(rank, size)``, see :mod:`ltx.runtime.show`.
@@ -33,9 +33,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Call:
-    """Do a call. In the same parcel: the function, ``(args, kwargs)``, and what :mod:`ltx.runtime.calls` calls sources.
+    """Do a call. The same message has the function, ``(args, kwargs)``, and the sources of :mod:`ltx.runtime.calls`.
 
-    ``inherited``: they aren't, since the worker is a fork that has them from the driver.
+    ``inherited``: it hasn't, since the worker is a fork that has them from the driver.
     """
 
     number: int
@@ -62,7 +62,7 @@ class At:
 
 @dataclass(frozen=True)
 class Renew:
-    """Take the world down and make a new one, the `count`-th: a call left the old one in pieces."""
+    """Take the world down and make a new one, the `count`-th: a call failed in the old one."""
 
     count: int
 

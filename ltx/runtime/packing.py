@@ -1,12 +1,12 @@
-"""Parcels: what travels between a pool's driver and its workers.
+"""Messages between a pool's driver and its workers.
 
-A parcel is pickles and the buffers that belong to them: the storages of tensors, the memory of arrays. One of up to
-:data:`INLINE_BYTES` goes as one message. A larger one is written once into anonymous shared memory (``memfd_create``:
-no name, no file, nothing that outlives its last user), whose handle is sent. The receiver maps that memory copy on
-write, so what it gets is its own, and costs no copy until it is written to. And messages are so small that sending one
-never waits for the receiver, which may have been stopped.
+A message is pickles and the buffers that belong to them: the storages of tensors, the memory of arrays. Up to
+:data:`INLINE_BYTES` of buffers are written to the socket. Larger buffers are written once into anonymous shared memory
+(``memfd_create``: no name, no file, nothing that outlives its last user), and the socket carries its handle. The
+receiver maps that memory copy on write: the buffers are its own, and cost no copy until they are written to. So few
+bytes go through the socket that sending never waits for the receiver, which may have been stopped.
 
-Only the two ends of an anonymous pair of sockets exchange parcels, so nobody else's bytes are ever unpickled.
+Only the two ends of an anonymous pair of sockets exchange messages, so nobody else's bytes are ever unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from ltx.comm.pickling import TensorPickler
 
-#: Up to here a parcel is copied into the message.
+#: A message with more bytes of buffers than these sends them through shared memory.
 INLINE_BYTES = 1 << 16
 _ALIGNMENT = 64
 _MAY_SHARE = hasattr(os, "memfd_create")
@@ -62,18 +62,18 @@ class Message:
 
 
 def pack(value: Any) -> Message:
-    """`value` as a parcel. Functions and classes of ``__main__`` and of the like travel by value (cloudpickle)."""
+    """`value` as a message. Functions and classes of ``__main__`` and of the like travel by value (cloudpickle)."""
     pickler = Pickler()
     pickler.dump(value)
-    return pickler.parcel()
+    return pickler.message()
 
 
 def receive(connection: Connection) -> Callable[[], Any]:
-    """Read a parcel; what is returned unpickles its next object. Raises EOFError or OSError if the sender is gone."""
-    message = memoryview(connection.recv_bytes())
-    storages, others, shared = _COUNTS.unpack_from(message)
+    """Read a message; the result unpickles its next object. Raises EOFError or OSError if the sender is gone."""
+    received = memoryview(connection.recv_bytes())
+    storages, others, shared = _COUNTS.unpack_from(received)
     place = _COUNTS.size
-    sizes = [_SIZE.unpack_from(message, place + _SIZE.size * i)[0] for i in range(storages + others + 1)]
+    sizes = [_SIZE.unpack_from(received, place + _SIZE.size * i)[0] for i in range(storages + others + 1)]
     place += _SIZE.size * len(sizes)
     if shared:
         handle = reduction.recv_handle(connection)
@@ -84,7 +84,7 @@ def receive(connection: Connection) -> Callable[[], Any]:
     else:
         buffers = []
         for size in sizes:
-            buffers.append(memoryview(bytearray(message[place : place + size])))
+            buffers.append(memoryview(bytearray(received[place : place + size])))
             place += size
     pickled = buffers.pop()
     unpickler = _Unpickler(io.BytesIO(pickled), buffers=buffers[storages:])
@@ -93,7 +93,7 @@ def receive(connection: Connection) -> Callable[[], Any]:
 
 
 class Pickler(TensorPickler):
-    """cloudpickle's, which leaves the memory of tensors and arrays to the parcel."""
+    """cloudpickle's pickler, except that the memory of tensors and arrays becomes buffers of the message."""
 
     def __init__(self) -> None:
         self._stream = io.BytesIO()
@@ -103,7 +103,7 @@ class Pickler(TensorPickler):
         super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._others.append(buffer.raw()))
 
     def persistent_id(self, obj: Any) -> Any:
-        """Storages, which tensors may share, are known by their place in the parcel."""
+        """A storage, which tensors may share, is pickled as its index among the message's storages."""
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
         elif isinstance(obj, torch.UntypedStorage):
@@ -114,11 +114,11 @@ class Pickler(TensorPickler):
             return None
         if storage._cdata not in self._places:
             self._places[storage._cdata] = len(self._storages)
-            self._storages.append(storage)  # kept until the parcel is made, so that no other gets its address
+            self._storages.append(storage)  # kept until the message is made, so that no other gets its address
         return self._places[storage._cdata], dtype
 
-    def parcel(self) -> Message:
-        """What was pickled so far."""
+    def message(self) -> Message:
+        """The objects pickled so far."""
         return Message(self._stream.getvalue(), [_bytes_of(storage) for storage in self._storages], self._others)
 
     @property
@@ -161,7 +161,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def _written(views: Sequence[memoryview]) -> int:
     """The handle of new shared memory that holds `views`."""
     offsets = _offsets([view.nbytes for view in views])
-    handle = os.memfd_create("ltx-parcel", os.MFD_CLOEXEC)
+    handle = os.memfd_create("ltx-message", os.MFD_CLOEXEC)
     try:
         os.ftruncate(handle, offsets[-1])
         for view, offset in zip(views, offsets, strict=False):

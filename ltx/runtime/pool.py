@@ -1,7 +1,7 @@
 """``ltx.Pool``: run a function on worker processes that stay alive between calls.
 
 The workers are one world: collectives work in the function. A failure on any rank may leave the others in the middle of
-a collective, and the order in which they issue collectives torn. So after a failure, a timeout or an interrupt the
+a collective, and ranks with different numbers of collectives issued. So after a failure, a timeout or an interrupt the
 ranks that are still busy are asked to give up (KeyboardInterrupt is raised in them), and before the next run all make a
 new world; what they keep in their modules and cells is still there. Only if a worker is gone, or doesn't give up, all
 are ended, and the next run starts new ones.
@@ -181,22 +181,22 @@ class Pool:
         try:
             answers = collect(workers, number, call, ranks, name, limit_s, self._grace_s)
             kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
-            workers.torn = not all(isinstance(answers.get(rank), Result) for rank in ranks)
+            workers.failed = not all(isinstance(answers.get(rank), Result) for rank in ranks)
         except CallInterruptedError as interrupt:
-            kept = workers.torn = interrupt.kept
+            kept = workers.failed = interrupt.kept
             raise
         finally:
             call.close()
             workers.finish_output()
             if not kept:
                 self._drop()
-        if workers.torn or not kept:
+        if workers.failed or not kept:
             raise failure_error(name, answers, ranks, self._size, limit_s, kept)
         return answers
 
     def _ready(self) -> WorkerGroup:
         """The workers, with a whole world."""
-        if self._workers is not None and self._workers.torn:
+        if self._workers is not None and self._workers.failed:
             try:
                 self._workers.renew()
             except BaseException as error:
@@ -228,7 +228,7 @@ def check_size(caller: str, n: object) -> None:
         raise WorkerError(
             f"rank {os.environ.get('RANK')}: {caller}({n}) was called inside a worker of an ltx.Pool, and a pool "
             "of pools is refused: its processes would multiply. Make the pool in the driver, and let workers "
-            "talk through collectives."
+            "communicate through collectives."
         )
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise WorkerError(f"{caller}({n!r}): expected a number of workers of at least 1.")

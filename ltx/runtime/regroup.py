@@ -1,6 +1,6 @@
-"""A new meeting of an elastic run: who comes to it is alive, and goes on; newcomers are taken in.
+"""Regroup: the processes of an elastic run agree which of them make the next world; newcomers are taken in.
 
-It is held in the store through which the ranks have met at first, so whoever holds that has to live.
+A process that comes is alive, and goes on. They agree through the store of the first world, whose host has to live.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a meeting comes to: the same for all who read it.
+    """The result of a regroup: the same for all processes that read it.
 
     Attributes:
-        seats: who goes on, by rank.
+        members: the processes that go on, by rank.
         known: the numbers that are no newcomers any more, for they have been taken in or were lost.
     """
 
@@ -75,7 +75,7 @@ class Decision:
 
     def to_json(self) -> str:
         """Text for the store."""
-        return json.dumps([[[s.who, s.node, s.local_rank, s.host] for s in self.members], sorted(self.known)])
+        return json.dumps([[[m.who, m.node, m.local_rank, m.host] for m in self.members], sorted(self.known)])
 
     @staticmethod
     def from_json(text: bytes) -> Decision:
@@ -85,7 +85,7 @@ class Decision:
 
 
 def _on_nodes(members: Sequence[Member]) -> list[Member]:
-    """The seats, with newcomers on the node of their host, at a free local rank if theirs is taken."""
+    """The members, with newcomers on the node of their host, at a free local rank if theirs is taken."""
     found = [member for member in members if member.node >= 0]
     for member in members[len(found) :]:
         new = 1 + max((other.node for other in found), default=-1)
@@ -97,16 +97,16 @@ def _on_nodes(members: Sequence[Member]) -> list[Member]:
 
 
 class Regroup:
-    """The `count`-th meeting of a run.
+    """How the processes of a run agree on its `count`-th world.
 
     Args:
         store: the run's, or an :class:`ltx.comm.heartbeat.TimeoutStore` for it.
-        count: which meeting it is, the same number on all ranks: that of the world that comes of it.
+        count: the number of the new world, the same on all ranks.
     """
 
     def __init__(self, store: Any, count: int):
         self.count = count
-        self._store, self._at = store, f"meeting/{count}"
+        self._store, self._at = store, f"regroup/{count}"
 
     def come(self, member: Member) -> None:
         """Say that the process of `member` is here."""
@@ -119,11 +119,11 @@ class Regroup:
         self._store.append(f"{self._at}/log", f"{json.dumps([who])}\n")
 
     def decision(self) -> Decision | None:
-        """What it has come to, if it has."""
+        """The decision, once there is one."""
         key = f"{self._at}/decided"
         return Decision.from_json(self._store.get(key)) if self._store.check([key]) else None
 
-    def hold(
+    def decide(
         self,
         mine: Member,
         members: Sequence[int],
@@ -133,7 +133,7 @@ class Regroup:
         asking: Callable[[], Sequence[int]] = tuple,
         room: Callable[[int, int], int] = lambda here, asking: asking,
     ) -> Decision:
-        """Come to it as the process of `mine`, and wait until it is decided.
+        """Announce the process of `mine`, and wait until it is decided who goes on.
 
         The first to decide decides for all: once everybody has come that isn't known to be gone, or at the end of
         `limit_s`.
@@ -175,7 +175,7 @@ class Regroup:
         return decision
 
     def _read(self) -> tuple[dict[int, Member], set[int]]:
-        """The seats of those that have come, and who has declined."""
+        """The members that have come, and the numbers of those that declined."""
         came, declined = dict[int, Member](), set[int]()
         for line in self._store.get(f"{self._at}/log").splitlines():
             who, *rest = json.loads(line)

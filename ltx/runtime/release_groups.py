@@ -31,13 +31,13 @@ def close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
 
 
 def with_groups(axes: tuple[Axis, ...]) -> list[Any]:
-    """The lines of `axes` and their channels, each with a process group of its own."""
-    lines = [axis.comm for axis in axes if axis.comm is not None]
-    return [one for axis_comm in lines for one in (axis_comm, *axis_comm.channels)]
+    """The communicators of `axes` and their channels, each with a process group of its own."""
+    communicators = [axis.comm for axis in axes if axis.comm is not None]
+    return [one for axis_comm in communicators for one in (axis_comm, *axis_comm.channels)]
 
 
 def let_go(held: list[Any]) -> None:
-    """Drop the process groups of lines and channels that have been closed, and wait until the groups' threads end.
+    """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
 
     torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
     that are left when Python ends abort the process now and then. So who is `held` loses its group here, whatever still

@@ -148,7 +148,7 @@ class _WorkerLoop:
         self._deliver(reply)
 
     def _reply(self, call: Call, load: Callable[[], Any]) -> packing.Message:
-        """The parcel with a call's result. BaseException: a worker outlives ``sys.exit`` in a call."""
+        """The message with a call's result. BaseException: a worker outlives ``sys.exit`` in a call."""
         doing = "unpickling the function and its arguments: "
         self.running = call.number
         try:
@@ -178,16 +178,16 @@ class _WorkerLoop:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, label)
         return fn, args, kwargs
 
-    def _deliver(self, parcel: packing.Message) -> None:
+    def _deliver(self, message: packing.Message) -> None:
         shields = threading.current_thread() is threading.main_thread()
         with self._sending:
             self._delivering = shields
             try:
-                parcel.send(self._connection)
+                message.send(self._connection)
             except OSError:  # the driver is gone
                 os._exit(1)
             finally:
-                parcel.close()
+                message.close()
                 self._delivering = False
         if shields and self._interrupted:
             self._interrupted = False

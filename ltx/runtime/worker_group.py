@@ -45,7 +45,7 @@ class WorkerGroup:
         shows_output: what they print is shown by the driver, with their rank.
 
     Attributes:
-        torn: whether a call has failed on some ranks, so that their world is in pieces.
+        failed: whether the last call failed on some ranks, so that their world has to be replaced.
 
     Raises:
         WorkerError: a worker failed to start, or they weren't all up after `start_timeout_s`.
@@ -53,7 +53,7 @@ class WorkerGroup:
 
     def __init__(self, size: int, start: Starter, threads: int, start_timeout_s: float, shows_output: bool = False):
         self.size = size
-        self.torn = False
+        self.failed = False
         self._worlds = 1
         self._bars: dict[str, Bar] = {}
         self._stopped_since: dict[int, float] = {}
@@ -84,7 +84,7 @@ class WorkerGroup:
         return details is not None and details[2][0] == os.getpid()
 
     def send(self, rank: int, message: packing.Message) -> bool:
-        """Send `parcel` to a worker; False if it is gone."""
+        """Send `message` to a worker; False if it is gone."""
         try:
             message.send(self._connections[rank])
         except OSError:
@@ -139,7 +139,7 @@ class WorkerGroup:
             if bad or not answers:
                 raise WorkerError(f"ranks {sorted(bad or waiting)} couldn't make a new world: {bad or 'no answer'}.")
             waiting -= answers.keys()
-        self.torn = False
+        self.failed = False
 
     def exit_text(self, rank: int) -> str:
         """How the process of a rank that is gone ended, in words."""

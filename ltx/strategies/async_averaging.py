@@ -7,7 +7,8 @@ Bagua's async (Gan et al., "BAGUA: scaling up distributed learning with system r
 Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018). Rounds add a difference, so
 that what a rank has learned during a round stays, and the sum of all ranks' parameters is what local steps make it.
 
-There is no thread: the process group's own ones move a round, and a step begins and lands rounds where it ends.
+ltx starts no thread for it: the process group's threads move a round, and a step begins and waits for rounds where it
+ends.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ltx.typing import Tree
 
 _MEAN = hooks.AllReduce()
 _DELTA = "delta"
-_SETTLING = "the number of ranks that settle"
+_FINISHING = "the number of ranks that finish"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class Round:
     Attributes:
         began_s: when, on the clock of :func:`time.monotonic`.
         snapshot: the parameters that it sent.
-        mean: the mean under way; None once it has landed.
+        mean: the mean under way; None once it was waited for.
     """
 
     began_s: float
@@ -56,7 +57,7 @@ class AsyncAveraging(NodeStrategy):
     """Local steps; in the background, rounds that draw every rank towards the mean of all ranks' parameters.
 
     For :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank goes at its own pace. At the
-    end of a step it adds what a round has come to, if it has landed, and begins the next one `sync_interval_ms` after
+    end of a step it adds what a round has come to, if it is complete, and begins the next one `sync_interval_ms` after
     it began the last. A round is through when every rank has begun it, so the slowest one decides how often they mix;
     none waits for another in a step, and ranks may do different numbers of steps. (The exception: ranks that go on
     from states that weren't made by ``train.init`` in this process wait for each other at their first round.)
@@ -64,7 +65,7 @@ class AsyncAveraging(NodeStrategy):
     ``train.finish(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
     takes part in the others' rounds until they have come too; then all hold the same parameters, the mean. Training may
     go on with the next step, which is Bagua's ``resume``. Parameters of ranks differ at other times, and so do losses:
-    the metrics' is the rank's own. A round under way isn't part of a saved state: settle before saving. Where the world
+    the metrics' is the rank's own. A round under way isn't part of a saved state: finish before saving. Where the world
     is shut down without, ranks join what others have begun, for nobody, as long as all come to the end within seconds.
 
     How stale: a rank adds its peers' parameters as they were one round ago. One that doesn't reach the end of a step
@@ -177,8 +178,10 @@ class AsyncAveraging(NodeStrategy):
         if info.step < self.warmup_steps or info.axis.size == 1:
             return super().update(update, states, info, pending)
         # Before the optimizer: if a peer is lost, the state is as it was.
-        lands, begins = self._due(info, pending)
-        deltas, states, pending = self._land(update.params, states, info, pending) if lands else (None, states, pending)
+        waits, begins = self._due(info, pending)
+        deltas: list[torch.Tensor] | None = None
+        if waits:
+            deltas, states, pending = self._take_round(update.params, states, info, pending)
         params, opt_state = update.apply()
         params = _moved(params, deltas)
         if begins:
@@ -188,14 +191,14 @@ class AsyncAveraging(NodeStrategy):
     def finish(self, params: Tree, states: States, info: StepInfo, pending: Round | None) -> tuple[Tree, States]:
         if info.axis.size == 1:
             return params, states
-        deltas, states, _ = self._land(params, states, info, pending)
+        deltas, states, _ = self._take_round(params, states, info, pending)
         params = _moved(params, deltas)
-        settled, count = False, info.axis.size // self.together
-        while not settled:
+        finished, count = False, info.axis.size // self.together
+        while not finished:
             # This rank stands still meanwhile, so x + S / n - s is the mean itself: to the bit the same on all ranks.
-            reduced = self._landed(self._exchange(params, info, settling=1), params, info)
+            reduced = self._wait_round(self._exchange(params, info, finishing=1), params, info)
             leaves, spec = tree.flatten(params)
-            settled = self.schedule is not None or round(count * reduced[-1].item()) == count
+            finished = self.schedule is not None or round(count * reduced[-1].item()) == count
             params = tree.unflatten(spec, reduced[: len(leaves)])
         return params, states
 
@@ -204,7 +207,7 @@ class AsyncAveraging(NodeStrategy):
         return _MEAN if self.together == 1 else AmongNodes(self.together, _MEAN)
 
     def _due(self, info: StepInfo, pending: Round | None) -> tuple[bool, bool]:
-        """Whether a round is landed in this step, and whether the next one begins at its end."""
+        """Whether this step waits for a round, and whether the next one begins at its end."""
         if self.schedule is not None:
             period, delay = self.schedule
             since = info.step - self.warmup_steps
@@ -227,26 +230,26 @@ class AsyncAveraging(NodeStrategy):
     def _begin(self, params: Tree, states: States, info: StepInfo) -> tuple[Round | None, States]:
         """Begin a round; where that does it all, what it comes to waits in the states."""
         leaves = tree.flatten(params)[0]
-        mean = self._exchange(params, info, settling=0)
+        mean = self._exchange(params, info, finishing=0)
         if info.axis.comm or info.axis.meta:
             return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
-        reduced = self._landed(mean, params, info)
+        reduced = self._wait_round(mean, params, info)
         paths = tree.leaf_paths(params)
         return None, {path: {_DELTA: y - x} for path, y, x in zip(paths, reduced, leaves, strict=False)}
 
-    def _land(
+    def _take_round(
         self, params: Tree, states: States, info: StepInfo, pending: Round | None
     ) -> tuple[list[torch.Tensor] | None, States, Round | None]:
         """(S / n - s of the round under way, the states and the round without it)"""
         if pending is not None and pending.mean is not None:
-            reduced = self._landed(pending.mean, params, info)
+            reduced = self._wait_round(pending.mean, params, info)
             deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]
             return deltas, states, Round(pending.began_s)
         if states:
             return [states[path][_DELTA] for path in tree.leaf_paths(params)], {}, pending
         return None, states, pending
 
-    def _landed(self, mean: Exchange, params: Tree, info: StepInfo) -> list[torch.Tensor]:
+    def _wait_round(self, mean: Exchange, params: Tree, info: StepInfo) -> list[torch.Tensor]:
         """What a round has come to. In a node each rank has had a part of it."""
         reduced, _ = mean.wait()
         if self.together == 1:
@@ -254,16 +257,16 @@ class AsyncAveraging(NodeStrategy):
         there = StepInfo(info.step, node(info.axis, self.together))
         return self.exchange(FromParts(self.together), reduced, self._message(params, 0)[1], there).wait()[0]
 
-    def _exchange(self, params: Tree, info: StepInfo, settling: int) -> Exchange:
-        return self.exchange(self._round, *self._message(params, settling), info, background=True)
+    def _exchange(self, params: Tree, info: StepInfo, finishing: int) -> Exchange:
+        return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 
-    def _message(self, params: Tree, settling: int) -> tuple[list[torch.Tensor], list[str]]:
-        """What a round sends, and its names: the parameters; on the clock, whether this rank is settling too."""
+    def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:
+        """What a round sends, and its names: the parameters; on the clock, whether this rank is finishing too."""
         leaves, paths = tree.flatten(params)[0], tree.leaf_paths(params)
         if self.schedule is not None:
             return leaves, paths
         device = leaves[0].device if leaves else None
-        return [*leaves, torch.tensor(float(settling), dtype=torch.float64, device=device)], [*paths, _SETTLING]
+        return [*leaves, torch.tensor(float(finishing), dtype=torch.float64, device=device)], [*paths, _FINISHING]
 
 
 def _moved(params: Tree, deltas: Sequence[torch.Tensor] | None) -> Tree:

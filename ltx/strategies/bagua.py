@@ -222,7 +222,7 @@ class GradientAllReduce(NodeStrategy):
 
     Args:
         average: the mean over ranks, or their sum.
-        hierarchical, node_size: sums within nodes of that many ranks, each of which talks about a part to other nodes.
+        hierarchical, node_size: sums within nodes of that many ranks, each of which exchanges a part with other nodes.
     """
 
     average: bool = True
@@ -247,7 +247,7 @@ class EightBitGradients(GradientAllReduce):
 
     Args:
         average: the mean over ranks, or their sum.
-        hierarchical, node_size: sums within nodes of that many ranks, each of which talks about a part to other nodes.
+        hierarchical, node_size: sums within nodes of that many ranks, each of which exchanges a part with other nodes.
     """
 
     @property

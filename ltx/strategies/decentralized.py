@@ -184,7 +184,7 @@ class ShiftOne(CommHook):
         if inputs.axis_size == 1:
             return inputs.flat, inputs.states
         assert isinstance(inputs.step, int)  # no graph holds this hook
-        mine = inputs.flat.clone()  # the wire may do with a buffer what it likes
+        mine = inputs.flat.clone()  # a buffer belongs to the channel once it is sent
         pairs = pairing(inputs.axis_size, inputs.step // self.communication_interval)
         theirs = yield CollectiveRequest("ppermute", inputs.flat, arguments=pairs)
         return theirs.add_(mine).div_(2), inputs.states

@@ -1,4 +1,4 @@
-"""DiLoCoStrategy: an inner optimizer on each rank, an outer one for all, which talks once in H steps.
+"""DiLoCoStrategy: an inner optimizer on each rank, an outer one for all, which communicates once in H steps.
 
     w_r    <- update(w_r, grad f_r(w_r))                        H times, each rank for itself
     d      =  mean_r (a - w_r)                                  the outer gradient; a is where all ranks began

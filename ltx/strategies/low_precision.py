@@ -44,7 +44,7 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Its
     communication state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half
-    precision. Ranks talk after the optimizer; with ``overlap="update"`` bucket by bucket during the backward pass.
+    precision. Ranks communicate after the optimizer; with ``overlap="update"`` bucket by bucket in the backward pass.
     Between two ranks there is one message, as left and right are the same.
 
     Args:

@@ -119,10 +119,10 @@ def communicate_after_update(
     starts, spec = tree.flatten(update.params)
     paths = tree.leaf_paths(update.params)
     old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
-    talk = exchange(hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
+    pending = exchange(hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
     left: list[Callable[[], None]] = []
     params, found = collect_updates(
-        hook, talk.wait_buckets(), with_overwriting(hook, old, update.may_overwrite, opt_state), left.append
+        hook, pending.wait_buckets(), with_overwriting(hook, old, update.may_overwrite, opt_state), left.append
     )
     after = {**states, **{paths[member]: state for member, state in found.items() if state}}
 
@@ -150,11 +150,11 @@ def collect_updates(
     """
     params, states = list(old.params), dict[int, LeafState]()
     for bucket, result in reduced:
-        settled = hook.finish_bucket(bucket, result, old.of(bucket))
-        for member, param, state in zip(bucket.members, settled.params, settled.states, strict=True):
+        finished = hook.finish_bucket(bucket, result, old.of(bucket))
+        for member, param, state in zip(bucket.members, finished.params, finished.states, strict=True):
             params[member], states[member] = param, state
-        if settled.finish is not None:
-            finish(settled.finish)
+        if finished.finish is not None:
+            finish(finished.finish)
     return params, states
 
 

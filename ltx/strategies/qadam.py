@@ -92,7 +92,7 @@ class QAdam(NodeStrategy):
 
     Args:
         warmup_steps, betas: the optimizer's.
-        hierarchical, node_size: exact sums within nodes of that many ranks, each of which talks about a part to other
+        hierarchical, node_size: exact sums within nodes of that many ranks, each of which exchanges a part with other
             nodes: in eight bits after the warm-up, with a grid for each part.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 

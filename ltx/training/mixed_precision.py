@@ -72,7 +72,7 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
         :func:`ltx.accumulate` and :func:`ltx.train_step`. Loss scaling is the train step's; whoever takes gradients of
         the step itself scales as they like.
 
-    With a loss scale, hooks and strategies see gradients multiplied by it. What overflows on the wire arrives as
+    With a loss scale, hooks and strategies see gradients multiplied by it. What overflows in a reduction arrives as
     inf or NaN on every rank. A hook's residual (error feedback) is in units of the scaled gradient, also after the
     scale has changed.
 

@@ -86,7 +86,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     updated = strategy.update(update, states, info, pending)
     if updated.pending is not None:
         raise UnsupportedError(
-            f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to land "
+            f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to complete "
             "within a step there."
         )
     if torch.compiler.is_compiling():  # a number in the structure that changed would compile each step anew

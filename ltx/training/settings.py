@@ -90,7 +90,7 @@ def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard:
         )
     if not optimizer.leafwise:
         raise StrategyError(
-            f'{said}, before other gradients have landed; {optimizer!r} needs all of them. Use overlap="backward".'
+            f'{said}, before other gradients are complete; {optimizer!r} needs all of them. Use overlap="backward".'
         )
     if guard != "off":
         raise StrategyError(

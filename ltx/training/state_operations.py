@@ -104,7 +104,7 @@ class StateOperations(TrainSettings):
 
     @on_parts
     def finish(self, state: TrainState) -> TrainState:
-        """`state` with all landed that its strategy has under way between two steps, as an asynchronous one has.
+        """`state` after what its strategy has under way between two steps, as an asynchronous one has, is complete.
 
         Every rank calls it, after its last step or before it looks at the parameters; other strategies give the state
         back as it is. Training may go on afterwards.

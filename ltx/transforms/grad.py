@@ -2,7 +2,7 @@
 
 functorch takes some 30 us a parameter more for a step that is an autograd Function to it than for one that isn't. So
 where no transform is around the call, and nothing but the parameters is differentiated, gradients are taken by plain
-autograd up to the marker, and from there as they land.
+autograd up to the marker, and from there as reductions complete.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def prepare_trace(
         )
     key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
     if found.comm is not None:
-        key += f" of line {id(found.comm)}"
+        key += f" of communicator {id(found.comm)}"
     _traced[key] = (strategy, hook, found)
     return key
 

@@ -1,4 +1,4 @@
-"""Precision and DynamicLossScale: in which dtypes a step computes, talks and answers, and how its loss is scaled.
+"""Precision and DynamicLossScale: in which dtypes a step computes, reduces and returns, and how its loss is scaled.
 
     f16(p, batch) = output(f(compute(p), compute(batch)))          parameters p, gradients and optimizer in p's dtype
     dynamic scaling:    g = grad(s f16) / s

@@ -128,7 +128,7 @@ def test_times_of_day() -> None:
 
 
 def made_by_hand(rank: int = 0) -> Trace:
-    """Two buckets under way together, of which the second waits, and a user's own that hasn't landed."""
+    """Two buckets under way together, of which the second waits, and a user's own that isn't complete."""
     events = [
         Event("buckets 0", "psum", "bucket 0", 100, 1.25, 1.75),
         Event("buckets 0", "psum", "bucket 1", 200, 1.5, 2.25, waited_s=0.25),
@@ -148,18 +148,16 @@ def test_a_file_for_perfetto(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     ltx.profile.timeline([made_by_hand(0), made_by_hand(1)]).save(path)
     events = json.loads(path.read_text())["traceEvents"]
-    transports = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(transports.values()) == ["compute", "buckets 0", "buckets 0 (2)", "user"] * 2
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(tracks.values()) == ["compute", "buckets 0", "buckets 0 (2)", "user"] * 2
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
     found = {
-        (e["pid"], transports[e["pid"], e["tid"]], e["name"]): (e["ph"], e["ts"], e.get("dur"))
-        for e in events
-        if "ts" in e
+        (e["pid"], tracks[e["pid"], e["tid"]], e["name"]): (e["ph"], e["ts"], e.get("dur")) for e in events if "ts" in e
     }
     assert found == {
-        (rank, transport, name): (kind, (rank + start) * 1e6, None if duration is None else duration * 1e6)
+        (rank, track, name): (kind, (rank + start) * 1e6, None if duration is None else duration * 1e6)
         for rank in range(2)
-        for transport, name, kind, start, duration in [
+        for track, name, kind, start, duration in [
             ("compute", "step", "X", 0.0, 1.75),
             ("compute", "forward", "X", 0.0, 0.25),
             ("compute", "backward", "X", 0.25, 0.75),
@@ -185,12 +183,12 @@ def test_recordings_come_back_from_ranks_and_are_saved_together(ranks: Ranks, tm
         mine = [e for e in events if e["pid"] == rank]
         assert len(mine) == len(trace.spans) + len(trace.events) == 3 * (4 + 3)
         assert sum(e["args"].get("bytes", 0) for e in mine) == trace.bytes
-    by_lane = defaultdict(list)
+    by_track = defaultdict(list)
     for e in events:
-        by_lane[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
-    for transport in by_lane.values():  # within a lane, Perfetto wants events that nest
-        for i, (start, end) in enumerate(transport):
-            for other_start, other_end in transport[:i]:
+        by_track[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    for track in by_track.values():  # within a track, Perfetto wants events that nest
+        for i, (start, end) in enumerate(track):
+            for other_start, other_end in track[:i]:
                 inside = (start >= other_start and end <= other_end) or (other_start >= start and other_end <= end)
                 assert inside or end <= other_start + 1e-3 or start >= other_end - 1e-3
     # Ranks of one machine have one clock: they take their steps at the same time.
@@ -232,7 +230,7 @@ def test_a_picture_of_several_ranks(pyplot: Any) -> None:
     ax = ltx.profile.timeline([made_by_hand(), other]).plot(mine)
     assert ax is mine
     labels = [tick.get_text() for tick in ax.get_yticklabels()]
-    assert labels == [f"rank {r}  {transport}" for r in range(2) for transport in ("compute", "buckets 0", "user")]
+    assert labels == [f"rank {r}  {track}" for r in range(2) for track in ("compute", "buckets 0", "user")]
     assert ax.get_title() == "50% to 75% of the communication hidden"
 
 

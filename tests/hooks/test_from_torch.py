@@ -411,7 +411,7 @@ def test_group_and_axis_must_have_the_same_ranks(ranks: Ranks) -> None:
         return str(caught.value), local
 
     for rank, (text, local) in enumerate(ranks(2).run(run)):
-        assert "rank 0: FromTorch(_reduces, NoneType) talks to ranks [0, 1] of the default process group" in text
+        assert "FromTorch(_reduces, NoneType) communicates with ranks [0, 1] of the default process group" in text
         assert f"axis 'alone' has ranks [{rank}]" in text
         assert local == rank
 

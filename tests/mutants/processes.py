@@ -54,17 +54,17 @@ MUTANTS = (
         tests=("tests/runtime/test_elastic.py::test_too_few_are_left",),
     ),
     Mutant(
-        name="runtime: a meeting waits for those that are gone",
+        name="runtime: a regroup waits for those that are gone",
         file="runtime/regroup.py",
         old="if not (at_the_limit or lost.union(declined).issuperset(missing)):",
         new="if not (at_the_limit or set(declined).issuperset(missing)):",
-        breaks="after a loss the others stand still for the meeting's timeout",
+        breaks="after a loss the others stand still for the meeting_timeout",
         tests=("tests/runtime/test_regroup.py",),
     ),
     Mutant(
         name="runtime: a worker's failure isn't reported",
         file="runtime/pool.py",
-        old="        if workers.torn or not kept:\n            raise failure_error",
+        old="        if workers.failed or not kept:\n            raise failure_error",
         new="        if not kept:\n            raise failure_error",
         breaks="pool.run returns though a rank raised",
         tests=("tests/runtime/test_failures.py::test_an_exception_arrives_with_rank_type_text_and_cause",),
@@ -80,8 +80,8 @@ MUTANTS = (
     Mutant(
         name="runtime: after a failure the world isn't renewed",
         file="runtime/pool.py",
-        old="if self._workers is not None and self._workers.torn:",
-        new="if self._workers is not None and self._workers.torn is None:",
+        old="if self._workers is not None and self._workers.failed:",
+        new="if self._workers is not None and self._workers.failed is None:",
         breaks="after a failed call workers wait for what was left behind",
         tests=(
             "tests/runtime/test_failures.py::test_a_peer_that_waits_in_a_collective_is_told_at_once",

@@ -90,7 +90,7 @@ MUTANTS = (
         name="strategies: a round forgets the steps since it began",
         file="strategies/async_averaging.py",
         old="deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]",
-        new="deltas = [y - x for y, x in zip(landed, tree.flatten(params)[0], strict=False)]",
+        new="deltas = [y - x for y, x in zip(reduced, tree.flatten(params)[0], strict=False)]",
         breaks="asynchronous averaging throws local steps away, between processes",
         tests=("tests/strategies/test_async.py",),
     ),

@@ -352,7 +352,7 @@ def test_no_gradients_on_the_wire() -> None:
     assert (found.buckets, found.hook, found.bytes, found.collectives, found.summary_bytes) == ((), None, 0, 0, 0)
     assert (found.plain_bytes, found.compression) == (400, math.inf)
     assert found.matches(comm.Trace())
-    assert "Local on 2 ranks, synchronised step 2: no gradients on the wire" in str(found)
+    assert "Local on 2 ranks, synchronised step 2: no gradients sent" in str(found)
     assert f"note: {Local()!r} leaves the gradients of this step local" in str(found)
     assert found.exchanges is None
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
@@ -362,7 +362,7 @@ def test_no_gradients_on_the_wire() -> None:
     assert (blocked.bytes, blocked.notes) == (0, ("the step's gradients are blocked (block_backward_sync)",))
     alone = ltx.profile.explain(step, params)
     assert (alone.world, alone.bytes, alone.compression) == (1, 0, 1.0)
-    assert str(alone).splitlines()[0] == "Local on 1 rank, synchronised step 0: no gradients on the wire"
+    assert str(alone).splitlines()[0] == "Local on 1 rank, synchronised step 0: no gradients sent"
     nobody = ltx.profile.explain(step, {"count": torch.ones(3, dtype=torch.int64)}, world=2)
     assert (nobody.buckets, nobody.plain_bytes) == ((), 0)
 
@@ -409,9 +409,9 @@ def test_training_steps_send_what_is_explained(ranks: Ranks, name: str, n: int) 
         return seen
 
     share, header = 2 * (n - 1) * 16 // n, 128 * (n - 1) // n  # four numbers; eight in double precision
-    talks, quiet = (share, 1, header), (0, 0, 0)
-    local = [quiet, quiet, talks] * 2 + [quiet]
-    expected = {"post-local SGD": [talks] * 3 + local[3:], "gossip": [(share, 1, 0)] * 7}
+    sends, quiet = (share, 1, header), (0, 0, 0)
+    local = [quiet, quiet, sends] * 2 + [quiet]
+    expected = {"post-local SGD": [sends] * 3 + local[3:], "gossip": [(share, 1, 0)] * 7}
     for found in ranks(n).run(run):
         assert found == expected.get(name, local)
 
@@ -454,7 +454,7 @@ def test_parts_of_the_axis(ranks: Ranks) -> None:
 
 
 BESIDES = """\
-LocalSGD on 2 ranks, synchronised step 2: no gradients on the wire; what rank 0 sends besides
+LocalSGD on 2 ranks, synchronised step 2: no gradients sent; what rank 0 sends besides
 
 besides     parameters  elements       tensors  collective  of          sent
 ----------  ----------  --------  ------------  ----------  ----------  ----
@@ -533,7 +533,7 @@ class Besides(ltx.Strategy):
 
 def test_what_isnt_an_exchange_cant_be_explained() -> None:
     for strategy, text in (
-        (Besides(), "talks by a collective (psum of float32[3]) that belongs to no exchange"),
+        (Besides(), "communicates by a collective (psum of float32[3]) that belongs to no exchange"),
         (Besides(reads=True), "can't be run on shapes alone: step 0 took"),
     ):
         with pytest.raises(UnsupportedError, match=re.escape(text)):

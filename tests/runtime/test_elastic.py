@@ -241,7 +241,7 @@ def test_too_few_are_left(started: Start) -> None:
 @pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("sockets", [False, True])
 def test_nothing_is_left_of_worlds_that_have_ended(sockets: bool, started: Start) -> None:
-    """Files, sockets, shared memory and threads don't grow with the number of meetings, and in the end all are gone."""
+    """Files, sockets, shared memory and threads don't grow with the number of worlds, and in the end all are gone."""
 
     def body(tell: Callable[[Any], None]) -> Any:
         train, state = make()

@@ -149,7 +149,7 @@ def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Start) -> Non
 
 @pytest.mark.full
 def test_a_newcomer_to_ranks_that_were_told_by_arguments(started: Start) -> None:
-    """It runs the same program, arguments and all, and is known to compare nothing that the meeting has settled."""
+    """It runs the same program, arguments and all, and is known to compare nothing that the regroup has decided."""
     body = training(wait_for=3)
     world = started(2, body, held_by="rank 0", by_arguments=True)
     begun(world, 2)
@@ -245,7 +245,7 @@ def test_a_replacement_of_a_lost_rank_zero(started: Start) -> None:
     begun(world, 3)
     world.join(body)
     ended = all_of(world, 1, 2, 3)
-    assert ended[0]["sizes"] in ([2, 3], [3])  # the newcomer may have come to the same meeting
+    assert ended[0]["sizes"] in ([2, 3], [3])  # the newcomer may have come to the same regroup
     position, lost = START, {}
     for step in (1, 2):
         lost[step], position = position.indices(0, 3).tolist(), position.after_step()
@@ -430,7 +430,7 @@ def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Start) -> 
 
 @pytest.mark.full
 def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: Start) -> None:
-    """It came to the meeting, so that the others try to make a world with it, whose timeout is 20 s."""
+    """It came to the regroup, so that the others try to make a world with it, whose timeout is 20 s."""
 
     def dies(tell: Callable[[Any], None]) -> Any:
         take_over = Membership._take_over
@@ -457,7 +457,7 @@ def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: 
 
 
 @pytest.mark.full
-def test_a_rank_that_comes_to_the_meeting_and_dies_isnt_waited_for(started: Start) -> None:
+def test_a_rank_that_comes_to_the_regroup_and_dies_isnt_waited_for(started: Start) -> None:
     """Rank 1 comes and dies; rank 2 comes later; the limit of 60 s isn't waited for."""
 
     def dies(tell: Callable[[Any], None]) -> Any:

@@ -1,4 +1,4 @@
-"""Parcels: what goes in comes out, whatever its size, and is the receiver's own."""
+"""Messages: what goes in comes out, whatever its size, and is the receiver's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
 
 @pytest.fixture
 def through(ends: tuple[Connection, Connection]) -> Send:
-    """Send a value through a parcel, and give what comes out."""
+    """Send a value as a message, and give what comes out."""
 
     def send(value: Any) -> Any:
         message = pack(value)
@@ -87,7 +87,7 @@ def test_long_pickles(through: Send) -> None:
     assert through(words) == words
 
 
-def test_a_parcel_goes_to_several_receivers(seed: int) -> None:
+def test_a_message_goes_to_several_receivers(seed: int) -> None:
     x = torch.randn(LARGE)
     message = pack(x)
     pairs = [Pipe() for _ in range(3)]
@@ -109,7 +109,7 @@ def test_several_objects_in_one(ends: tuple[Connection, Connection]) -> None:
     pickler.dump("first")
     pickler.dump(x)
     pickler.dump([x])
-    message = pickler.parcel()
+    message = pickler.message()
     message.send(ends[0])
     message.close()
     load = receive(ends[1])

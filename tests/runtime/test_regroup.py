@@ -1,4 +1,4 @@
-"""A new meeting of the ranks that are left."""
+"""Regroup: the ranks that are left agree on a new world."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def met(
     def hold(rank: int) -> Placement | None:
         asking = lambda: list(newcomers)  # noqa: E731
         member = Member.of(rank, place(rank))
-        decision = Regroup(store, 1).hold(member, range(5), lambda some: gone, limit_s, asking=asking, **kwargs)
+        decision = Regroup(store, 1).decide(member, range(5), lambda some: gone, limit_s, asking=asking, **kwargs)
         return decision.place(rank, place(rank)) if rank in decision.numbers else None
 
     members = [who for who in come if who < 5]
@@ -99,9 +99,9 @@ def test_who_lives_and_doesnt_come_is_waited_for_until_the_limit() -> None:
 def test_who_comes_too_late_is_told() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     members = [Member.of(rank, place(rank)) for rank in range(5)]
-    alone = Regroup(store, 7).hold(members[0], range(5), lambda some: [1, 2, 3, 4], 30)
+    alone = Regroup(store, 7).decide(members[0], range(5), lambda some: [1, 2, 3, 4], 30)
     assert alone.numbers == [0]
-    assert Regroup(store, 7).hold(members[3], range(5), lambda some: (), 30) == alone
+    assert Regroup(store, 7).decide(members[3], range(5), lambda some: (), 30) == alone
 
 
 def test_who_has_come_and_died_isnt_waited_for_and_doesnt_go_on() -> None:
@@ -110,7 +110,7 @@ def test_who_has_come_and_died_isnt_waited_for_and_doesnt_go_on() -> None:
     Regroup(store, 1).come(Member.of(4, place(4)))
 
     def hold(rank: int) -> Decision:
-        return Regroup(store, 1).hold(Member.of(rank, place(rank)), range(5), lambda some: dead, 30)
+        return Regroup(store, 1).decide(Member.of(rank, place(rank)), range(5), lambda some: dead, 30)
 
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(hold, 0)

@@ -268,7 +268,7 @@ def test_state_that_isnt_of_vectors_is_refused() -> None:
 
 def test_buckets_cant_be_updated_before_a_norm_of_all_is_known() -> None:
     clipped = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD)
-    with pytest.raises(StrategyError, match=r"before other gradients have landed; .*clip_by_global_norm"):
+    with pytest.raises(StrategyError, match=r"before other gradients are complete; .*clip_by_global_norm"):
         ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), clipped, overlap="update")
 
 

@@ -227,7 +227,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             overlap="update",
         ),
         StrategyError,
-        'overlap="update" applies the optimizer bucket by bucket, before other gradients have landed; chain('
+        'overlap="update" applies the optimizer bucket by bucket, before other gradients are complete; chain('
         'clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5)) needs all of them. Use overlap="backward".',
     ),
     "init of a generator": (
