@@ -422,7 +422,7 @@ def test_resuming_with_another_choice(ranks: Ranks, tmp_path: Path) -> None:
         module, x = module_of(0), torch.ones(2, 300)
         loss = loss_of(module)
 
-        def trainer(network: ltx.profile.Network, **fields: Any) -> ltx.transforms.TrainStep:
+        def trainer(network: ltx.profile.Network, **fields: Any) -> ltx.training.TrainStep:
             return ltx.train_step(ltx.data_parallel(loss, on(network, **fields)), adamw())
 
         slow, fast = trainer(SLOW), trainer(FAST)

@@ -120,7 +120,7 @@ def _step(hook: CommHook, loss: Any = _loss, **kwargs: Any) -> ltx.DataParallel:
     return ltx.data_parallel(loss, strategy, **kwargs)
 
 
-def _train(hook: CommHook, **kwargs: Any) -> ltx.transforms.TrainStep:
+def _train(hook: CommHook, **kwargs: Any) -> ltx.training.TrainStep:
     return ltx.train_step(_step(hook), ltx.optim.from_torch(torch.optim.SGD, lr=0.1), **kwargs)
 
 

@@ -32,7 +32,7 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return x * sum(p.double().sum() for p in params.values())
 
 
-def trainer(strategy: ltx.Strategy, fn: Callable[..., Tensor] = loss, **kwargs: Any) -> ltx.transforms.TrainStep:
+def trainer(strategy: ltx.Strategy, fn: Callable[..., Tensor] = loss, **kwargs: Any) -> ltx.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(fn, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
 
 

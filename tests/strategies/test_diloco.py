@@ -29,7 +29,7 @@ def start(dtype: torch.dtype = torch.float32) -> Params:
     return {name: torch.linspace(-1, 1, size, dtype=dtype) for name, size in SIZES.items()}
 
 
-def trainer(strategy: ltx.Strategy, optimizer: ltx.optim.Optimizer = SGD, **kwargs: Any) -> ltx.transforms.TrainStep:
+def trainer(strategy: ltx.Strategy, optimizer: ltx.optim.Optimizer = SGD, **kwargs: Any) -> ltx.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, **kwargs)
 
 

@@ -133,7 +133,7 @@ PARAMS = {"w": torch.ones(5, 4), "b": torch.zeros(())}
 NUMEL = 21
 
 
-def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.transforms.TrainStep:
+def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.Adam, lr=0.1), **kwargs)
 
 

@@ -140,7 +140,7 @@ def slow(twin: Twin, ranks: int) -> list[Params]:
     return params
 
 
-def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.transforms.TrainStep:
+def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
 
 

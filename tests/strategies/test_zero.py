@@ -296,7 +296,7 @@ def test_clipping_takes_one_norm_over_all_parts(n: int) -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def trainer() -> ltx.transforms.TrainStep:
+def trainer() -> ltx.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), ADAMW, donate=False)
 
 

@@ -153,7 +153,7 @@ def test_gradients_travel_in_the_reduce_dtype(
 
 # --- training --------------------------------------------------------------------------------------------------------
 
-TRAINS: dict[str, Callable[[ltx.DataParallel], ltx.transforms.TrainStep]] = {
+TRAINS: dict[str, Callable[[ltx.DataParallel], ltx.training.TrainStep]] = {
     "plain": lambda step: ltx.train_step(step, adamw()),
     "scaled": lambda step: ltx.train_step(step, adamw()),
     "overlap": lambda step: ltx.train_step(step, adamw(), overlap="update"),

@@ -36,7 +36,7 @@ def adamw(lr: Any = LR, **kwargs: Any) -> ltx.optim.Optimizer:
     return ltx.optim.from_torch(torch.optim.AdamW, lr=lr, **kwargs)
 
 
-def run(train: ltx.transforms.TrainStep, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Params]:
+def run(train: ltx.training.TrainStep, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Params]:
     """(losses, parameters) after one step on each batch."""
     state, losses = train.init(params_of(module)), []
     for batch in batches:
