@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ltx.comm import ledger
 from ltx.comm.backends import Backends
 from ltx.comm.deadlock import PATIENCE_S
+from ltx.comm.negotiation import Negotiation
 from ltx.comm.operations import OPERATIONS, SUMMED, bytes_sent
 from ltx.comm.process_groups import Arguments, as_bytes, as_it_is, from_bytes, is_of_network
 from ltx.comm.signature import Agreement
@@ -38,9 +39,6 @@ from ltx.errors import (
     UnsupportedError,
     WorldError,
 )
-
-if TYPE_CHECKING:
-    from ltx.comm.negotiation import Negotiation
 
 _DIGEST_PRIME = (1 << 61) - 1
 

@@ -14,18 +14,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ltx.arguments import checked
 from ltx.axis import axes_in_scope
+from ltx.comm.communicator import Communicator
 from ltx.comm.signature import Agreement, Post, Signature, list_calls, mismatch
 from ltx.errors import CollectiveTimeoutError, LtxError, RankMismatchError
-
-if TYPE_CHECKING:
-    from ltx.comm.axis_comm import AxisComm
 
 #: Under this address the store holds what is compared here.
 CHECKS = "checks"
@@ -51,13 +49,13 @@ class Checks:
 
     def __init__(self, same_lines: bool, around: Checks | None):
         self.same_lines = same_lines
-        self._axes: dict[AxisComm, None] = {} if around is None else around._axes
-        self._covered: deque[tuple[AxisComm, Any]] = deque()
+        self._axes: dict[Communicator, None] = {} if around is None else around._axes
+        self._covered: deque[tuple[Communicator, Any]] = deque()
         self._told: BaseException | None = None
 
     def negotiate(
         self,
-        axis_comm: AxisComm,
+        axis_comm: Communicator,
         key: Any,
         describe: Callable[[], Signature],
         offer: Callable[[], Any],
@@ -76,11 +74,11 @@ class Checks:
             return known
         return Agreement(signature, signature.fingerprint, agreed)
 
-    def cover(self, axis_comm: AxisComm, keys: Iterable[Any]) -> None:
+    def cover(self, axis_comm: Communicator, keys: Iterable[Any]) -> None:
         """The issues under `keys` that come next are part of what was just compared."""
         self._covered = deque((axis_comm, key) for key in keys)
 
-    def exchange(self, axis_comm: AxisComm, signature: Signature, value: Any = None) -> list[Post]:
+    def exchange(self, axis_comm: Communicator, signature: Signature, value: Any = None) -> list[Post]:
         """Every rank's post for this call: equal signatures, and each rank's `value`."""
         if axis_comm not in self._axes:
             self._axes[axis_comm] = None
@@ -102,9 +100,10 @@ class Checks:
             axis_comm.store_exchange.forget(before, [axis_comm.rank])
         return posts
 
-    def _exchange(self, axis_comm: AxisComm, place: str, before: str, post: Post) -> list[Post]:
+    def _exchange(self, axis_comm: Communicator, place: str, before: str, post: Post) -> list[Post]:
         try:
-            return axis_comm.negotiation.exchange(place, post)
+            posts: list[Post] = axis_comm.negotiation.exchange(place, post)
+            return posts
         except CollectiveTimeoutError as error:
             text = f"{error} This is {post.call}."
             for rank in axis_comm.store_exchange.absent(place):
@@ -112,7 +111,7 @@ class Checks:
                 text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
             raise CollectiveTimeoutError(text) from None
 
-    def _check_lines(self, axis_comm: AxisComm, posts: list[Post]) -> None:
+    def _check_lines(self, axis_comm: Communicator, posts: list[Post]) -> None:
         lines = {rank: os.path.basename(post.caller) for rank, post in enumerate(posts)}
         operation = posts[0].signature.operation
         if not self.same_lines or len(set(lines.values())) == 1 or operation.split()[0] in _FROM_ANY_LINE:
@@ -148,7 +147,7 @@ class Checks:
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
                 axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
-    def _open(self) -> list[AxisComm]:
+    def _open(self) -> list[Communicator]:
         return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
 
 

@@ -13,17 +13,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ltx.comm.communicator import Communicator, ComparedChannel
 from ltx.comm.deadlock import FREE_THREAD, PATIENCE_S
 from ltx.comm.debug import CHECKS, called, caller, under_way
 from ltx.comm.signature import Post, Signature, explain_posts
 from ltx.comm.store_exchange import EXCHANGES
 from ltx.errors import PeerLostError, RankMismatchError, StoreGoneError
-
-if TYPE_CHECKING:
-    from ltx.comm.axis_comm import AxisComm
-    from ltx.comm.channel import Channel
 
 # More calls than one session of debug_checks has: its calls are counted through all sessions.
 _CALLS = 1 << 32
@@ -38,7 +35,7 @@ class Negotiation:
         next_check: (session, call) of the next call of ltx.debug_checks() on this axis; the same on all ranks.
     """
 
-    def __init__(self, axis_comm: AxisComm):
+    def __init__(self, axis_comm: Communicator):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
         self._store, self._recovery, self._heartbeat = axis_comm.store_exchange, axis_comm.recovery, axis_comm.heartbeat
         self.deadlocks = axis_comm.heartbeat.deadlocks
@@ -71,7 +68,7 @@ class Negotiation:
         self._refuse(dict(enumerate(posts)))
         return posts
 
-    def compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
+    def compare(self, channel: ComparedChannel, signature: Signature, offer: Any) -> Any:
         """Compare the `signature` of what comes next on `channel`. Gives rank 0's `offer`."""
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
@@ -116,7 +113,7 @@ class Negotiation:
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)
 
-    def key(self, channel: Channel, compared: bool = False) -> str:
+    def key(self, channel: ComparedChannel, compared: bool = False) -> str:
         """The name of `channel` in :mod:`ltx.comm.deadlock`, for its collectives or for what is compared for it."""
         return f"{self._comm.label}/{channel.address}{'/compared' if compared else ''}"
 
@@ -135,7 +132,7 @@ class Negotiation:
             counts[self.key(channel, compared=True)] = (channel.compared, threads)
         return counts
 
-    def check_deadlock(self, channel: Channel, number: int, what: str) -> None:
+    def check_deadlock(self, channel: ComparedChannel, number: int, what: str) -> None:
         """Called now and then during a long wait for collective number `number` of `channel`.
 
         Raises:
@@ -226,7 +223,7 @@ class Negotiation:
                 "it is down."
             )
 
-    def stragglers(self, channel: Channel) -> str:
+    def stragglers(self, channel: ComparedChannel) -> str:
         """A text that says which ranks haven't issued the last collective of `channel`."""
         reports = self._heartbeat.reported(self._comm.global_ranks, self._comm.label)
         late = {rank: report.get(channel.address, channel.issued) for rank, report in enumerate(reports)}

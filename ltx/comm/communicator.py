@@ -1,0 +1,55 @@
+"""What comparing calls needs of an axis' communicator and its channels, which are made of what compares them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ltx.comm.heartbeat import Heartbeat
+from ltx.comm.recovery import Later, Recovery
+from ltx.comm.signature import Agreement
+from ltx.comm.store_exchange import StoreExchange
+
+
+class ComparedChannel(Protocol):
+    """:class:`ltx.comm.channel.Channel`, as far as its collectives are compared."""
+
+    address: str
+    issued: int
+    compared: int
+    begun: int
+    threads: set[int]
+    recent: deque[tuple[int, Agreement]]
+
+
+class Communicator(Protocol):
+    """:class:`ltx.comm.axis_comm.AxisComm`, as far as its ranks compare calls."""
+
+    name: str
+    rank: int
+    size: int
+    label: str
+    global_ranks: list[int]
+    closed: bool
+    under_way: str
+    pending_steps: list[Later]
+    heartbeat: Heartbeat
+    store_exchange: StoreExchange
+    recovery: Recovery
+    negotiation: Any
+
+    @property
+    def user(self) -> ComparedChannel: ...
+
+    @property
+    def background(self) -> ComparedChannel: ...
+
+    @property
+    def channels(self) -> Sequence[ComparedChannel]: ...
+
+    def is_later_phase(self, channel: Any) -> bool: ...
+
+    def lost(self) -> list[int]: ...
+
+    def check_not_forked(self) -> None: ...
