@@ -70,7 +70,7 @@ def cycle_of(setting: Setting, name: str) -> Variant:
 
 
 def alone(setting: Setting) -> Variant:
-    """Steps of ltx that talk to nobody: the first one averages parameters, and the next would in a million."""
+    """Steps of ltx that send nothing: the first one averages parameters, and the next would in a million."""
     step = setting.ltx_step(ltx.LocalSGDStrategy(period=1_000_000))
     step()
     return step

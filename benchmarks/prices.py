@@ -4,7 +4,7 @@
 
 A hook by itself, with its numbers in the cache, takes a fraction of what it adds to a step: it empties the caches of
 the backward pass and of the optimizer, and finds its own empty. So its price is taken of whole steps: two ranks on
-loopback, the step of benchmarks.step_time in turns with one that talks to nobody, the time of the rank's own thread
+loopback, the step of benchmarks.step_time in turns with one that sends nothing, the time of the rank's own thread
 less what it spends on copies through shared memory. The lower quartile over rounds, as others' work only adds to it.
 
 Then, through sockets: what all of a process takes for a byte that it sends by each operation, to that of a sum of
@@ -66,7 +66,7 @@ def striding() -> Callable[[], float]:
 
 
 def steps_of(setting: Setting, name: str | None) -> Variant:
-    """A step with the strategy of a name; one that talks to nobody for None."""
+    """A step with the strategy of a name; one that sends nothing for None."""
     strategy = ltx.LocalSGDStrategy(period=1_000_000) if name is None else NAMES[name]
     optimizer = OPTIMIZERS.get(name or "", setting.optimizer)
     train = ltx.train_step(ltx.data_parallel(setting.loss, strategy), optimizer)

@@ -3,7 +3,7 @@
     python -m benchmarks.strategies [--link loopback|1gbit|100mbit] [--rounds 8] [--losses 30] [--strategies NAME ...]
 
 Forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank, on windows of Python's own help
-texts. A round runs each variant for some steps, a whole period for strategies that talk now and then; what a step
+texts. A round runs each variant for some steps, a whole period for strategies that send now and then; what a step
 leaves under way is waited for at the end, within its time. A figure is the median over rounds of the ratio of two
 variants' mean step times in the same round, the slowest rank's each.
 
@@ -113,9 +113,9 @@ class Variant:
                 cross_entropy(self.module(inputs), targets).backward()
                 self.optimizer.step()
         if self.train is not None and self.train.overlap == "step":
-            self.settled()
+            self.finished_params()
 
-    def settled(self) -> dict[str, torch.Tensor]:
+    def finished_params(self) -> dict[str, torch.Tensor]:
         """The parameters, with nothing under way."""
         if self.train is None:
             return dict(self.module.module.named_parameters())
@@ -195,7 +195,7 @@ def losses(
         for mark in sorted({steps, in_time}):
             variant.run(mark - done)
             done = mark
-            marks[mark] = setting.validate(variant.settled())
+            marks[mark] = setting.validate(variant.finished_params())
         found[name] = [marks[steps], marks[in_time], float(in_time)]
     return found
 

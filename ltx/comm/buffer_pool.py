@@ -1,9 +1,9 @@
-"""Memory for messages, taken again at the next step.
+"""Memory for buckets, reused at the next step.
 
-A step's buckets are as large as the last one's. Fresh memory for each would be handed back to the system, and faulted
-in again page by page at the next step. So an axis keeps the memory of its last plan's buckets, and gives it to the next
-step's if nobody else looks at it any more: torch counts that. Whoever has kept a gradient, or an array or a view
-of one, keeps its memory too.
+A step's buckets are as large as the last one's. The allocator would return their memory to the system, and the next
+step would fault it in again page by page. So an axis keeps the memory of its last plan's buckets, and reuses it at the
+next step if nothing else refers to it, by torch's reference count. A program that keeps a gradient, or an array or a
+view of one, keeps its memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEPT = 2
 _uses = getattr(torch._C, "_storage_Use_Count", None)  # torch's own, not public
 
 
-def _by_nobody() -> int:
+def _references_without_users() -> int:
     """References to an object that is in a list which is gone through, as :meth:`BufferPool.take` does.
 
     Counted where it is, and not in a function that is called with it: what such a call holds depends on whether
@@ -31,7 +31,7 @@ def _by_nobody() -> int:
     return found
 
 
-_NOBODY = _by_nobody()
+_UNUSED = _references_without_users()
 
 
 class BufferPool:
@@ -55,8 +55,8 @@ class BufferPool:
             self._plan, self._kept = plan, {}
         kept, nbytes = self._kept.setdefault(place, []), prod(shape) * dtype.itemsize
         for storage in kept:
-            # Tensors and the like hold the memory; whoever holds a storage holds this very object.
-            if storage.nbytes() == nbytes and _uses(storage._cdata) == 1 and sys.getrefcount(storage) == _NOBODY:
+            # Tensors and arrays count as uses of the memory; a reference to a storage is one to this very object.
+            if storage.nbytes() == nbytes and _uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
                 again: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
                 return again if len(shape) == 1 else again.view(shape)
         made = torch.empty(shape, dtype=dtype)

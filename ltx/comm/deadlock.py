@@ -8,7 +8,7 @@ So a thread that has waited for a second says so with its process' beats (:mod:`
 which channel, and how many its process has made on each. Shorter waits cost nothing. It waits for those of its peers
 that have made fewer. What is missing there may come from any thread of the peer that has issued on that channel before,
 so it never comes if all of these wait for what never comes. The largest set of threads of which that is true is a
-deadlock. A rank that computes, sleeps, or has waited for less than a second isn't in it, nor is who waits for it alone.
+deadlock. A rank that computes, sleeps, or has waited for less than a second isn't in it, nor is one that waits for it.
 
 Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. All
 the same a deadlock counts as one only when later beats of all its ranks say the same.
@@ -32,7 +32,7 @@ from ltx.comm.signature import list_values
 from ltx.comm.store_exchange import poll_until
 from ltx.errors import LtxError, RankMismatchError
 
-#: Who has waited for so long, says so.
+#: A thread that has waited for so long says so.
 PATIENCE_S = 1.0
 # How often it looks then, and how long the first to find a deadlock waits for the others to hear of it.
 _PAUSE_S, _LINGER_S = 0.5, 3.0
@@ -67,7 +67,7 @@ class Told:
     Attributes:
         waits: of those of its threads that have waited for long.
         counts: (issues made, threads that have made them) of each key.
-        found: who is in the deadlock that it has found, as (rank, thread, serial); and the error's text.
+        found: the waits of the deadlock that it has found, as (rank, thread, serial); and the error's text.
     """
 
     waits: list[Wait] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Deadlocks:
         self.counts: dict[str, Callable[[], dict[str, tuple[int, Iterable[int]]]]] = {}
 
     def told(self) -> dict[str, Any] | None:
-        """What goes with the beats; None while nobody has waited for long."""
+        """What goes with the beats; None while no thread has waited for long."""
         # Before the counts: in between a thread may only have issued more, never less, than it had when it waited.
         waits = list(self._waits.values())
         if not waits and self._found is None:
@@ -201,7 +201,7 @@ class Deadlocks:
         self._raise(nodes, text)
 
     def _raise(self, nodes: list[tuple[int, int, int]], text: str) -> NoReturn:
-        """Raise, once all in the deadlock know of it: whoever leaves first may be gone next, and the store with it."""
+        """Raise, once all ranks in the deadlock know of it: the first one to raise may end, and the store with it."""
         self._found = (nodes, text)
         with suppress(LtxError):  # it is known what to raise
             self._heartbeat.beat()

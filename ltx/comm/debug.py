@@ -137,7 +137,7 @@ class Checks:
             self.exchange(axis_comm, Signature("the end of debug_checks()", ()))
 
     def abort(self, error: BaseException) -> None:
-        """Let the peers know that this rank won't come to their next call. Waits for nobody."""
+        """Let the peers know that this rank won't come to their next call, without waiting for them."""
         if error is self._told or isinstance(error, RankMismatchError):
             return  # they know: all of them were there
         signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())

@@ -43,7 +43,7 @@ def drain_background(channel: Channel, exchange: StoreExchange) -> None:
         # A group that is closed while its own part is under way breaks its peers' connections.
         poll_until(lambda: all(work.done for work in works), deadline - time.monotonic())
     except LtxError:
-        return  # a peer is gone, or has issued something else: there is nobody to wait for
+        return  # a peer is gone, or has issued something else: it won't join
 
 
 def _issue(channel: Channel, operation: str, shape: list[int], dtype: str, arguments: list[int]) -> Work:

@@ -65,7 +65,7 @@ class Heartbeat:
         self.on_beat: Callable[[Store], None] = lambda store: None
         #: By axis, how much its communicator has issued on each channel.
         self.reports: dict[str, Callable[[], dict[str, int]]] = {}
-        #: What else goes with the beats: who waits for what.
+        #: What else goes with the beats: which thread waits for what.
         self.deadlocks = Deadlocks(self, rank)
         #: Tells this world from all others; the same on all ranks.
         self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
@@ -201,7 +201,7 @@ class Heartbeat:
         return True
 
     def _beat(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: those who ask it see that
+        with suppress(RuntimeError):  # the store is gone: threads that call it see that
             while not self._ended.wait(self._pause_s):
                 self._beats.set(str(self._rank), self._sign())
                 self.on_beat(self._connection)

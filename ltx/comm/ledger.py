@@ -1,7 +1,7 @@
 """The ledger: what each issue sent, and when; and when steps computed.
 
-``ltx.profile.record()`` is the one way to read it. Counting is off unless somebody records, so that a step that nobody
-looks at pays nothing for it. Pictures and files of it are made in :mod:`ltx.comm.timeline`.
+``ltx.profile.record()`` is the one way to read it. Counting is off outside of it, so that a step that isn't recorded
+pays nothing for it. Pictures and files of it are made in :mod:`ltx.comm.timeline`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _rank() -> int:
 
 
 def note(channel: str, operation: str, label: str, nbytes: int) -> Event | None:
-    """Enter an issue; None if nobody records."""
+    """Enter an issue; None outside of ``record()``."""
     if not _recording:
         return None
     event = Event(channel, operation, label, nbytes, time.perf_counter())
@@ -103,7 +103,7 @@ def device_wait(device: torch.device) -> Iterator[None]:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Note the time within a ``with`` block as computing; nothing at all if nobody records."""
+    """Note the time within a ``with`` block as computing; nothing at all outside of ``record()``."""
     return _Noting(name) if _recording else _NOTHING
 
 

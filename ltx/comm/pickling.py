@@ -76,7 +76,7 @@ def sealed(axis_comm: AxisComm, data: bytes, issue: int) -> bytes:
 
 
 def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes:
-    """What `rank` sealed. Raises :class:`AuthenticationError` if somebody else did."""
+    """What `rank` sealed. Raises :class:`AuthenticationError` if another process did."""
     seal, data = received[:_BYTES], received[_BYTES:]
     if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):
         known = f"This rank's {KEY} is {'set' if os.environ.get(KEY) else 'not set'}"
@@ -88,12 +88,12 @@ def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes
 
 
 def proof(text: str) -> str:
-    """What shows that this process knows the key of the job, to those who know it: a keyed digest of `text`."""
+    """A keyed digest of `text`, which proves to processes with the job's key that this one has it."""
     return hmac.digest(os.environ.get(KEY, "").encode(), text.encode(), "sha256").hex()
 
 
 def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
-    # Without a key of the job the seal still tells those who have come through the store from those who haven't.
+    # Without a key of the job the seal still proves that the sender has read the store.
     key = os.environ.get(KEY) or axis_comm.heartbeat.world
     about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "
     return hmac.digest(key.encode(), about.encode() + data, "sha256")

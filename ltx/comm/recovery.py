@@ -149,7 +149,7 @@ class Recovery:
 
         `lost`: the exception is the loss of a peer, and then the other ranks raise that too.
         """
-        with suppress(RuntimeError):  # the store is gone: nobody is left to be told, or all see that
+        with suppress(RuntimeError):  # the store is gone: its host has ended, and the peers see that
             self._exchange.append("abandoned", [self._rank, why, lost])
 
     def check_abandoned(self) -> None:

@@ -69,7 +69,7 @@ class PendingSummary:
         return self._copy is not None and self._summary is None
 
     def enqueued(self) -> StepSummary:
-        """The sums, which nobody has looked at yet, on the device; elsewhere as :meth:`wait`."""
+        """The sums on the device, not read by the host yet; elsewhere as :meth:`wait`."""
         if not self.stays_on_device:
             return self.wait()
         self._fence([self._sums])

@@ -98,7 +98,7 @@ class StoreExchange:
         return f"{EXCHANGES}/item/{self.begun}"
 
     def announce(self, place: str, value: Any) -> None:
-        """Put this rank's `value` at `place`, where its peers find it. Waits for nobody."""
+        """Put this rank's `value` at `place`, where its peers find it, without waiting for them."""
         self._store.set(f"{place}/{self.rank}", json.dumps(value))
 
     def peek(self, place: str, rank: int) -> Any:
@@ -114,7 +114,7 @@ class StoreExchange:
         return [rank for rank in (range(self.size) if ranks is None else ranks) if not self.has(place, [rank])]
 
     def forget(self, place: str, ranks: Iterable[int] | None = None) -> None:
-        """Remove what `ranks`, or all of the axis, have announced at `place`, once nobody will read it any more."""
+        """Remove what `ranks`, or all of the axis, have announced at `place`, once no rank will read it any more."""
         for key in self._keys(place, ranks):
             self._store.delete_key(key)
 

@@ -129,7 +129,7 @@ def _median(once: Any, device: torch.device, repetitions: int = 7) -> float:
 
 
 def _now(device: torch.device) -> Any:
-    """On the CPU this process' own time, whoever else is there."""
+    """On the CPU the time of this process alone, which other processes don't change."""
     return time.process_time() if device.type == "cpu" else events.mark(device)
 
 

@@ -43,7 +43,7 @@ class _Pass:
 
     @property
     def going_on(self) -> bool:
-        """Whether the engine still runs it, and hasn't dropped it."""
+        """Whether the engine still runs this pass, and hasn't dropped it."""
         return self.backward_pass.task == torch._C._current_graph_task_id()
 
 
@@ -179,7 +179,7 @@ class ToTorch:
                 future.set_result(reduced[0].to(now.dtypes[place]))
 
     def _finish_pass(self, now: _Pass) -> None:
-        """All buckets are there: wait for them, then take over the next states at once."""
+        """All buckets are launched: wait for them, then take over the next states together."""
         reduced = list(now.pending.wait_each())
         self._complete_futures(now)
         for names, (_, states) in zip(now.names, reduced, strict=True):

@@ -68,7 +68,7 @@ class Cost:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds a step that a rank stands still."""
+        """Seconds a step that a rank waits."""
         return max(0.0, self.time_s - self.compute_s - self.codec_s)
 
     def __str__(self) -> str:

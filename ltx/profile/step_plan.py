@@ -33,7 +33,7 @@ FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1
 
 @dataclass
 class _PendingReduction:
-    """A bucket on its way: its collectives one after the other, with the rank's own work before, between and behind.
+    """A bucket under way: its collectives one after the other, with the rank's own work before, between and behind.
 
     Attributes:
         collectives: of which `issued` are on the link or complete.
@@ -54,7 +54,7 @@ class _PendingReduction:
 
 @dataclass
 class _Clock:
-    """A rank going through steps: it does one thing after the other, and so does its link.
+    """The clock of one rank and its link: each does one thing after the other.
 
     Attributes:
         network, compute_s: as :func:`plan` is told of them.
@@ -63,7 +63,7 @@ class _Clock:
         now: when the rank is done with what it does.
         link_free: when the link is done with what it was given.
         codec_s: what the rank has spent on packing, encoding, decoding.
-        owed_s: work of sending that its core has still to do, be it while the rank waits or while it computes.
+        owed_s: seconds of sending that its core has still to do, while the rank waits or computes.
         pending: exchanges under way.
         traffic: by kind: bytes, collectives, seconds on the link.
     """
@@ -94,11 +94,11 @@ class _Clock:
         self.codec_s += copies_s
         for event in updated:
             self._event(event)
-        # What the core couldn't send while the rank stood still was at the cost of the rank's own work.
+        # What the core couldn't send while the rank waited is added to the rank's own work.
         self.now, self.owed_s = self.now + self.owed_s, 0.0
 
     def _wait(self, until: float) -> None:
-        """The rank stands still, and its core sends."""
+        """The rank waits, and its core sends meanwhile."""
         if until > self.now:
             self.owed_s = max(0.0, self.owed_s - (until - self.now))
             self.now = until

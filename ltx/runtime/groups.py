@@ -161,7 +161,7 @@ def _refuse_shared_devices(store: Store, world: World) -> None:
 
 
 def _check_known(address: str) -> None:
-    """Raise if nobody knows the host `address`: torch would try for as long as the ranks may take to meet."""
+    """Raise if the host `address` can't be resolved: torch would try until the timeout."""
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:

@@ -47,7 +47,7 @@ class _Session:
     settings: dict[str, Any]
     teardown: ExitStack
     holds: int = 1
-    before: tuple[World, ...] = ()  # those in whose place this one came: who entered one of them holds this one
+    before: tuple[World, ...] = ()  # the worlds that this one replaced: a `with` block on one of them holds this one
     pid: int = field(default_factory=os.getpid)
 
 
@@ -56,7 +56,7 @@ class _Process:
     """What is up in this process: process-wide, because process groups and axes are."""
 
     session: _Session | None = None
-    fallen: _Session | None = None  # in whose place another was to come that couldn't be set up
+    replaced: _Session | None = None  # its successor couldn't be set up
 
 
 _process = _Process()
@@ -137,7 +137,7 @@ def init(
         forget()
     if session is None:
         session = _process.session = _start(asked)
-        _process.fallen = None
+        _process.replaced = None
         note_uncaught(abandon)
         atexit.unregister(shutdown)  # once, and before anything registered earlier
         atexit.register(shutdown)
@@ -168,7 +168,7 @@ def abandon(error: BaseException) -> None:
 
 def forget() -> None:
     """In a fork: the world that is up is the parent's."""
-    _process.session = _process.fallen = None
+    _process.session = _process.replaced = None
 
 
 def renew(count: int) -> None:
@@ -201,14 +201,14 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
         count: as in :func:`renew`.
         placement: where this process is in the new one.
     """
-    old = _process.fallen = _process.session or _process.fallen
+    old = _process.replaced = _process.session or _process.replaced
     shutdown()
     number_next_world(count)
     mesh = ((asked["mesh"][0][0], placement.size),)
     _process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
     if old is not None:
         session.before, session.holds = (*old.before, old.world), old.holds
-    _process.fallen = None
+    _process.replaced = None
     return session.world
 
 
@@ -255,7 +255,7 @@ def check_current(entered: World) -> None:
 
 
 def release(left: World, error: BaseException | None = None) -> None:
-    """The end of a ``with`` block on `left`, by `error` or not: take the world down if nobody else holds it."""
+    """The end of a ``with`` block on `left`, by `error` or not: take the world down unless another call holds it."""
     session = _process.session
     if session is not None and any(known is left for known in (session.world, *session.before)):
         session.holds -= 1

@@ -1,4 +1,4 @@
-"""Who takes part in an elastic run: its ranks, and newcomers that ask to be taken in.
+"""The processes of an elastic run: its ranks, and newcomers that ask to be taken in.
 
 A run has a part of the store for itself, the store of its first world. There each process has a number that
 it keeps, whatever its rank, and beats for as long as it takes part: worlds come and go, and with them what is known of
@@ -61,7 +61,7 @@ class Membership:
     Args:
         store: the run's.
         token: see :data:`Run`.
-        who: this process' number.
+        number: this process' number.
         members: the numbers of those in the present world, by rank.
         worlds: how many worlds they have had.
         heartbeat_s: see :func:`ltx.init`.
@@ -71,13 +71,13 @@ class Membership:
         waiting: how many newcomers are there, as far as this process knows. It asks in the background.
     """
 
-    def __init__(self, store: Store, token: str, who: int, members: Sequence[int], worlds: int, heartbeat_s: float):
-        self.token, self.who, self.members, self.worlds = token, who, list(members), worlds
+    def __init__(self, store: Store, token: str, number: int, members: Sequence[int], worlds: int, heartbeat_s: float):
+        self.token, self.number, self.members, self.worlds = token, number, list(members), worlds
         self.known = frozenset(members)
         self.waiting = 0
         self._store, self._heartbeat_s = store, heartbeat_s
         self._last: dict[int, tuple[bytes, float]] = {}
-        self._heartbeat = Heartbeat(store, who, heartbeat_s)
+        self._heartbeat = Heartbeat(store, number, heartbeat_s)
         self._heartbeat.hold()
         self._heartbeat.on_beat = self._look
         self._asked = TimeoutStore(
@@ -90,11 +90,11 @@ class Membership:
         return Membership(_of_run(_root(store), run[0]), run[1], rank, range(size), worlds, heartbeat_s)
 
     def close(self, over: bool) -> None:
-        """This process takes no part any longer; `over`: nor does anybody else, for all is done."""
-        with suppress(PeerLostError):  # the store is gone: nobody is left to be told
+        """This process leaves the run; `over`: the run has ended for all."""
+        with suppress(PeerLostError):  # the store is gone, and no rank can read it
             if over:
                 self._asked.set("over", "")
-            self.next_regroup.decline(self.who)
+            self.next_regroup.decline(self.number)
         self._heartbeat.release()
 
     @property
@@ -103,7 +103,7 @@ class Membership:
         return Regroup(self._asked, self.worlds + 1)
 
     def gone(self, some: Sequence[int]) -> list[int]:
-        """Those of `some` that have shown no sign of life for too long. Raises PeerLostError if the store is gone."""
+        """Those of `some` whose heartbeats have stopped. Raises PeerLostError if the store is gone."""
         return self._heartbeat.stale_ranks(some)
 
     def regroup(
@@ -127,7 +127,7 @@ class Membership:
         try:
             self._asked.compare_set("regroup", str(self.worlds), str(regroup.count))
             decision = regroup.decide(
-                Member.of(self.who, place),
+                Member.of(self.number, place),
                 self.members,
                 lambda some: {*self.gone(some), *(self.members[rank] for rank in lost())},
                 limit_s,
@@ -145,19 +145,19 @@ class Membership:
         return self._take_over(decision, place)
 
     def _take_over(self, decision: Decision, place: Placement) -> Placement | None:
-        if self.who not in decision.numbers:
+        if self.number not in decision.numbers:
             return None
         self.worlds += 1
         self.members, self.known, self.waiting = decision.numbers, decision.known, 0
-        return decision.place(self.who, place)
+        return decision.place(self.number, place)
 
     def world_store(self) -> WatchedStore:
-        """The store in which the present members make a world: who waits in it for one that is lost is told."""
+        """The store in which the present members make a world: a wait for a lost member raises and names it."""
         members, worlds = list(self.members), self.worlds
 
         def trouble() -> str:
             if lost := self.gone(members):
-                return f"rank {', '.join(str(members.index(who)) for who in lost)} was lost meanwhile"
+                return f"rank {', '.join(str(members.index(number)) for number in lost)} was lost meanwhile"
             later = int(self._asked.get("regroup")) > worlds
             return "the others have failed to make this world, and make another" if later else ""
 
@@ -167,14 +167,14 @@ class Membership:
 
     def _look(self, store: Store) -> None:
         """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
-        new = [who for who in _asked(store, self.token) if who not in self.known]
+        new = [number for number in _asked(store, self.token) if number not in self.known]
         now, beats = time.monotonic(), last_beats(store, new)
-        for who, beat in beats.items():
-            before, _ = self._last.get(who, (None, 0.0))
+        for number, beat in beats.items():
+            before, _ = self._last.get(number, (None, 0.0))
             if before != beat:
-                self._last[who] = (beat, now if before is not None else 0.0)  # one may be from long ago
-        alive = [who for who in new if who in self._last and now - self._last[who][1] < self._heartbeat_s]
-        self.waiting = len([who for who in alive if who not in self.known])
+                self._last[number] = (beat, now if before is not None else 0.0)  # one may be from long ago
+        alive = [number for number in new if number in self._last and now - self._last[number][1] < self._heartbeat_s]
+        self.waiting = len([number for number in alive if number not in self.known])
 
     @staticmethod
     def of_newcomer(place: Placement, entrance: Signature, limit_s: float, heartbeat_s: float) -> Membership:
@@ -211,11 +211,11 @@ class Membership:
                 raise explain_mismatch("elastic", {0: signature, size: entrance})
             if refusal:
                 raise WorldError(f"elastic: the training at {where} takes no newcomers: {refusal}")
-            who = size - 1 + int(store.add("newcomers", 1))
+            newcomer = size - 1 + int(store.add("newcomers", 1))
             membership = Membership(
-                store, token, who, [], 0, heartbeat_s
-            )  # which beats; nobody looks at one that doesn't
-            store.append("asked", f"{who} {_asks(who, token)}\n")  # type: ignore[attr-defined]
+                store, token, newcomer, [], 0, heartbeat_s
+            )  # it beats: members ignore newcomers without beats
+            store.append("asked", f"{newcomer} {_asks(newcomer, token)}\n")  # type: ignore[attr-defined]
             return membership
         except dist.DistError as error:
             raise WorldError(
@@ -232,7 +232,7 @@ class Membership:
             PeerLostError: the others are gone, or have gone on without this process, which they took for lost.
         """
         assert place.joins is not None
-        where, member = "{}:{}".format(*place.joins), Member.of(self.who, place)
+        where, member = "{}:{}".format(*place.joins), Member.of(self.number, place)
         regroup = Regroup(self._asked, 0)  # none that is held: those of a run count from 1
         decision: Decision | None = None
 
@@ -241,7 +241,7 @@ class Membership:
             nonlocal regroup, decision
             latest = int(self._asked.get("regroup"))
             decision = regroup.decision()
-            if decision is not None and self.who in decision.known:
+            if decision is not None and self.number in decision.known:
                 return True
             if latest > regroup.count:
                 regroup = Regroup(self._asked, latest)
@@ -276,12 +276,16 @@ def _asked(store: Any, token: str) -> list[int]:
     """The newcomers that have asked, of those that have proven to know the job's key."""
     lines = store.get("asked").decode(errors="replace").splitlines() if store.check(["asked"]) else []
     said = [line.partition(" ") for line in lines]
-    asked = [(int(who), proven) for who, _, proven in said if who.isdecimal() and len(who) < 10 and proven.isascii()]
-    return [who for who, proven in asked if hmac.compare_digest(proven, _asks(who, token))]
+    asked = [
+        (int(number), proven)
+        for number, _, proven in said
+        if number.isdecimal() and len(number) < 10 and proven.isascii()
+    ]
+    return [number for number, proven in asked if hmac.compare_digest(proven, _asks(number, token))]
 
 
-def _asks(who: int, token: str) -> str:
-    return proof(f"newcomer {who} of run {token}")
+def _asks(number: int, token: str) -> str:
+    return proof(f"newcomer {number} of run {token}")
 
 
 def _root(store: Store) -> Store:

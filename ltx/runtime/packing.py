@@ -6,7 +6,7 @@ A message is pickles and the buffers that belong to them: the storages of tensor
 receiver maps that memory copy on write: the buffers are its own, and cost no copy until they are written to. So few
 bytes go through the socket that sending never waits for the receiver, which may have been stopped.
 
-Only the two ends of an anonymous pair of sockets exchange messages, so nobody else's bytes are ever unpickled.
+Only the two ends of an anonymous pair of sockets exchange messages, so bytes of other processes are never unpickled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Message:
     _shared: list[int] = field(default_factory=list)
 
     def send(self, connection: Connection) -> None:
-        """Write it to `connection`. Raises OSError if nobody is at the other end."""
+        """Write it to `connection`. Raises OSError if the other end is closed."""
         views = [*self.storages, *self.others, memoryview(self.pickled)]
         sizes = [view.nbytes for view in views]
         shares = _MAY_SHARE and sum(sizes) > INLINE_BYTES

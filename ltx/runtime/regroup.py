@@ -20,22 +20,22 @@ class Member:
     """A process of a run, and where it computes.
 
     Attributes:
-        who: its number in the run, which it keeps. Ranks change.
+        number: the process' number in the run, which it keeps. Ranks change.
         node: its node's index in the world that it comes from; -1 for a newcomer, which comes from none.
         local_rank: among those of its node.
         host: the node's name.
     """
 
-    who: int
+    number: int
     node: int
     local_rank: int
     host: str
 
     @staticmethod
-    def of(who: int, place: Placement) -> Member:
-        """That of process `who`, whose place in the world before is `place`."""
+    def of(number: int, place: Placement) -> Member:
+        """Member `number`, whose place in the world before is `place`."""
         newcomer = place.joins is not None
-        return Member(who, -1 if newcomer else place.node_rank, place.local_rank, platform.node())
+        return Member(number, -1 if newcomer else place.node_rank, place.local_rank, platform.node())
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Decision:
 
     Attributes:
         members: the processes that go on, by rank.
-        known: the numbers that are no newcomers any more, for they have been taken in or were lost.
+        known: the numbers of processes that are no newcomers any more: they were taken in, or lost.
     """
 
     members: tuple[Member, ...]
@@ -52,13 +52,13 @@ class Decision:
 
     @property
     def numbers(self) -> list[int]:
-        """Who goes on, by rank."""
-        return [member.who for member in self.members]
+        """The numbers of the members, by rank."""
+        return [member.number for member in self.members]
 
-    def place(self, who: int, before: Placement) -> Placement:
-        """The new place of `who`. Ranks and nodes are counted anew; local ranks stay where they can."""
+    def place(self, number: int, before: Placement) -> Placement:
+        """The new place of member `number`. Ranks and nodes are counted anew; local ranks stay where they can."""
         members = _on_nodes(self.members)
-        mine = members[self.numbers.index(who)]
+        mine = members[self.numbers.index(number)]
         nodes = sorted({member.node for member in members})
         return replace(
             before,
@@ -75,7 +75,7 @@ class Decision:
 
     def to_json(self) -> str:
         """Text for the store."""
-        return json.dumps([[[m.who, m.node, m.local_rank, m.host] for m in self.members], sorted(self.known)])
+        return json.dumps([[[m.number, m.node, m.local_rank, m.host] for m in self.members], sorted(self.known)])
 
     @staticmethod
     def from_json(text: bytes) -> Decision:
@@ -111,12 +111,12 @@ class Regroup:
     def come(self, member: Member) -> None:
         """Say that the process of `member` is here."""
         self._store.append(
-            f"{self._at}/log", f"{json.dumps([member.who, member.node, member.local_rank, member.host])}\n"
+            f"{self._at}/log", f"{json.dumps([member.number, member.node, member.local_rank, member.host])}\n"
         )
 
-    def decline(self, who: int) -> None:
-        """Say that `who` won't come, so that nobody needs to wait for it."""
-        self._store.append(f"{self._at}/log", f"{json.dumps([who])}\n")
+    def decline(self, number: int) -> None:
+        """Say that member `number` won't come, so that the others don't wait for it."""
+        self._store.append(f"{self._at}/log", f"{json.dumps([number])}\n")
 
     def decision(self) -> Decision | None:
         """The decision, once there is one."""
@@ -133,17 +133,18 @@ class Regroup:
         asking: Callable[[], Sequence[int]] = tuple,
         room: Callable[[int, int], int] = lambda here, asking: asking,
     ) -> Decision:
-        """Announce the process of `mine`, and wait until it is decided who goes on.
+        """Announce the process of `mine`, and wait until it is decided which processes go on.
 
-        The first to decide decides for all: once everybody has come that isn't known to be gone, or at the end of
-        `limit_s`.
+        The first process to decide decides for all: once every process has come that isn't known to be gone, or at the
+        end of `limit_s`.
 
         Args:
-            members: who was in the world before, by rank.
-            gone: which of some are known to be gone; asked again and again, of those that have come too.
+            members: the numbers of the processes of the world before, by rank.
+            gone: returns those of some processes that are known to be gone. It is called repeatedly, also for those
+                that have come.
             known: see :class:`Decision`.
             asking: the newcomers that want to be taken in.
-            room: how many newcomers are taken if so many others have come, and so many ask.
+            room: how many newcomers are taken in, given how many others have come and how many newcomers ask.
         """
         self.come(mine)
 
@@ -152,18 +153,18 @@ class Regroup:
             if self.decision() is not None:
                 return True
             came, declined = self._read()
-            new = [who for who in asking() if who not in known and who not in members]
-            lost = set(gone([who for who in (*members, *new) if who != mine.who]))
-            here = [who for who in members if who in came and who not in lost]
-            ready = [who for who in new if who in came and who not in lost]
+            new = [number for number in asking() if number not in known and number not in members]
+            lost = set(gone([number for number in (*members, *new) if number != mine.number]))
+            here = [number for number in members if number in came and number not in lost]
+            ready = [number for number in new if number in came and number not in lost]
             taken = ready[: room(len(here), len(ready))]
-            missing = [who for who in members if who not in came]
+            missing = [number for number in members if number not in came]
             if room(len(here), len(new)) > len(taken):
-                missing += [who for who in new if who not in came]
+                missing += [number for number in new if number not in came]
             if not (at_the_limit or lost.union(declined).issuperset(missing)):
                 return False
-            absent = [who for who in new if who in lost or who in missing]
-            chosen = tuple(came[who] for who in (*here, *taken))
+            absent = [number for number in new if number in lost or number in missing]
+            chosen = tuple(came[number] for number in (*here, *taken))
             decided = Decision(chosen, frozenset((*known, *members, *taken, *absent)))
             self._store.compare_set(f"{self._at}/decided", "", decided.to_json())
             return True
@@ -178,9 +179,9 @@ class Regroup:
         """The members that have come, and the numbers of those that declined."""
         came, declined = dict[int, Member](), set[int]()
         for line in self._store.get(f"{self._at}/log").splitlines():
-            who, *rest = json.loads(line)
+            number, *rest = json.loads(line)
             if rest:
-                came[who] = Member(who, *rest)
+                came[number] = Member(number, *rest)
             else:
-                declined.add(who)
+                declined.add(number)
         return came, declined

@@ -40,9 +40,9 @@ def let_go(held: list[Any]) -> None:
     """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
 
     torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
-    that are left when Python ends abort the process now and then. So who is `held` loses its group here, whatever still
-    holds it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception that ended
-    the world.
+    that are left when Python ends abort the process now and then. So each of `held` loses its group here, whatever
+    still refers to it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception
+    that ended the world.
 
     A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
     operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not

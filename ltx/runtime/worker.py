@@ -209,7 +209,7 @@ def _start_world(connection: Connection, threads: int) -> None:
 
     torch.set_num_threads(threads)
     if os.environ["RANK"] == "0":
-        # Port 0: the system picks a free one and it is bound in the same moment, so nobody can take it in between.
+        # Port 0: the system picks a free one and binds it at once, so no other process can take it in between.
         # The store that ltx.init, or the user, opens at this address finds this server (multi_tenant).
         # It listens for this machine alone.
         listener = loopback_listener(LOOPBACK, 0)

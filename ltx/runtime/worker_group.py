@@ -209,7 +209,7 @@ class WorkerGroup:
             return failure_of(error, "the driver couldn't unpickle the result: ")
 
     def _look_for_stopped(self, ranks: Collection[int], answers: dict[int, Any]) -> None:
-        """A stopped process never answers; nobody else tells (Linux alone says so, in /proc)."""
+        """Count a stopped process as an answer, since it never sends one (known on Linux alone, from /proc)."""
         now = time.monotonic()
         for rank in ranks:
             if not _is_stopped(self._processes[rank].pid):

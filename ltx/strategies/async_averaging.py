@@ -66,7 +66,8 @@ class AsyncAveraging(NodeStrategy):
     takes part in the others' rounds until they have come too; then all hold the same parameters, the mean. Training may
     go on with the next step, which is Bagua's ``resume``. Parameters of ranks differ at other times, and so do losses:
     the metrics' is the rank's own. A round under way isn't part of a saved state: finish before saving. Where the world
-    is shut down without, ranks join what others have begun, for nobody, as long as all come to the end within seconds.
+    is shut down without, ranks join what others have begun and drop the result, if all come to the end within
+    seconds.
 
     How stale: a rank adds its peers' parameters as they were one round ago. One that doesn't reach the end of a step
     holds up rounds and no steps, whose ranks then train alone, for the axis' timeout; then, or if its process ends,
@@ -195,7 +196,7 @@ class AsyncAveraging(NodeStrategy):
         params = _moved(params, deltas)
         finished, count = False, info.axis.size // self.together
         while not finished:
-            # This rank stands still meanwhile, so x + S / n - s is the mean itself: to the bit the same on all ranks.
+            # This rank takes no steps meanwhile, so x + S / n - s is the mean itself: to the bit the same on all ranks.
             reduced = self._wait_round(self._exchange(params, info, finishing=1), params, info)
             leaves, spec = tree.flatten(params)
             finished = self.schedule is not None or round(count * reduced[-1].item()) == count

@@ -37,7 +37,7 @@ class DiLoCoStrategy(Strategy):
     """DiLoCo: `period` steps with local gradients, then one of an outer optimizer with what all ranks have moved.
 
     What each rank sees: its own parameters, equal to the others' after every `period` steps (those of a fragment, where
-    there are several: never all at once). In between nothing is sent, and nobody waits. ``metrics.loss`` is always the
+    there are several: never all at once). In between nothing is sent, and no rank waits. ``metrics.loss`` is always the
     rank's own; :func:`ltx.pmean` gives the mean. Optimizer states stay local.
 
     The communication state has two tensors a parameter, "anchor" and "velocity", the same on every rank, of the
@@ -146,7 +146,7 @@ class DiLoCoStrategy(Strategy):
         every = tree.leaf_paths(params)
         paths = [every[i] for i in members]
         before = [states[path] for path in paths]
-        # In the anchor's dtype, but without what a narrower parameter rounds off of it: nobody has moved by that.
+        # In the anchor's dtype, but without what a narrower parameter rounds off of it: no rank has moved by that.
         moved = [
             state[ANCHOR].to(leaves[i].dtype).to(state[ANCHOR].dtype) - leaves[i]
             for i, state in zip(members, before, strict=True)

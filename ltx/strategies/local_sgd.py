@@ -43,7 +43,7 @@ class LocalSGDStrategy(Strategy):
 
     What each rank sees: from step `warmup_steps` on (steps are counted from 0) its own parameters, equal to the
     others' after the updates of steps `warmup_steps`, `warmup_steps + period` and so on. In between nothing is sent,
-    and nobody waits: ``metrics.loss`` is then the rank's own. The optimizer's state isn't averaged.
+    and no rank waits: ``metrics.loss`` is then the rank's own. The optimizer's state isn't averaged.
 
     With a `subgroup` the ranks of a node share their gradients at every step, and so have the same parameters. Nothing
     goes further then, and no node waits for another: ``metrics.loss`` is the mean over the node. Averages count every

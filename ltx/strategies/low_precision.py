@@ -147,7 +147,7 @@ class Ring(NodeHook, PostUpdateHook):
             if nodes.size > 1:
                 message = yield CollectiveRequest("ppermute", message.clone(), None, _shifted(nodes.size, by), nodes)
             messages.append(message)
-        # All ranks of a node decode the same messages, as does whoever knows their weights in another one.
+        # All ranks of a node decode the same messages, as do ranks of other nodes with copies of their weights.
         if node(inputs.axis, m).size > 1:
             arrived = list((yield from gathered(torch.stack(messages), inputs, m)).unbind(1))
         else:

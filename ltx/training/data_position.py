@@ -117,5 +117,5 @@ class DataPosition:
 
 @lru_cache(maxsize=2)
 def _order(length: int, seed: int, shuffle: bool) -> torch.Tensor:
-    """The order of an epoch; whoever gets it doesn't write to it."""
+    """The order of an epoch. It is cached, so callers don't write to it."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(length)

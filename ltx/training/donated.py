@@ -55,7 +55,7 @@ def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
     for x in tensors:
         part = own_part(x)
         if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
-            # functorch's wrappers don't ask the class: whoever looks through them finds NaN, which takes no memory.
+            # functorch's wrappers don't ask the class: a read through them finds NaN, which takes no memory.
             part.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(part.shape)
         with suppress(TypeError):  # a subclass of tensors with a layout of its own
             x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_DTENSORS)

@@ -69,8 +69,8 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
 
     Returns:
         A step with the same arguments, which composes as the one given does: with torch.func, torch.compile,
-        :func:`ltx.accumulate` and :func:`ltx.train_step`. Loss scaling is the train step's; whoever takes gradients of
-        the step itself scales as they like.
+        :func:`ltx.accumulate` and :func:`ltx.train_step`. Loss scaling is the train step's; a program that
+        takes gradients of the step itself scales them itself.
 
     With a loss scale, hooks and strategies see gradients multiplied by it. What overflows in a reduction arrives as
     inf or NaN on every rank. A hook's residual (error feedback) is in units of the scaled gradient, also after the

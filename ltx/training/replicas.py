@@ -103,7 +103,7 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
 
 
 def fingerprint(state: TrainState) -> str:
-    """Equal on ranks whose replicated parts have the same bits. Asks nobody."""
+    """Equal on ranks whose replicated parts have the same bits. It doesn't communicate."""
     digests = "".join(f"{path} {digest(values(leaf))}" for path, leaf in _replicated(state))
     return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 

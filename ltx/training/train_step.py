@@ -131,7 +131,7 @@ def train_step(
             A mapping or dataclass with an entry `loss`, as models of transformers return, stands for its loss; with
             `has_aux` it is aux as well.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
-            (:func:`ltx.check_replicas`). None: never. In compiled graphs nobody does.
+            (:func:`ltx.check_replicas`). None: never. Compiled graphs never compare.
         trainable: which parameters are trained, of those that :meth:`TrainStep.init` wouldn't freeze: a pattern of
             their paths such as ``"head.*"``, a list of such patterns, or a function of a path. None: all.
 

@@ -1,4 +1,4 @@
-"""uneven: loops over batches of which ranks have different numbers, so that nobody waits for a rank that is done.
+"""uneven: loops over batches of which ranks have different numbers, so that no rank waits for one that is done.
 
 Horovod's ``join()`` and torch's ``Join`` have a rank without data answer its peers' collectives from behind. Here it
 goes on calling the step itself, on placeholders that weigh nothing: the step has one path, whatever it communicates.
@@ -55,7 +55,7 @@ def uneven(
             ``ltx.Weighted(sum of losses * (weight > 0), len(batch) * (weight > 0))`` with either.
         stop: "last" goes on until the last rank has run out. "first" stops all ranks as soon as one has run out: there
             are no placeholders and all weights are 1. The other ranks have taken one more batch from their iterables
-            by then, which nobody gets.
+            by then, which is dropped.
 
     Yields:
         ``(batch, weight)``. `weight` is a 0-dim float32 tensor on the CPU: for a batch n / a or 1, by `divisor`; for a

@@ -38,7 +38,7 @@ BAD_ON_ONE: dict[str, Callable[[bool], Any]] = {
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("case", BAD_ON_ONE)
 def test_bad_input_on_one_rank(torn: Callable[..., Any], case: str) -> None:
-    """The one that was given it says so, its peer that it waits for nothing; the world may be torn by then."""
+    """The one that was given it says so, its peer that it waits for nothing; the world may have failed by then."""
 
     def run() -> tuple[str, float]:
         began = time.monotonic()
@@ -103,7 +103,7 @@ def _listening() -> set[str]:
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="Linux's list of sockets")
 def test_nothing_listens_besides_the_store_and_the_backend(ranks: Ranks) -> None:
-    """The driver and its workers talk through pairs of sockets without a name, to which nobody can connect."""
+    """The driver and its workers communicate through pairs of sockets without a name, to which nothing can connect."""
     before = _listening()
     pool = ranks(2)
 

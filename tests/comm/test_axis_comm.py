@@ -161,7 +161,7 @@ def test_a_step_on_one_rank_and_a_new_collective_on_the_other(torn: OnFreshAxis)
     torn(run, timeout_s=2.0)
 
 
-def test_what_has_not_landed_never_counts_as_landed(torn: OnFreshAxis) -> None:
+def test_what_is_pending_never_counts_as_completed(torn: OnFreshAxis) -> None:
     """A second wait for a collective that failed fails too: its buffer holds this rank's share alone."""
 
     def run() -> list[str]:

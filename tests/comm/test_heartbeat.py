@@ -28,7 +28,7 @@ def _sum(tell: Callable[[str], None]) -> None:
     began = time.monotonic()
     try:
         ltx.psum(torch.ones(3))
-        tell("landed")
+        tell("completed")
     except LtxError as error:
         tell(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}")
 
@@ -124,7 +124,7 @@ def test_a_slow_peer_is_no_lost_one(ranks: Callable[..., Ranks]) -> None:
         _sum(tell)
 
     world = ranks(body)
-    assert [world.told(rank) for rank in range(SIZE)] == ["landed"] * SIZE
+    assert [world.told(rank) for rank in range(SIZE)] == ["completed"] * SIZE
 
 
 @pytest.mark.full
@@ -165,7 +165,7 @@ def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
     world.holder.kill()
     world.holder.join()
     dead.set()
-    assert [world.told(rank) for rank in range(SIZE)] == ["landed"] * SIZE
+    assert [world.told(rank) for rank in range(SIZE)] == ["completed"] * SIZE
     for rank in range(SIZE):
         text = world.told(rank)
         assert text.startswith(f"StoreGoneError: rank {rank}: the store through which the ranks meet is gone"), text

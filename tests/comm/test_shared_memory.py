@@ -1,4 +1,4 @@
-"""The lane through shared memory: sums, order, death of a peer, and when there is none."""
+"""The shared-memory transport: sums, order, death of a peer, and when there is none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ltx.comm.transports.layout import COUNTERS_BYTES, SLOTS
 from ltx.comm.transports.shared_memory import SharedMemoryTransport, progress_everywhere
 
 
-def lane_of() -> Any:
+def transport_of() -> Any:
     return ltx.axis.find(None).comm.bucket_channel(0).transport
 
 
@@ -105,7 +105,7 @@ def die_or_wait(rank_that_dies: int) -> str:
 def test_a_dead_peer_is_noticed(ranks: Callable[[int], Any]) -> None:
     with pytest.raises(ltx.errors.WorkerError):  # the driver hears of the death itself
         ranks(2).run(die_or_wait, 1)
-    assert ranks(2).run(lambda: lane_of() is not None).replicated()  # new workers have a new lane
+    assert ranks(2).run(lambda: transport_of() is not None).replicated()  # new workers have a new transport
 
 
 def die_or_compare(rank_that_dies: int) -> str:
@@ -137,7 +137,7 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], h
 
 
 def exchanged_beside(seed: int) -> int:
-    """How many sums were wrong while another thread waited for something else: it strides in every lane."""
+    """How many sums were wrong while another thread waited for something else: it advances every transport."""
     rank, size = int(ltx.axis_index()), ltx.axis_size()
     channel = ltx.axis.find(None).comm.user
     assert channel.transport is not None
@@ -173,7 +173,7 @@ def test_several_threads_may_wait_at_once(torn: Callable[..., Any], seed: int) -
 
 @pytest.mark.full
 def test_an_interrupt_leaves_gradients_on() -> None:
-    """Wherever it comes while a lane strides."""
+    """Wherever it comes while a transport makes progress."""
     came, at = 0, 0
 
     def tracer(frame: Any, event: str, _: Any) -> Any:
@@ -209,5 +209,5 @@ def test_an_interrupt_leaves_gradients_on() -> None:
 
 @pytest.mark.full
 def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
-    assert ranks(2).run(lambda: lane_of() is not None).replicated()
+    assert ranks(2).run(lambda: transport_of() is not None).replicated()
     assert not [name for name in os.listdir("/dev/shm") if "ltx" in name]

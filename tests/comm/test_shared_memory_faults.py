@@ -25,8 +25,8 @@ PHASES = ("_fill", "_reduce", "_empty")
 
 
 @contextmanager
-def two_lanes() -> Iterator[list[SharedMemoryTransport]]:
-    """Both ends of a lane in this process, so that each stride is taken when the test says so."""
+def two_transports() -> Iterator[list[SharedMemoryTransport]]:
+    """Both ends of a transport in this process, so that each makes progress when the test says so."""
     segments = [mmap.mmap(-1, COUNTERS_BYTES + SLOTS * CHUNK_BYTES) for _ in range(2)]
     transports = [SharedMemoryTransport(rank, segments, [], []) for rank in range(2)]
     try:
@@ -82,7 +82,7 @@ def check(begun: list[Begun]) -> None:
 
 
 class Fault:
-    """Raises once, at the `at`-th event of those that a trace sees in strides; counts them."""
+    """Raises once, at the `at`-th event of those that a trace sees while the transport makes progress; counts them."""
 
     def __init__(self, error: type[BaseException], at: int, event: str, rank: int):
         self.error, self.at, self.event, self.rank, self.came = error, at, event, rank, 0
@@ -113,7 +113,7 @@ class Fault:
 
 def interrupted(operations: dict[str, tuple[int, ...]], error: Any, event: str, at: int, on: Sequence[int]) -> int:
     """Raise at one place on some ranks; afterwards every value is right, and so is what is issued next."""
-    with two_lanes() as transports:
+    with two_transports() as transports:
         begun = begin(transports, operations)
         faults = [Fault(error, at, event, rank) for rank in on]
         by_rank = {fault.rank: fault for fault in faults}
@@ -153,7 +153,7 @@ def test_an_interrupt_between_any_two_instructions_of_a_sum_leaves_ranks_in_step
 
 
 def broken(whole: Operation, phase: str) -> Operation:
-    """A sum of which one stride always raises."""
+    """A sum of which one round of progress always raises."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("no such sum")
@@ -169,7 +169,7 @@ def broken(whole: Operation, phase: str) -> Operation:
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
 def test_progress_that_always_raises_fails_the_transport_and_tells(phase: str, on: Sequence[int]) -> None:
     whole = operations.OPERATIONS["psum"]
-    with two_lanes() as transports, pytest.MonkeyPatch.context() as patch:
+    with two_transports() as transports, pytest.MonkeyPatch.context() as patch:
         for transport in transports:
             patch.setitem(operations.OPERATIONS, "psum", broken(whole, phase) if transport.rank in on else whole)
             transport.begin("psum", torch.ones(3), (), 0)

@@ -1,4 +1,4 @@
-"""No tensor in flight reaches a user: what a collective gives is a torch.Tensor and nothing else, and can be read."""
+"""No pending tensor reaches a user: what a collective gives is a torch.Tensor and nothing else, and can be read."""
 
 from __future__ import annotations
 

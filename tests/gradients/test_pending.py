@@ -1,4 +1,4 @@
-"""Flights: on each phase's channel issues go out in bucket order, whatever order collectives land in."""
+"""Pending reductions: on each phase's channel issues go out in bucket order, whatever order collectives complete in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Twice(CommHook):
 
 @dataclass
 class Work:
-    """An issue that has landed when the test says so, or when it is waited for."""
+    """An issue that is complete when the test says so, or when it is waited for."""
 
     value: Tensor
     done: bool = False
@@ -54,7 +54,7 @@ class Channel:
         return self.works[-1]
 
 
-def test_what_lands_first_waits_for_the_buckets_before_it() -> None:
+def test_what_completes_first_waits_for_the_buckets_before_it() -> None:
     first, second = channels = [Channel(), Channel()]
     pending = PendingReductions(
         cast(comm.AxisComm, SimpleNamespace(size=2, rank=0, stream_of=lambda device: None)),

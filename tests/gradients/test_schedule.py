@@ -338,7 +338,7 @@ def test_a_graph_that_is_used_twice(ranks: Ranks) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("hook", [InTwoPhases(), InThreePhases()], ids=["two phases", "three phases"])
 def test_two_steps_in_one_loss_whose_hooks_take_several_phases(hook: CommHook, ranks: Ranks, seed: int) -> None:
-    """Later phases are issued whenever something has landed; those of one step mustn't pair with the other's."""
+    """Later phases are issued whenever something is complete; those of one step mustn't pair with the other's."""
     params = [_params(), _params()]
 
     def loss(p: Params, rank: int, delays_s: list[float]) -> Tensor:

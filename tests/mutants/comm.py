@@ -170,7 +170,7 @@ MUTANTS = (
     Mutant(
         name="comm: memory that is in use is used again",
         file="comm/buffer_pool.py",
-        old="_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _NOBODY",
+        old="_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED",
         new="_uses(storage._cdata) >= 1",
         breaks="gradients that somebody holds change at the next step",
         tests=("tests/comm/test_buffer_pool.py",),

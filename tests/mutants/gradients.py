@@ -28,7 +28,7 @@ MUTANTS = (
         file="gradients/pending.py",
         old="return all(self._is_past(earlier, phase) for earlier in range(place))",
         new="return True",
-        breaks="second collectives of buckets go out as the first ones land, which is another order on each rank",
+        breaks="second collectives of buckets go out as the first ones complete, which is another order on each rank",
         tests=("tests/gradients/test_pending.py",),
     ),
     Mutant(

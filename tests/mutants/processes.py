@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="runtime: newcomers without the key are taken in",
         file="runtime/membership.py",
-        old="return [who for who, proven in asked if hmac.compare_digest(proven, _asks(who, token))]",
+        old="return [number for number, proven in asked if hmac.compare_digest(proven, _asks(number, token))]",
         new="return [who for who, proven in asked]",
         breaks="whoever reaches the store joins the training",
         tests=("tests/runtime/test_joining.py::test_who_asks_without_the_jobs_key_isnt_heard",),

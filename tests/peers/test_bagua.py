@@ -318,7 +318,7 @@ def gradient_is_x(params: Params, x: Tensor) -> Tensor:
 
 
 def asynchronous(given: dict[str, Any]) -> Tensor:
-    """Ranks take different numbers of steps, and settle."""
+    """Ranks take different numbers of steps, and finish."""
     strategy = ltx.BaguaStrategy("async", sync_interval_ms=0.0, warmup_steps=2)
     train = ltx.train_step(ltx.data_parallel(gradient_is_x, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
     state = train.init({"w": given["w"]})

@@ -139,7 +139,7 @@ def test_a_hook_in_two_phases() -> None:
 
 
 def test_a_second_phase_goes_out_where_the_rank_launches_another_bucket() -> None:
-    """b's first phase lands long before a is there, and its second one goes out behind a's first all the same."""
+    """b's first phase completes long before a is there, and its second one goes out behind a's first all the same."""
     of_b, of_a = (3 * LATENCY + 1.5e-6 * numel for numel in (10_000, 30_000))
     hook = hooks.error_feedback(hooks.FP16())
     assert planned(ddp(comm_hook=hook)).time_s == pytest.approx(1.0 + 2 * of_a + of_b)
@@ -197,7 +197,7 @@ def test_sending_takes_the_ranks_core() -> None:
     assert fast.time_s == pytest.approx(planned(ltx.DDPStrategy(), 0.0).time_s)
 
 
-def test_steps_that_talk_late_keep_copies() -> None:
+def test_steps_that_communicate_after_the_update_keep_copies() -> None:
     cost = planned(Local(period=2), codec_s=None)
     assert cost.codec_s == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S) / 2)
 
@@ -214,8 +214,8 @@ def test_warm_up_is_left_out() -> None:
     assert planned(PostLocal()).time_s == planned(Local()).time_s
     assert planned(PostLocal(), steps=range(2)).bytes_per_rank == 240_000
     for hook in (hooks.PowerSGD(1, start_step=10), hooks.after(10, hooks.ByteGrad())):
-        first, settled = (ltx.DDPStrategy(comm_hook=hook.at(step)) for step in (0, 10))
-        assert planned(ltx.DDPStrategy(comm_hook=hook)).bytes_per_rank == planned(settled).bytes_per_rank
+        first, later = (ltx.DDPStrategy(comm_hook=hook.at(step)) for step in (0, 10))
+        assert planned(ltx.DDPStrategy(comm_hook=hook)).bytes_per_rank == planned(later).bytes_per_rank
         assert planned(ltx.DDPStrategy(comm_hook=hook), steps=range(10)).time_s == planned(first).time_s
 
 
@@ -229,7 +229,7 @@ def test_what_goes_on_in_the_background_is_hidden_as_far_as_there_is_work(period
     assert planned(Background(period=period)).bytes_per_rank == 240_000 / period
 
 
-def test_one_rank_talks_to_nobody() -> None:
+def test_one_rank_sends_nothing() -> None:
     for strategy in (ltx.DDPStrategy(), Local(), Background()):
         cost = planned(strategy, world=1)
         assert cost.time_s == pytest.approx(1.0)

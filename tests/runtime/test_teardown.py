@@ -137,7 +137,7 @@ def test_two_ranks(case: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_what_is_under_way_in_the_background_is_joined_at_the_end(ahead: int) -> None:
-    """One rank has begun a round more than the other, and neither settles."""
+    """One rank has begun a round more than the other, and neither finishes."""
     ends, errors = _run_both(
         "from ltx.strategies.async_averaging import AsyncAveraging\n"
         "with init(timeout=timeout) as here:\n"
@@ -155,7 +155,7 @@ def test_what_is_under_way_in_the_background_is_joined_at_the_end(ahead: int) ->
         "    print('given up' in str(error))"
     )
     assert [status for status, _ in ends] == [0, 0]
-    assert ends[ahead] == (0, "True")  # the other's last round may have landed
+    assert ends[ahead] == (0, "True")  # the other's last round may be complete
     assert errors == ["", ""]
 
 

@@ -55,7 +55,7 @@ def rounds_of(trace: Any) -> int:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_go_at_their_own_pace_and_end_together(n: int, ranks: Ranks) -> None:
-    """Nobody waits in a step, nothing that a rank learns is lost, and settling ends with the same mean for all."""
+    """Nobody waits in a step, nothing that a rank learns is lost, and finish ends with the same mean for all."""
 
     def run() -> Any:
         rank = int(ltx.axis_index())
@@ -69,7 +69,7 @@ def test_ranks_go_at_their_own_pace_and_end_together(n: int, ranks: Ranks) -> No
         train, results = trainer(ALWAYS, held_up), []
         state = train.init(start())
         with ltx.profile.record() as trace:
-            for steps in (5 * rank + 3, 2 * (n - rank)):  # after the first settling the others are the slow ones
+            for steps in (5 * rank + 3, 2 * (n - rank)):  # after the first finish the others are the slow ones
                 for step in range(steps):
                     state, metrics = train(state, torch.tensor(float(rank + 1)))
                     if rank < n - 1 and not results and step == steps - 1:
@@ -111,7 +111,7 @@ def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
         state, same, results = train.init(start()), True, []
         mates = ltx.axis.inner(ltx.comm.resolve(None), 2)
         with ltx.profile.record() as trace:
-            for steps in (5 * place + 3, 2 * (2 - place)):  # after the first settling the first node is the slow one
+            for steps in (5 * place + 3, 2 * (2 - place)):  # after the first finish the first node is the slow one
                 for step in range(steps):
                     state, metrics = train(state, torch.tensor(float(rank + 1)))
                     both = ltx.all_gather(state.params["w"], mates)
@@ -139,7 +139,7 @@ def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
 
 
 def test_rounds_keep_their_distance(ranks: Ranks) -> None:
-    """With an hour between two rounds there is the first, and that of settling."""
+    """With an hour between two rounds there is the first, and that of finish."""
 
     def run() -> tuple[int, int, bool]:
         train = trainer(AsyncAveraging(sync_interval_ms=3.6e6))
@@ -240,7 +240,7 @@ def test_it_goes_with_debug_checks_and_accumulation(ranks: Ranks) -> None:
 
 @pytest.mark.full
 def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
-    """The next step that would begin or land a round raises, and the state is as it was before it."""
+    """The next step that would begin or wait for a round raises, and the state is as it was before it."""
 
     def run(strategy: ltx.Strategy, told: Path) -> None:
         rank, train = int(ltx.axis_index()), trainer(strategy)
@@ -324,7 +324,7 @@ def on_processes(strategy: ltx.Strategy, seed: int, steps: int) -> tuple[list[di
 
 @pytest.mark.full
 def test_a_round_always_under_way(ranks: Ranks, seed: int) -> None:
-    """Two runs give the same bits, those of the reference; settled, all hold the mean."""
+    """Two runs give the same bits, those of the reference; finished, all hold the mean."""
     strategy = AsyncAveraging(schedule=(2, 2))
     expected = async_averaging.rounds(0, 2, 2)(make_problem(seed, 2))
     results = ranks(2).run(on_processes, strategy, seed, 9)
@@ -353,9 +353,9 @@ def test_simulated_ranks_keep_the_round_in_their_state(seed: int) -> None:
         for rank, params in enumerate(expected[step]):
             for name, x in state.params.items():
                 np.testing.assert_allclose(x[rank].numpy(), params[name], 1e-9, 1e-9)
-    settled = ltx.vmap(train.finish)(state)
-    assert settled.sync_state.leaves == {}
-    for name, x in settled.params.items():
+    finished = ltx.vmap(train.finish)(state)
+    assert finished.sync_state.leaves == {}
+    for name, x in finished.params.items():
         assert (x == x[0]).all()
         np.testing.assert_allclose(x[0].numpy(), sum(e[name] for e in expected[-1]) / 3, 1e-9, 1e-9)
 

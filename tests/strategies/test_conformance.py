@@ -35,7 +35,7 @@ def trainer(row: Row, **kwargs: Any) -> ltx.training.TrainStep:
 
 
 def trained(row: Row, problem: Problem, reload_at: int = -1, **kwargs: Any) -> tuple[Trained, Any, list[str]]:
-    """On one rank: (its parameters after each step, once settled in the end; its last state, what went out)"""
+    """On one rank: (its parameters after each step, once finished in the end; its last state, what went out)"""
     train, rank = trainer(row, **kwargs), int(ltx.axis_index())
     state, history = train.init(tensors(problem.start)), []
     with ltx.profile.record() as trace:

@@ -1,4 +1,4 @@
-"""A rank that fails in a step whose ranks talk about parameters: peers are told, and nobody's state is lost."""
+"""A rank that fails in a step whose ranks exchange parameters: peers are told, and nobody's state is lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def undisturbed(strategy: ltx.Strategy) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "sockets"),
     [(LocalSGD(period=3), False), (LocalSGD(period=3), True), (ltx.HorovodStrategy(op="adasum"), False)],
-    ids=["lane", "sockets", "several phases"],
+    ids=["shared memory", "sockets", "several phases"],
 )
 def test_peers_are_told_and_the_step_can_be_done_again(strategy: ltx.Strategy, sockets: bool, torn: Torn) -> None:
     (raised, kept, params), (raised_1, kept_1, params_1) = torn(lambda: fails_once(strategy, 2), sockets=sockets)
@@ -88,7 +88,7 @@ def test_a_rank_may_fail_alone_in_a_step_without_talk(torn: Torn) -> None:
     assert params.keys() == params_1.keys()
 
 
-def test_settle_gives_back_what_has_nothing_under_way() -> None:
+def test_finish_gives_back_what_has_nothing_under_way() -> None:
     train = trainer(LocalSGD())
     state = train.init(problem(1)[0])
     assert train.finish(state) is not None

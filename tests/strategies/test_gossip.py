@@ -1,4 +1,4 @@
-"""Ranks that share weights: who talks to whom, what they send, and that they notice when they have come apart."""
+"""Ranks that share weights: which ranks communicate, what they send, and that they notice when they have come apart."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def behind(algorithm_fields: dict[str, Any]) -> tuple[str, bool, float]:
     raise AssertionError("the ranks' steps were mixed up without a word")
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["lane", "sockets"])
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
 def test_weights_of_another_step_are_refused(sockets: bool, torn: Torn) -> None:
     (text, kept, loss), (text_1, kept_1, loss_1) = torn(
         lambda: behind({"peer_selection_mode": "shift_one"}), sockets=sockets

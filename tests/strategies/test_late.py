@@ -1,4 +1,4 @@
-"""Steps whose ranks talk after the optimizer, and write to the old state once nothing can fail any more."""
+"""Steps whose ranks communicate after the optimizer, and write to the old state once nothing can fail any more."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class BrokenError(Exception):
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2", "adasum"])
 def test_a_peer_that_fails_leaves_everything_as_it_was(name: str, torn: Torn, seed: int) -> None:
-    """Rank 1 fails at a step, before it talks; both do that step again."""
+    """Rank 1 fails at a step, before it communicates; both do that step again."""
     strategy = LATE[name][1]
 
     def run(fails_at: int) -> tuple[bool, list[Tensor]]:

@@ -1,4 +1,4 @@
-"""UpdateThenSend strategies with overlap="update", which talk about a bucket as soon as its gradients are there.
+"""UpdateThenSend strategies with overlap="update", which send a bucket as soon as its gradients are there.
 
 What they come to is held equal, bit for bit, to what the same strategy does with whole steps.
 """
@@ -122,7 +122,7 @@ def test_under_debug_checks(name: str, ranks: Ranks, seed: int) -> None:
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2, small buckets", "adasum, small buckets"])
 @pytest.mark.parametrize("sockets", [False, True])
-def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_torn(
+def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
     name: str, sockets: bool, torn: Torn, seed: int
 ) -> None:
     """Rank 1 fails in its backward pass when buckets have been updated; both go on from rank 0's or a new state."""

@@ -310,9 +310,9 @@ def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize("sockets", [False, True], ids=["lane", "sockets"])
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
 @pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(3)], ids=["local SGD", "DiLoCo"])
-def test_a_rank_that_fails_where_all_talk_costs_nobody_its_state(
+def test_a_rank_that_fails_where_all_communicate_costs_nobody_its_state(
     strategy: ltx.Strategy, sockets: bool, torn: Torn
 ) -> None:
     """Step 2 averages, or takes the outer step."""

@@ -93,10 +93,10 @@ def test_simulated_ranks_skip_as_processes_do(name: str, ranks: Ranks, seed: int
         )
         skipped.append(metrics.skipped.tolist())
     assert skipped == [[step == BAD_STEP] * 2 for step in range(problem.steps)]
-    settled = ltx.vmap(train.finish)(state).params
+    finished = ltx.vmap(train.finish)(state).params
     for rank, params in enumerate(ranks(2).run(on_a_rank)):
         for leaf, x in params.items():
-            torch.testing.assert_close(settled[leaf][rank], x, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(finished[leaf][rank], x, rtol=1e-9, atol=1e-9)
 
 
 def with_a_bad_step(strategy: ltx.Strategy, value: float | None, **kwargs: Any) -> tuple[list[str], bool, list[Tensor]]:
@@ -205,7 +205,7 @@ def test_what_a_hook_does_afterwards_is_seen(ranks: Ranks) -> None:
 
 
 def test_what_a_weight_makes_infinite_is_seen(ranks: Ranks) -> None:
-    """A sum of weights below the number of ranks makes gradients larger once they have landed."""
+    """A sum of weights below the number of ranks makes gradients larger once they are reduced."""
 
     def on_a_rank() -> tuple[bool, bool]:
         rank = int(ltx.axis_index())

@@ -134,7 +134,7 @@ def test_ranks_that_were_interrupted_in_different_steps_are_told(ranks: Ranks) -
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()])
 def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, donate: bool, ranks: Ranks) -> None:
-    """With overlap="update" all parameters have their new values there, and nothing else has: the state is torn."""
+    """With overlap="update" all parameters have their new values there, and nothing else has: the state is invalid."""
 
     def run() -> str:
         step = ltx.data_parallel(_loss, strategy)

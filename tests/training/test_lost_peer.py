@@ -85,7 +85,7 @@ def test_peers_are_told_soon_and_hold_the_last_whole_step(
         assert re.search(r"(bucket \d|summary) on axis 'data' failed while waiting .* rank 1 is gone", said), said
         assert said.endswith(f"It was in step {LAST_WHOLE} of the training."), said
         held = world.told(rank)
-        if overlap == "update" and isinstance(held, str):  # some buckets had landed before the rank died
+        if overlap == "update" and isinstance(held, str):  # some buckets were complete before the rank died
             assert re.search(r"\(step 4\) is invalid: \d of 5 buckets had been updated in place .*PeerLostError", held)
         else:
             assert held == expected[rank]

@@ -1,4 +1,4 @@
-"""mixed_precision: which dtypes a step computes, talks and answers in, and loss scaling against torch's GradScaler."""
+"""mixed_precision: which dtypes a step computes, reduces and returns, and loss scaling against torch's GradScaler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""overlap="step" beside overlap="backward", bit for bit: steps that land during the next forward pass.
+"""overlap="step" beside overlap="backward", bit for bit: steps that complete during the next forward pass.
 
-Ranks talk through sockets here, since nothing is left in flight through shared memory.
+Ranks communicate through sockets here, since nothing stays pending through shared memory.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def looked_at(module: nn.Module) -> Loss:
 
 
 class Counting(TorchDispatchMode):
-    """Sees every operation of the step, and none of what lands in it."""
+    """Sees every operation of the step, and none of what completes in it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert "adam" not in str(func)
@@ -277,7 +277,7 @@ def train_of(
 
 
 def trained(seed: int, overlap: Any, **options: Any) -> tuple[Any, bool]:
-    """(all that came of some steps, whether each left something in flight)"""
+    """(all that came of some steps, whether each left something pending)"""
     module, batches = module_and_batches(seed)
     random.seed(seed + ltx.world().rank)
     with seeded(seed):
@@ -319,7 +319,7 @@ def test_every_hook_gives_what_it_gives_without(hook: str, accumulate: int, torn
 
 @pytest.mark.full
 @pytest.mark.parametrize("hook", ["powersgd", "bytegrad", "topk with feedback"])
-def test_a_hook_is_not_disturbed_by_where_it_lands(hook: str, torn: Torn, seed: int) -> None:
+def test_a_hook_is_not_disturbed_by_where_it_completes(hook: str, torn: Torn, seed: int) -> None:
     for expected, got, flew in torn(lambda: both(seed, {"hook": HOOKS[hook], "loss": "under modes"}), sockets=True):
         assert_same_bits(expected, got)
         assert flew
@@ -341,10 +341,10 @@ def test_optimizers(optimizer: str, donate: bool, torn: Torn, seed: int) -> None
         assert flew
 
 
-# --- where it lands --------------------------------------------------------------------------------------------------
+# --- where it completes ----------------------------------------------------------------------------------------------
 
 
-def where_it_lands(seed: int) -> list[list[str]]:
+def where_it_completes(seed: int) -> list[list[str]]:
     """The classes of two parameters, the first and the last one used, at three points of the second forward pass."""
     torch.manual_seed(seed)
     params = {"first": torch.randn(40, 40), "unused": torch.randn(40), "last": torch.randn(40, 40)}
@@ -377,7 +377,7 @@ def where_it_lands(seed: int) -> list[list[str]]:
 
 def test_each_bucket_lands_when_it_is_first_used(torn: Torn, seed: int) -> None:
     plain, hidden = "Tensor", "PendingParameter"
-    for seen in torn(lambda: where_it_lands(seed), sockets=True):
+    for seen in torn(lambda: where_it_completes(seed), sockets=True):
         assert seen[:3] == [[plain] * 3] * 3
         assert seen[3:] == [[hidden] * 3, [plain, hidden, hidden], [plain, hidden, plain]]
 
@@ -428,7 +428,7 @@ def test_parameters_that_are_written_to_are_refused_alike(torn: Torn, seed: int)
         assert "modified inplace" in step
 
 
-def interrupt_while_landing(seed: int) -> Any:
+def interrupt_while_waiting(seed: int) -> Any:
     """What comes while a parameter is waited for is raised at the place that waits, and nothing is lost."""
     module, batches = module_and_batches(seed)
     train = train_of(module, "step", hook=hooks.ByteGrad())
@@ -453,7 +453,7 @@ def interrupt() -> None:
 
 @pytest.mark.full
 def test_an_interrupt_while_it_lands(torn: Torn, seed: int) -> None:
-    torn(lambda: interrupt_while_landing(seed), sockets=True).replicated()
+    torn(lambda: interrupt_while_waiting(seed), sockets=True).replicated()
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -693,7 +693,7 @@ def losing_a_peer(seed: int) -> list[str]:
     return said
 
 
-def test_a_peer_lost_while_landing_leaves_a_state_that_nobody_reads(torn: Torn, seed: int) -> None:
+def test_a_peer_lost_while_waiting_leaves_a_state_that_nobody_reads(torn: Torn, seed: int) -> None:
     said = torn(lambda: losing_a_peer(seed), sockets=True).rank(0)
     assert said[0].startswith("PeerLostError: rank 0: bucket 1 failed")
     for text in said[1:]:
@@ -786,7 +786,7 @@ def test_what_can_not_be_right_is_refused(name: str) -> None:
 # --- without a wire, and compiled ------------------------------------------------------------------------------------
 
 
-def test_shared_memory_leaves_nothing_in_flight(ranks: Callable[[int], ltx.Pool], seed: int) -> None:
+def test_shared_memory_leaves_nothing_pending(ranks: Callable[[int], ltx.Pool], seed: int) -> None:
     for expected, got, flew in ranks(2).run(both, seed, {}):
         assert_same_bits(expected, got)
         assert not flew
@@ -836,7 +836,7 @@ def test_a_compiled_function_inside_has_everything_landed_first(torn: Torn, seed
 
     for (expected, once), (got, counts) in torn(on_rank, 45.0, sockets=True):
         assert_same_bits(expected, got)
-        assert counts[1] <= once[-1] + 1  # the first step in flight tells
+        assert counts[1] <= once[-1] + 1  # the first pending step tells
         assert counts[-1] == counts[1]
 
 
