@@ -35,7 +35,7 @@ from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.streams import CommStream
+from ltx.comm.streams import CommStream, HostCopy
 from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
@@ -227,6 +227,13 @@ class AxisComm:
         if kind is None or kind == "cpu":
             return torch.device("cpu")
         return torch.device(kind, torch.accelerator.current_device_index())
+
+    def read(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """`tensor` on the host. Until the device has it, deadlines, peers and interrupts are looked after.
+
+        ``bool(tensor)`` and ``tensor.item()`` would stand still for as long as the device waits for a peer.
+        """
+        return self.user.wait_for_host(HostCopy(tensor), label)
 
     @property
     def channels(self) -> list[Channel]:
