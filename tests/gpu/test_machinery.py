@@ -1,0 +1,170 @@
+"""Recordings, compiled steps, overlap without torch's priorities, forks: what goes by other ways on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.axis import axes_in_scope
+from ltx.errors import LtxError
+from ltx.gradients import peeled
+from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of
+
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+#: The compiler's own kernels where there is a GPU; on the CPU the graph is what counts.
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
+STEPS = 4
+
+
+@needs_cuda
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_a_recording(overlap: Any, workers: Any) -> None:
+    def run() -> Any:
+        train = ltx.train_step(ltx.data_parallel(loss_of(model()), HALVES), SGD, overlap=overlap)
+        state = train.init(params_of(model()))
+        state, _ = train(state, *batch(0))
+        with ltx.profile.record() as trace:
+            for step in range(3):
+                state, _ = train(state, *batch(step))
+            train.finish(state)
+        return trace, len(state.params)
+
+    ((trace, _),) = workers.run(run)
+    buckets = trace.buckets
+    assert len(buckets) >= 2 * 3
+    assert sum(event.label == "summary" for event in trace.events) == 3
+    for event in trace.events:
+        assert event.completed_s is not None
+        assert event.issued_s <= event.completed_s
+    if overlap == "backward":
+        completed = [event.completed_s for event in buckets]
+        assert completed == sorted(completed), "one stream does them in the order of their issues"
+    assert 0.0 <= trace.hidden <= 1.0
+    assert trace.waited_s >= 0.0
+
+
+def steps(train: Any, state: Any) -> Any:
+    losses = []
+    for step in range(STEPS):
+        state, metrics = train(state, *batch(step))
+        losses.append(float(metrics.loss))
+    return losses, on_cpu(state.params)
+
+
+def trained(loss: Any) -> Any:
+    train = ltx.train_step(ltx.data_parallel(loss, HALVES), SGD)
+    return steps(train, train.init(params_of(model())))
+
+
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+def test_a_compiled_loss(pool: Any) -> None:
+    def run() -> Any:
+        torch._dynamo.reset()
+        loss = loss_of(model())
+        return trained(loss), trained(torch.compile(loss, backend=BACKEND))
+
+    ((expected, found),) = pool.run(run)
+    # A compiler's kernels round elsewhere, and gradients may fall on the other side in half precision.
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@needs_cuda
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+def test_a_loss_as_a_cuda_graph(pool: Any) -> None:
+    """It works, or is refused by name."""
+
+    def run() -> Any:
+        torch._dynamo.reset()
+        loss = loss_of(model())
+        expected = trained(loss)
+        try:
+            return expected, trained(torch.compile(loss, mode="reduce-overhead"))
+        except LtxError as error:
+            return expected, f"{type(error).__name__}: {error}"
+
+    ((expected, found),) = pool.run(run)
+    if not isinstance(found, str):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("whole", [False, True])
+def test_collectives_in_a_graph(whole: bool, pool: Any) -> None:
+    """Gradients, or a whole step, as one compiled graph with its collectives."""
+
+    def run() -> Any:
+        torch._dynamo.reset()
+        step, params = ltx.data_parallel(loss_of(model()), HALVES), params_of(model())
+        if whole:
+            train = ltx.train_step(step, SGD)
+            compiled = torch.compile(train, fullgraph=True, backend=BACKEND)
+            return steps(train, train.init(params)), steps(compiled, train.init(params))
+        both = torch.func.grad_and_value(step)
+        compiled = torch.compile(both, fullgraph=True, backend=BACKEND)
+        return on_cpu(both(params, *batch(0))), on_cpu(compiled(params, *batch(0)))
+
+    ((expected, found),) = pool.run(run)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_buckets_go_out_during_the_backward_pass(hidden: bool, workers: Any) -> None:
+    """By torch's priorities, and where it has none (before 2.13) by hooks of leaves."""
+
+    def run() -> Any:
+        seen: list[int] = []
+        axis_comm: Any = axes_in_scope()[0].comm
+
+        def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+            hidden = torch.tanh(torch.nn.functional.linear(x, params["0.weight"], params["0.bias"]))
+            seen.append(axis_comm.bucket_channel(0).begun)
+            hidden.register_hook(lambda _: seen.append(axis_comm.bucket_channel(0).begun))
+            again = torch.tanh(torch.nn.functional.linear(hidden, params["2.weight"], params["2.bias"]))
+            out = torch.nn.functional.linear(again, params["4.weight"], params["4.bias"])
+            return torch.nn.functional.cross_entropy(out, y)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if hidden:
+                patch.setattr(peeled, "can_raise_priority", lambda: False)
+            strategy = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=1 << 11, first_bucket_bytes=1 << 11)
+            train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
+            losses, params = steps(train, train.init(params_of(model())))
+        return [during - before for before, during in zip(seen[::2], seen[1::2], strict=True)], losses, params
+
+    ((issued, losses, params),) = workers.run(run)
+    # The step summary, and at least a bucket of each of the two layers behind.
+    assert min(issued) >= 3, issued
+    ((expected_losses, expected),) = workers.run(lambda: trained(loss_of(model())))
+    torch.testing.assert_close(losses, expected_losses)
+    torch.testing.assert_close(params, expected)
+
+
+FORK = """
+import torch, ltx
+
+def where():
+    x = torch.ones(3, device=ltx.world().device)
+    return x.device.type, float(ltx.psum(x).sum()), ltx.world().backend
+
+print(ltx.launch(where, 1, start_method="fork"))
+"""
+
+
+def test_a_fork_uses_the_gpu() -> None:
+    """Neither ltx's import nor its start of workers begins anything of CUDA's in their parent."""
+    environment = {**os.environ, **({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, timeout=55, check=False
+    )
+    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    assert done.stdout.strip() == str([(DEVICE, 3.0, backend)]), done.stderr[-2000:]
