@@ -119,20 +119,25 @@ def all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         (x.dtype, tuple(-1 if ok and at == dim % x.ndim else length for at, length in enumerate(x.shape)))
         for x, ok in zip(leaves, fit, strict=True)
     ]
-    if found.comm is not None:
-        axis_comm: comm.AxisComm = found.comm
+    if found.backing is not None:
         tree.check_values(leaves, value, "all_gather")
+
+    def signature() -> comm.Signature:
         texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("-1", "any") for dtype, shape in kinds]
-        agreed = axis_comm.negotiate(
-            axis_comm.user,
-            (_INFERRED, spec, tuple(kinds), dim),
-            lambda: comm.Signature(_INFERRED, tuple(zip(tree.leaf_paths(value), texts, strict=True)), f"dim={dim}"),
-        )
+        return comm.Signature(_INFERRED, tuple(zip(tree.leaf_paths(value), texts, strict=True)), f"dim={dim}")
+
+    mine = [x.shape[dim] if ok else -1 for x, ok in zip(leaves, fit, strict=True)]
+    rows = [mine]
+    if found.threads:
+        rows = found.threads.exchange(signature(), mine)
+    elif found.comm is not None:
+        axis_comm: comm.AxisComm = found.comm
+        agreed = axis_comm.negotiate(axis_comm.user, (_INFERRED, spec, tuple(kinds), dim), signature)
         axis_comm.user.advance(agreed)
     if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
         _dim("all_gather", leaves[fit.index(False)], dim)
-    mine = [x.shape[dim] for x in leaves]
-    rows = _exchanged(_INFERRED, mine, axis_comm) if found.comm is not None and leaves else [mine]
+    if found.comm is not None and leaves:
+        rows = _exchanged(_INFERRED, mine, axis_comm)
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
     lengths = list(zip(*rows, strict=True))
     padded = [_padded(x, at, max(parts)) for x, at, parts in zip(moved, ats, lengths, strict=True)]

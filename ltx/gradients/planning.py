@@ -17,7 +17,7 @@ from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Leaf, plan_buckets
 from ltx.gradients.reduction import Reducer
 from ltx.gradients.schedule import Plan
-from ltx.gradients.sizes import DEFAULT_BYTES, bucket_sizes
+from ltx.gradients.sizes import DEFAULT_BYTES, DEFAULT_STREAM_BYTES, bucket_sizes
 
 #: For each leaf, the names of its communication state's tensors.
 Names = tuple[tuple[str, ...], ...]
@@ -141,11 +141,19 @@ def make_plan(
             opened.open_phases(hook.phases_on(axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)
+    sizes = owner.sizes
+    if sizes[0] == DEFAULT_BYTES and not background and _on_streams(axis, tensors):
+        sizes = (DEFAULT_STREAM_BYTES, sizes[1])
     groups = owner.grouping(paths, order)
     # A meta axis is used once; its plan isn't cached.
     make = _plan.__wrapped__ if axis.meta else _plan
-    plan: Plan = make(axis, hook, owner.sizes, leaves, order, groups, names, agreement, network)
+    plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan
+
+
+def _on_streams(axis: Axis, tensors: Sequence[torch.Tensor]) -> bool:
+    axis_comm: comm.AxisComm | None = axis.comm
+    return axis_comm is not None and any(axis_comm.stream_of(x.device) for x in tensors)
 
 
 def _names_text(names: Names) -> str:

@@ -25,6 +25,8 @@ MIB = 1 << 20
 
 #: Without a network to go by: of a bucket, and of the first one at most.
 DEFAULT_BYTES = 4 * MIB
+#: The same where streams order collectives: kernels of an accelerator cost more to start, as for torch's DDP.
+DEFAULT_STREAM_BYTES = 25 * MIB
 _LEAST, _MOST = 256 * KIB, 256 * MIB
 #: Of a bucket's time, what its start may take.
 _START = 0.02

@@ -89,6 +89,9 @@ class _Pickler(Pickler):
         if isinstance(obj, functools._lru_cache_wrapper) and self._goes_by_value(obj):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, FunctionType):
+            if self._goes_by_value(obj):
+                # Without __name__: torch.compile would look for globals in a module of that name, which lacks them.
+                self.globals_ref.setdefault(id(obj.__globals__), {"__package__": obj.__globals__.get("__package__")})
             name = obj.__code__.co_filename
             entry = linecache.cache.get(name)
             if entry is not None and len(entry) == 4 and entry[1] is None:  # no time of change: it isn't a file

@@ -21,6 +21,7 @@ from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.leaves import tracked
 from ltx.gradients.peeled import ACCUMULATE_PRIORITY, raise_priority
+from ltx.training.given_gradients import as_loss
 from ltx.training.outputs import loss_in
 from ltx.training.pending_step import leaf_like
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
@@ -310,7 +311,8 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
     Args:
         step: what :func:`ltx.data_parallel` returned (then all micro-batches take part in one synchronisation), or a
             plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
-            alone or first in a tuple.
+            alone or first in a tuple. Of ``ltx.data_parallel(f, returns="grads")``, whose f returns ``(grads, loss)``,
+            it makes a step that returns the loss, with the mean of those gradients (DP-SGD in micro-batches).
         steps: the number of micro-batches, at least 1. Every tensor of the batch, given by position or by keyword, is
             split along dim 0 into that many chunks, equal ones unless the step is Weighted; 0-dim tensors and other
             leaves go to each as they are. :mod:`ltx.tree` says which containers are looked into.
@@ -340,6 +342,5 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
         raise StepError(f"accumulate: steps must be a whole number of at least 1, got {brief(steps)}.")
     if not isinstance(step, DataParallel):
         return Accumulated(step, steps, 0, carry)
-    if step.returns != "value":
-        raise StepError('accumulate: a step with returns="grads" has no loss to accumulate; wrap the loss instead.')
+    step = as_loss(step)
     return replace(step, fn=Accumulated(step.fn, steps, step.argnums, carry))

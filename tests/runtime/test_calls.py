@@ -90,6 +90,21 @@ def test_cached_functions_begin_with_an_empty_cache(modules: Callable[[str, str]
     assert _call_elsewhere(pack_call(1, own.f, (3,), {}).pickled) == "(6, 1, 7)"
 
 
+@pytest.mark.slow_compile
+def test_what_goes_by_value_can_be_compiled(
+    modules: Callable[[str, str], ModuleType], ranks: Callable[[int], Pool]
+) -> None:
+    """Dynamo looks for the globals of a function that it inlines in its module, which workers don't have."""
+    own = modules(
+        "there_own",
+        "import torch, ltx\nSCALE = 2.0\ndef loss(x): return ltx.psum(SCALE * x.square().sum())\n"
+        "def f(x): return torch.compile(torch.func.grad(loss), fullgraph=True, backend='eager')(x)\n",
+    )
+    for scale in (2.0, 3.0):
+        vars(own)["SCALE"] = scale
+        assert ranks(2).run(own.f, torch.ones(1)).replicated() == 4 * scale
+
+
 def test_what_a_function_carries_along_is_warned_about() -> None:
     big, small = torch.zeros(LARGE_BYTES), torch.zeros(2)
     with pytest.warns(UserWarning, match=r"<lambda> carries 67 MB along to the workers at each call: 'big' with 67 MB"):

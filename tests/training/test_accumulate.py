@@ -243,11 +243,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         StepError,
         "accumulate(carry=...): the step must return (loss, next carry, ...).",
     ),
-    'returns="grads"': (
-        lambda: ltx.accumulate(ltx.data_parallel(mean, returns="grads"), 2),
-        StepError,
-        'accumulate: a step with returns="grads" has no loss to accumulate; wrap the loss instead.',
-    ),
 }
 
 

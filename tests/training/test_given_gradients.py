@@ -47,12 +47,15 @@ def problem() -> tuple[Params, Tensor, Tensor]:
     return made
 
 
-def both(strategy: ltx.Strategy, overlap: Any, fn: Any = gradients) -> list[tuple[Params, Tensor]]:
-    """Parameters and last loss of a training by gradients, and by the loss."""
+def both(
+    strategy: ltx.Strategy, overlap: Any, fn: Any = gradients, steps: int = 0, guard: Any = "off"
+) -> list[tuple[Params, Tensor]]:
+    """Parameters and last loss of a training by gradients, and by the loss; in so many micro-batches, if any."""
     params, x, y = problem()
     found = []
     for step in (ltx.data_parallel(fn, strategy, returns="grads"), ltx.data_parallel(loss_fn, strategy)):
-        train = ltx.train_step(step, SGD, overlap=overlap)
+        step = ltx.accumulate(step, steps) if steps else step
+        train = ltx.train_step(step, SGD, overlap=overlap, guard=guard)
         state = train.init(params)
         for _ in range(4):
             state, metrics = train(state, *ltx.shard((x, y)))
@@ -90,6 +93,25 @@ def test_simulated_ranks(seed: int) -> None:
     whole, alone = train(train.init(params), x, y)
     torch.testing.assert_close({name: p[1] for name, p in state.params.items()}, dict(whole.params))
     torch.testing.assert_close(metrics.loss[0], alone.loss)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(("name", "overlap", "guard"), [(*row, "off") for row in ROWS] + [("ddp", "backward", "raise")])
+def test_in_micro_batches(name: str, overlap: str, guard: str, ranks: Ranks, seed: int) -> None:
+    by_grads, by_loss = ranks(2).run(both, STRATEGIES[name], overlap, steps=4, guard=guard).rank(1)
+    torch.testing.assert_close(by_grads, by_loss)
+
+
+@pytest.mark.parametrize("simulated", [ltx.simulate, ltx.vmap])
+def test_in_micro_batches_on_simulated_ranks(simulated: Any, seed: int) -> None:
+    def run(x: Tensor, y: Tensor) -> tuple[Params, Params]:
+        params = {name: p.detach() for name, p in NET.named_parameters()}
+        accumulated = ltx.accumulate(ltx.data_parallel(gradients, returns="grads"), 2)
+        return ltx.grad(accumulated)(params, x, y), ltx.grad(ltx.data_parallel(loss_fn))(params, x, y)
+
+    found = simulated(run)(torch.randn(3, 8, 4), torch.randint(3, (3, 8)))
+    for by_grads, by_loss in found if isinstance(found, ltx.PerRank) else [found]:
+        torch.testing.assert_close(by_grads, by_loss)
 
 
 def test_dp_sgd_is_that_of_one_process(ranks: Ranks, seed: int) -> None:
