@@ -35,9 +35,9 @@ from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement, Post, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.streams import CommStream, HostCopy
+from ltx.comm.streams import CommStream, HostCopy, is_captured
 from ltx.comm.transports.open_shared_memory import open_transport
-from ltx.errors import LtxError, PeerLostError, WorldError
+from ltx.errors import LtxError, PeerLostError, UnsupportedError, WorldError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 _HISTORY = 1024  # collectives in the background that are remembered
@@ -306,9 +306,17 @@ class AxisComm:
 
         Raises:
             RankMismatchError: on every rank, before any data has moved.
+            UnsupportedError: a CUDA graph is captured.
         """
         if self._fork_error is not None:
             raise self._fork_error
+        if is_captured():
+            raise UnsupportedError(
+                f"rank {self.rank}: {describe().brief} on axis {self.name!r} was called in the capture of a CUDA graph. "
+                "ltx compares what ranks issue, and reads their step summary, on the host; replays of a graph would "
+                "leave that out. Capture what computes alone: "
+                'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
+            )
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)

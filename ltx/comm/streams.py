@@ -107,3 +107,8 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def is_captured() -> bool:
+    """Whether what is enqueued on the current stream now goes into a CUDA graph, and isn't done."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -22,8 +22,13 @@ if DEVICE == "cuda" and torch.cuda.device_count() == 0:
 REPORT = "LTX_GPU_REPORT"
 
 
+_failed: list[str] = []
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write the outcome of a test."""
+    if report.failed:
+        _failed.append(report.nodeid)
     path = os.environ.get(REPORT)
     if path is None or (report.when != "call" and report.outcome == "passed"):
         return
@@ -36,13 +41,29 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """A pool of one worker, whose world communicates over NCCL on a GPU, and over gloo on the CPU."""
-    with Pool(1, start_timeout_s=120.0, timeout_s=140.0) as pool:
-        yield pool
+def started_pools() -> Iterator[list[Pool]]:
+    """The pool that is there, if any."""
+    started: list[Pool] = []
+    yield started
+    for pool in started:
+        pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
+def pool(started_pools: list[Pool]) -> Pool:
+    """A pool of one worker, whose world communicates over NCCL on a GPU, and over gloo on the CPU.
+
+    After a test that has failed it is a new one: an error of CUDA's stays with its process.
+    """
+    if _failed and started_pools:
+        started_pools.pop().close()
+    _failed.clear()
+    if not started_pools:
+        started_pools.append(Pool(1, start_timeout_s=120.0, timeout_s=140.0))
+    return started_pools[0]
+
+
+@pytest.fixture
 def workers(pool: Pool) -> Any:
     """The same; on the CPU it communicates over a backend that orders streams as NCCL does."""
     return pool if DEVICE == "cuda" else StreamedPool(pool)

@@ -15,9 +15,11 @@ from ltx.demo.model import GPT
 from tests.gpu.device import DEVICE
 
 BIG = DEVICE == "cuda"
-VOCABULARY, CONTEXT = 64, 256 if BIG else 16
-SIZES = {"width": 768, "layers": 6, "heads": 12} if BIG else {"width": 32, "layers": 2, "heads": 2}  # 43 M parameters
-SAMPLES, STEPS, LR = 16, 40, 1e-3 if BIG else 1e-2
+VOCABULARY, CONTEXT, SAMPLES = (64, 512, 32) if BIG else (64, 16, 16)  # 16,384 tokens a step
+SIZES = (
+    {"width": 1024, "layers": 12, "heads": 16} if BIG else {"width": 32, "layers": 2, "heads": 2}
+)  # 152 M parameters
+STEPS, LR = 40, 3e-4 if BIG else 1e-2
 SCALE = 2.0**12
 
 

@@ -18,6 +18,8 @@ from tests.hooks.table import HOOKS
 
 SHAPES = {"weight": (24, 20), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "none": (0, 4)}
 STEPS = 3
+#: Sums in half precision are rounded at other places on another device.
+TOLERANCES = {"powersgd in bf16": 2.0**-5}
 
 
 def drawn(*ranks: int) -> list[dict[str, Tensor]]:
@@ -40,6 +42,11 @@ def reduced(hook: hooks.CommHook, grads: list[dict[str, Tensor]]) -> Any:
     return results, state.leaves
 
 
+def held_to(expected: Any, found: Any, name: str) -> None:
+    tolerance = TOLERANCES.get(name, 1e-9) if DEVICE == "cuda" else 1e-9
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_one_rank(name: str, workers: Any) -> None:
     """Over NCCL as over gloo, which takes tensors on the host."""
@@ -54,7 +61,7 @@ def test_one_rank(name: str, workers: Any) -> None:
         return on_cpu(found), on_cpu(expected)
 
     ((found, expected),) = workers.run(run)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    held_to(expected, found, name)
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -70,7 +77,7 @@ def test_simulated_ranks(name: str, workers: Any) -> None:
         return on_cpu(ltx.vmap(each)(*on_device)), ltx.vmap(each)(*grads)
 
     ((found, expected),) = workers.run(run)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    held_to(expected, found, name)
 
 
 def test_a_hook_of_torch(workers: Any) -> None:

@@ -1,4 +1,4 @@
-"""Two processes on one GPU: over gloo they train there, by way of the host; over NCCL they are refused."""
+"""Two processes on one GPU: over gloo they train there, by way of the host; over NCCL where it takes them."""
 
 from __future__ import annotations
 
@@ -112,12 +112,29 @@ def test_a_hook_under_ddp(workers: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(first, expected)
 
 
+def nccl_takes_several() -> bool:
+    """Whether this NCCL can have several ranks on one GPU. The library is asked, and no device."""
+    return torch.cuda.nccl.version() >= (2, 30)
+
+
+def one_gpu() -> dict[str, str]:
+    """Each rank is shown one GPU alone, so that it takes the GPU for its own."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
 @needs_cuda
-def test_ranks_of_nccl_on_one_gpu(tmp_path: Path) -> None:
-    """Refused by name, on both. Each is shown that GPU alone, so that it takes the GPU for its own."""
-    one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    found = on_two(trained, tmp_path, "backward", False, backend=None, CUDA_VISIBLE_DEVICES=one)
+@pytest.mark.parametrize("told", [False, True])
+def test_ranks_of_nccl_on_one_gpu(told: bool, workers: Any, tmp_path: Path) -> None:
+    """NCCL 2.30 takes them where it is told to; else both are refused by name."""
+    asked = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"} if told else {}
+    found = on_two(trained, tmp_path, "backward", False, backend=None, **one_gpu(), **asked)
+    if told and nccl_takes_several():
+        (expected,) = workers.run(alone)
+        assert isinstance(found[0], dict), found[0]
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        torch.testing.assert_close(found[0], expected)
+        return
+    refused = "are both on one device, and cpu:gloo,cuda:nccl takes one rank a device."
     assert [text.partition(" Start")[0] for text in found] == [
-        f"WorldError: rank {rank}: ranks 0 and 1 are both on one device, and cpu:gloo,cuda:nccl takes one rank a device."
-        for rank in range(2)
+        f"WorldError: rank {rank}: ranks 0 and 1 {refused}" for rank in range(2)
     ]
