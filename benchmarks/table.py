@@ -1,7 +1,7 @@
 """One table: a training step of ltx, DDP, Fabric, accelerate and JAX, on loopback and two shaped links.
 
     python -m benchmarks.table [--links loopback 1gbit 100mbit] [--rounds N] [--write]
-    python -m benchmarks.table --device cuda --ranks 1 [--compiled] [--large]
+    python -m benchmarks.table --device cuda --ranks 1 [--compiled] [--large] [--variants "ltx, fp16"]
 
 Forward, backward and fused AdamW of the 5 M parameter transformer on two ranks of one thread each. Variants take turns
 in one run for each link (:mod:`benchmarks.step_time`); a ratio is the median over turns. JAX's ``shard_map`` runs on
@@ -12,7 +12,7 @@ into benchmarks/RESULTS.md and the plot beside it.
 With ``--device cuda`` one rank has the GPU alone over NCCL (``--ranks 1``), or two share it over gloo, by way of the
 host. ltx leaves out the exact sum of one rank, which DDP does; so both are compared with their FP16 hooks as well,
 which neither leaves out. ``--compiled`` compares what torch.compile makes of them, ``--large`` has a model of 152 M
-parameters and a batch that keeps a GPU busy.
+parameters and a batch that keeps a GPU busy. ``--variants`` measures these alone, and what they are compared with.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ def jax_s() -> float:
     return float(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
 
 
-def names_of(ranks: int, device: str, compiled: bool) -> list[str]:
-    """The variants that are measured."""
+def names_of(ranks: int, device: str, compiled: bool, wanted: Sequence[str] | None = None) -> list[str]:
+    """The variants that are measured; all, or those `wanted` and what they are compared with."""
+    if wanted:
+        every = names_of(ranks, device, compiled)
+        return list(dict.fromkeys([*(base_of(name, every) for name in wanted), *wanted]))
     if compiled:
         return COMPILED
     if ranks == 1:
@@ -72,11 +75,17 @@ def base_of(name: str, names: Sequence[str]) -> str:
 
 
 def rows(
-    link: str, ranks: int, rounds: int | None, device: str, compiled: bool = False, large: bool = False
+    link: str,
+    ranks: int,
+    rounds: int | None,
+    device: str,
+    compiled: bool = False,
+    large: bool = False,
+    wanted: Sequence[str] | None = None,
 ) -> list[Row]:
     """The rows of one link."""
-    names = names_of(ranks, device, compiled)
-    compared = device == "cpu" and ranks > 1 and not compiled
+    names = names_of(ranks, device, compiled, wanted)
+    compared = device == "cpu" and ranks > 1 and not compiled and not wanted
     with_jax = link == "loopback" and compared and find_spec(NEEDS["JAX"]) is not None
     usual, turns, steps = TURNS[link]
     times: dict[str, list[float]] = {}
@@ -89,7 +98,7 @@ def rows(
             times.setdefault(name, []).extend(taken)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     made = [(name, 1e3 * medians[name], ratio(times, name, base_of(name, names))) for name in times]
-    if ranks == 1 or device == "cuda":
+    if ranks == 1 or device == "cuda" or "local" not in medians or "ddp" not in medians:
         return made
     bound = max(medians["local"], links.wire_s(link, ranks, NBYTES))
     return [*made, ("the bound", 1e3 * bound, bound / medians["ddp"])]
@@ -151,24 +160,24 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compiled", action="store_true", help="what torch.compile makes of them")
     parser.add_argument("--large", action="store_true", help="a model of 152 M parameters, for GPUs")
+    parser.add_argument("--variants", nargs="+", help="only these, and what they are compared with")
     parser.add_argument("--write", action="store_true")
     parsed = parser.parse_args()
+    if parsed.write and parsed.device == "cuda":
+        parser.error("make gpu writes those of a GPU")
     on_one = parsed.ranks == 1 or parsed.device == "cuda"
     chosen = parsed.links or (["loopback"] if on_one else list(TURNS))
-    how = parsed.ranks, parsed.rounds, parsed.device, parsed.compiled, parsed.large
+    how = parsed.ranks, parsed.rounds, parsed.device, parsed.compiled, parsed.large, parsed.variants
     tables = {link: rows(link, *how) for link in chosen}
-    text = markdown(tables) + ("" if on_one or parsed.compiled else not_measured())
+    text = markdown(tables) + ("" if on_one or parsed.compiled or parsed.variants else not_measured())
     print(text)
     if parsed.write:
-        hardware = (
-            torch.cuda.get_device_name() if parsed.device == "cuda" else platform.processor() or platform.machine()
-        )
+        hardware = platform.processor() or platform.machine()
         about = f"{parsed.ranks} ranks, {hardware}, {os.cpu_count()} cores, torch {torch.__version__}"
-        name = "results" if parsed.device == "cpu" else "results_cuda"
-        plot(tables, HERE / f"{name}.svg")
-        HERE.joinpath(f"{name.upper()}.md").write_text(
+        plot(tables, HERE / "results.svg")
+        HERE.joinpath("RESULTS.md").write_text(
             f"# Time of a training step\n\nWritten by `python -m benchmarks.table --write`: {about}.\n\n{text}\n\n"
-            f"![Ratios to DDP]({name}.svg)\n"
+            "![Ratios to DDP](results.svg)\n"
         )
 
 

@@ -312,9 +312,9 @@ class AxisComm:
             raise self._fork_error
         if is_captured():
             raise UnsupportedError(
-                f"rank {self.rank}: {describe().brief} on axis {self.name!r} was called in the capture of a CUDA graph. "
-                "ltx compares what ranks issue, and reads their step summary, on the host; replays of a graph would "
-                "leave that out. Capture what computes alone: "
+                f"rank {self.rank}: {describe().brief} on axis {self.name!r} was called in the capture of a CUDA "
+                "graph. ltx compares what ranks issue, and reads their step summary, on the host; replays of a graph "
+                "would leave that out. Capture what computes alone: "
                 'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
             )
         known = self._known.get(key)
