@@ -18,10 +18,10 @@ import torch
 from ltx import comm, tree
 from ltx.collectives.calls import check_dense, check_sums, meet_as_tree
 from ltx.collectives.gather import all_gather
-from ltx.collectives.index import axis_index
 from ltx.collectives.linear import Static
 from ltx.collectives.permute import ppermute
 from ltx.collectives.psum import axis_size, psum
+from ltx.collectives.ranks import axis_index
 from ltx.errors import AxisError, TreeError
 from ltx.typing import Tree
 

@@ -14,8 +14,8 @@ from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.backings import unwrapped
 from ltx.collectives.calls import check_dense, check_sums
-from ltx.collectives.index import axis_index
 from ltx.collectives.psum import axis_size, psum
+from ltx.collectives.ranks import axis_index
 from ltx.errors import WeightError
 from ltx.typing import Tree
 

@@ -18,15 +18,15 @@ import torch
 from ltx import comm
 from ltx.comm.streams import Fence
 from ltx.errors import StrategyError
-from ltx.gradients.programs import Program, advance, collective_alone
-from ltx.gradients.reduction import CollectiveRequest, Reduced, Reducer
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.reduction import CollectiveRequest, Program, Reduced, advance, collective_alone
 
 
 @dataclass
 class _PendingReduction:
     """A pending bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
 
-    hook: Reducer
+    hook: CommHook
     program: Program | None
     work: comm.Work | None = None
     phase: int = 0
@@ -59,7 +59,7 @@ class PendingReductions:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def launch(self, program: Program, hook: Reducer) -> None:
+    def launch(self, program: Program, hook: CommHook) -> None:
         """Start the program of the next bucket in order, which is that of `hook`.
 
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass

@@ -16,11 +16,9 @@ from torch import Tensor
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError, UnsupportedError
 from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
-from ltx.optim.base import Optimizer, check_grads, leaves_like
-from ltx.optim.fusing import fusable, run_aligned
-from ltx.optim.kernel import Kernel, NotGatheredError, build
+from ltx.optim.base import Optimizer, TorchState, check_grads, leaves_like
+from ltx.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned
 from ltx.optim.opaque import OpaqueOptimizer
-from ltx.optim.state import TorchState
 from ltx.optim.transformed import is_transforming, run_pure
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree

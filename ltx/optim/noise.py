@@ -10,8 +10,7 @@ import torch
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError, UnsupportedError
 from ltx.hooks.noise import key_of, normal
-from ltx.optim.base import Optimizer
-from ltx.optim.state import TorchState
+from ltx.optim.base import Optimizer, TorchState
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
 

@@ -19,16 +19,50 @@ from typing import ClassVar, Literal
 import torch
 
 from ltx import comm, tree
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.axis import Axis
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.gradients.exchange import Exchange
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.strategies.gossip import GossipStrategy
-from ltx.strategies.nodes import AmongNodes, FromParts, ToParts
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.optim.update import Update
+from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipStrategy(NodeStrategy):
+    """What decentralized strategies have in common; not a strategy by itself.
+
+    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. All of it is work of
+    :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
+
+    Args:
+        communication_interval: ranks communicate at every such step, the first included; others are local.
+    """
+
+    communication_interval: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, 1, "communication_interval")
+
+    def communicates(self, step: int) -> bool:
+        """Whether ranks share weights in the step after `step` others."""
+        return step % self.communication_interval == 0
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.communication_interval
+
+    @property
+    def layout(self) -> StateLayout:
+        return StateLayout(params="per_rank", opt_state="per_rank")
+
+    def hook(self, step: int) -> None:
+        return None
+
 
 # Numbers of steps are told apart modulo this power of two.
 _BITS = 20

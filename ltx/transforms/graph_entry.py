@@ -14,7 +14,7 @@ from ltx.backings import unwrapped
 from ltx.collectives.calls import refuse_threads
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.gradients import marker
-from ltx.gradients.at_hand import reduce_gradients
+from ltx.gradients.functions import reduce_gradients
 from ltx.gradients.graph_schedule import GraphSchedule
 from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.planning import Names, make_plan

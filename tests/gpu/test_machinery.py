@@ -14,7 +14,7 @@ from torch import Tensor
 import ltx
 from ltx.axis import axes_in_scope
 from ltx.errors import UnsupportedError
-from ltx.gradients import peeled
+from ltx.gradients import functions
 from ltx.runtime.pool import Pool
 from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of
 
@@ -212,7 +212,7 @@ def test_buckets_go_out_during_the_backward_pass(hidden: bool, workers: Any) -> 
 
         with pytest.MonkeyPatch.context() as patch:
             if hidden:
-                patch.setattr(peeled, "can_raise_priority", lambda: False)
+                patch.setattr(functions, "can_raise_priority", lambda: False)
             strategy = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=1 << 11, first_bucket_bytes=1 << 11)
             train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
             losses, params = steps(train, train.init(params_of(model())))
