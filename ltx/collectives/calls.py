@@ -83,7 +83,7 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
     if not (of_numpy or isinstance(x, bool | int | float | complex)):
         return x
     try:
-        return torch.as_tensor(x, device=device)
+        return comm.to_device(torch.as_tensor(x), device)
     except (OverflowError, RuntimeError, TypeError, ValueError):  # more than 64 bits
         return x
 

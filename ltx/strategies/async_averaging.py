@@ -263,7 +263,7 @@ class AsyncAveraging(NodeStrategy):
         if self.schedule is not None:
             return leaves, paths
         device = leaves[0].device if leaves else None
-        return [*leaves, torch.tensor(float(settling), dtype=torch.float64, device=device)], [*paths, _SETTLING]
+        return [*leaves, torch.full((), float(settling), dtype=torch.float64, device=device)], [*paths, _SETTLING]
 
 
 def _moved(params: Tree, deltas: Sequence[torch.Tensor] | None) -> Tree:
