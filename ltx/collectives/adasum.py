@@ -159,7 +159,7 @@ class Halving:
             # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
             bits = range(self.depth)
             order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in bits) for row in range(self.n)]
-            rows = rows[torch.tensor(order, device=rows.device)]
+            rows = torch.stack([rows[place] for place in order])
         return rows.reshape(-1)[: self._numel]
 
 

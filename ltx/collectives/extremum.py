@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.collectives.calls import (
@@ -151,7 +151,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     if torch.compiler.is_compiling():
-        key = _prepare_trace(axis)
+        key = prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
     check_dense(which, leaves, value)
     if any(x.is_complex() for x in leaves):
@@ -186,14 +186,7 @@ def _marked(value: torch.Tensor, nans: torch.Tensor) -> torch.Tensor:
     return value.masked_fill(nans.bool(), torch.nan) if value.is_floating_point() else value
 
 
-def _prepare_trace(axis: Any) -> str:
-    torch.compiler.allow_in_graph(extremum_in_graph)
-    return prepare_trace(axis)
-
-
-_prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@traced.node
 def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tensor:
     """The node that a compiled graph holds for an extremum."""
     axis = traced_axis(axis_key)

@@ -30,7 +30,9 @@ def axis_index(axis: Any = None) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return in_graph_index(prepare_trace(axis))
     found = comm.resolve(axis)
-    return found.index() if found.comm is None else torch.tensor(found.comm.rank, device=found.comm.device)
+    if found.comm is None:
+        return found.index()
+    return torch.full((), found.comm.rank, dtype=torch.int64, device=found.comm.device)
 
 
 @checked("seed")

@@ -34,9 +34,9 @@ from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Later, Recovery, Unread
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.streams import CommStream
+from ltx.comm.streams import CommStream, HostCopy, is_captured
 from ltx.comm.transports.open_shared_memory import open_transport
-from ltx.errors import LtxError, PeerLostError, WorldError
+from ltx.errors import LtxError, PeerLostError, UnsupportedError, WorldError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 _HISTORY = 1024  # collectives in the background that are remembered
@@ -211,6 +211,13 @@ class AxisComm:
             return torch.device("cpu")
         return torch.device(kind, torch.accelerator.current_device_index())
 
+    def read(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """`tensor` on the host. Until the device has it, deadlines, peers and interrupts are looked after.
+
+        ``bool(tensor)`` and ``tensor.item()`` would stand still for as long as the device waits for a peer.
+        """
+        return self.user.wait_for_host(HostCopy(tensor), label)
+
     @property
     def channels(self) -> list[Channel]:
         """All channels."""
@@ -282,8 +289,16 @@ class AxisComm:
 
         Raises:
             RankMismatchError: on every rank, before any data has moved.
+            UnsupportedError: a CUDA graph is captured.
         """
         self.check_not_forked()
+        if is_captured():
+            raise UnsupportedError(
+                f"rank {self.rank}: {describe().brief} on axis {self.name!r} was called in the capture of a CUDA "
+                "graph. ltx compares what ranks issue, and reads their step summary, on the host; replays of a graph "
+                "would leave that out. Capture what computes alone: "
+                'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
+            )
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)

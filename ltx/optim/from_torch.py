@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ltx import traced
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError, UnsupportedError
 from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
@@ -252,13 +253,9 @@ def from_torch(
         return OpaqueOptimizer(cls, lr, kwargs)
 
 
-# What Dynamo can't look into, it puts into the graph as it is; so it is known by a constant.
-
-_traced: dict[str, TorchOptimizer] = {}
-
-
+@traced.at_trace_time
 def _prepare_trace(optimizer: TorchOptimizer) -> str:
-    """Run by Dynamo at trace time: register the entry into the graph and name `optimizer` by a constant."""
+    """The key of `optimizer` in a graph."""
     if callable(optimizer.lr):
         raise UnsupportedError(
             f"{optimizer!r}: a compiled step can't ask for the learning rate of each step, as Python doesn't run "
@@ -269,18 +266,13 @@ def _prepare_trace(optimizer: TorchOptimizer) -> str:
             f"{optimizer!r} reads numbers off its state, which a compiled step can't do. Compile the loss alone: "
             "ltx.data_parallel(torch.compile(loss), strategy)."
         )
-    torch.compiler.allow_in_graph(apply_in_graph)
-    key = f"{optimizer!r} {id(optimizer)}"
-    _traced[key] = optimizer
-    return key
+    return traced.keep(f"{optimizer!r} {id(optimizer)}", optimizer)
 
 
-_prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@traced.node
 def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """New parameters and states of ``*gradients, *parameters, *states``."""
-    optimizer, count = _traced[key], len(names)
+    optimizer, count = traced.kept(key), len(names)
     rest = iter(tensors[2 * count :])
     states = [{name: next(rest) for name in held} for held in names]
     params = [x.clone() for x in tensors[count : 2 * count]]

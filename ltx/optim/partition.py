@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ltx import traced
 from ltx.arguments import brief, name_of
 from ltx.errors import OptimError
 from ltx.optim.base import LeafPart, Optimizer, leaves_like
@@ -113,6 +114,7 @@ def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree
     return spec.unflatten(kept)
 
 
+@traced.at_trace_time
 def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[int]]:
     known = [label for label, _ in partition.members]
     if isinstance(partition.labels, tuple):
@@ -140,9 +142,6 @@ def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[i
 def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list[int]]:
     """By structure: to write all paths takes longer than some updates."""
     return _places_of(partition, tuple(leaf_paths(spec.unflatten(range(spec.num_leaves)))))
-
-
-_places_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:

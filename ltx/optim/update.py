@@ -62,8 +62,10 @@ def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
     if not isinstance(finite, torch.Tensor):
         return old if finite is False else new
     (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
-    pairs = zip(leaves, others, strict=True)
-    picked: T = tree.unflatten(spec, [x if x is y else torch.where(finite.to(x.device), x, y) for x, y in pairs])
+    pairs = list(zip(leaves, others, strict=True))
+    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
+    on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
+    picked: T = tree.unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
     return picked
 
 

@@ -267,7 +267,7 @@ class AsyncAveraging(NodeStrategy):
         if self.schedule is not None:
             return leaves, paths
         device = leaves[0].device if leaves else None
-        return [*leaves, torch.tensor(float(finishing), dtype=torch.float64, device=device)], [*paths, _FINISHING]
+        return [*leaves, torch.full((), float(finishing), dtype=torch.float64, device=device)], [*paths, _FINISHING]
 
 
 def _moved(params: Tree, deltas: Sequence[torch.Tensor] | None) -> Tree:

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ltx import tree
+from ltx import comm, tree
 from ltx.arguments import brief, check_whole
 from ltx.axis import Axis
 from ltx.errors import RankMismatchError, StrategyError
@@ -134,8 +134,10 @@ class Decentralized(GossipStrategy):
         if self.node_size is not None:
             reduced, _ = self.exchange(FromParts(self.node_size), reduced, paths, info).wait()
         *reduced, tag = reduced
-        if (among := info.axis.comm or info.axis.threads) is not None:
-            self._check(tag, info, among.rank)
+        if info.axis.comm is not None:
+            self._check(info.axis.comm.read(tag, "the number of steps"), info, info.axis.comm.rank)
+        elif info.axis.threads is not None:
+            self._check(tag, info, info.axis.threads.rank)
         # In memory of their own, rather than a bucket's.
         y = tree.unflatten(spec, [mean.clone() for mean in reduced])
         return super().update(replace(update, params=y), states, info, None)
@@ -200,7 +202,7 @@ def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     whether all were the same.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
-    return torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device=like.device)
+    return comm.to_device(torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype), like.device)
 
 
 def _step_of(tag: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ltx import tree
+from ltx import traced, tree
 from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
@@ -104,6 +104,7 @@ def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard:
         )
 
 
+@traced.at_trace_time
 def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap: str) -> None:
     """Run by Dynamo at trace time, where the axis isn't known. `looks`: the step checks its gradients."""
     if guard == "raise":
@@ -126,9 +127,6 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap
             f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
             "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
         )
-
-
-refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_kept(buffers: Tree, precision: Precision | None) -> None:

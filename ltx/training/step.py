@@ -161,7 +161,7 @@ class Step:
         leaves = [forward.leaves[i] for i in self._trained]
         sync = forward.sync_leaves, forward.sync_spec
         inputs = [*leaves, *forward.sync_leaves] if given is None else given
-        look = probes if checks_finite(train) else None
+        look = probes if checks_finite(train) and not runs_ahead(self.info) else None
         return Backward(train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look)
 
     def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion | None:
@@ -285,7 +285,7 @@ class Step:
             if checks_finite(train):
                 finite = all_finite(train, done.grads, info, done.sums)
             if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know
-                finite = bool(info.axis.comm.user.wait_for_host(comm.HostCopy(finite), "the guard"))
+                finite = bool(info.axis.comm.read(finite, "the guard"))
             if done.skip is not None and finite is not False:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
             if finite is False and should_raise(train, state):
