@@ -1,6 +1,6 @@
 """Users' containers as nodes of trees: mappings and dataclasses of any class; and what to say of everything else.
 
-A class is registered with optree, in ltx's own namespace, when its first instance is met as a leaf; from then on
+A class is registered with optree, in ltx's own namespace, when its first instance is found as a leaf; from then on
 optree flattens it in C++ without a look from here.
 """
 

@@ -110,7 +110,7 @@ def leaf_paths(tree: Tree) -> list[str]:
     ['bias', 'layers.0', 'layers.1']
     """
     try:
-        flatten(tree)  # which opens what hasn't been met
+        flatten(tree)  # which registers classes that are new
         paths = optree.tree_paths(tree, namespace=NAMESPACE)
     except RecursionError:
         raise _endless(tree) from None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.collectives.calls import check_dense, check_sums, meet_as_tree
+from ltx.collectives.calls import check_dense, check_sums, negotiate_tree
 from ltx.collectives.gather import all_gather
 from ltx.collectives.linear import Static
 from ltx.collectives.permute import ppermute
@@ -229,7 +229,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
         check_dense("adasum", leaves, value)
         check_sums("adasum", leaves, value)
         found = comm.resolve(axis)
-        meet_as_tree("adasum", value, leaves, spec, [() for _ in leaves], found)
+        negotiate_tree("adasum", value, leaves, spec, [() for _ in leaves], found)
         rank = found.comm.rank if found.comm else found.index()
     results = list(leaves)
     for kind in dict.fromkeys((x.dtype, x.device) for x in leaves):

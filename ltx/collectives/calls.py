@@ -122,7 +122,7 @@ def collective(
         check_plain(background.name, leaves, value, found)
     groups = [static(x, found.size) for x in leaves]
     moved = [movable(name, x) for x in leaves]
-    meet_as_tree(name, value, leaves, spec, groups, found, moved)
+    negotiate_tree(name, value, leaves, spec, groups, found, moved)
 
     def restored(results: Sequence[torch.Tensor]) -> Tree:
         all_three = zip(leaves, moved, results, strict=True)
@@ -191,7 +191,7 @@ def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") ->
         raise UnsupportedError(f"{name}: leaf {path!r} is {tree.describe(x)}, which has no {what}. Cast it.")
 
 
-def meet_as_tree(
+def negotiate_tree(
     name: str,
     value: Tree,
     leaves: list[Any],

@@ -3,7 +3,7 @@
     y_r = max_s x_s      x̄_r = m_r · (sum_s ȳ_s) / (sum_s m_s),   m_r = (x_r == y_r)
 
 Ranks that tie share the cotangent equally, as ``torch.amax`` does. A NaN on any rank is a NaN on all. gloo and NCCL
-keep or drop it by the order in which they meet it, so over them a flag travels along that says whether there is one.
+keep or drop it by the order in which they read it, so over them a flag travels along that says whether there is one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ltx.collectives.calls import (
     check_plain,
     check_sums,
     grouped,
-    meet_as_tree,
+    negotiate_tree,
     prepare_trace,
     tensors_of,
     traced_axis,
@@ -161,7 +161,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     found, in_background = comm.resolve(axis), isinstance(axis, comm.InBackground)
     if in_background:
         check_plain(which, leaves, value, found)
-    meet_as_tree(which, value, leaves, spec, [() for _ in leaves], found)
+    negotiate_tree(which, value, leaves, spec, [() for _ in leaves], found)
     if in_background and found.comm is not None:
         works = [work for x in leaves for work in _begin(found.comm, which, x)]
         return Future(which, works, lambda ys: tree.unflatten(spec, list(map(_marked, ys[::2], ys[1::2]))), found.comm)

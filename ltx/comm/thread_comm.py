@@ -12,7 +12,7 @@ from ltx.comm.turns import Call, Combine, Turns
 
 
 class ThreadComm:
-    """What one rank needs to meet the others on an axis.
+    """What one rank needs to exchange values with the others on an axis.
 
     Ranks are in one process, so nothing is sent: each brings a value, and one of them computes what all get.
 

@@ -50,7 +50,7 @@ class CommHook:
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1
             where far less than the gradients is sent, so that the arithmetic works on fewer and longer buffers.
         phases: the largest number of requests that :meth:`reduce` yields for a bucket. Each has a channel of its own,
-            which ranks open together when they meet a plan; in the backward pass they couldn't, as they arrive in any
+            which ranks open together when a plan is new; in the backward pass they couldn't, as they arrive in any
             order. Where it depends on the number of ranks, :meth:`phases_on` says so.
     """
 
@@ -122,7 +122,7 @@ class CommHook:
         """The parts of `axis` (:func:`ltx.axis.inner`, :func:`ltx.axis.outer`) on which :meth:`reduce` requests
         collectives.
 
-        Ranks open them together when they meet a plan.
+        Ranks open them together when a plan is new.
         """
         return ()
 

@@ -1,6 +1,6 @@
 """Plans: from tensors, bucket sizes and a hook to what every rank will issue.
 
-Ranks compare a plan when they first meet it. It says which leaves are reduced, in which order their gradients are
+Ranks compare a plan when it is new. It says which leaves are reduced, in which order their gradients are
 expected, and how large buckets are: as the strategy says, or with ``bucket_bytes="auto"`` as the network suggests.
 """
 
@@ -193,7 +193,7 @@ def make_plan(
     compare: bool = True,
     background: bool = False,
 ) -> Plan:
-    """The plan for reducing `tensors`; ranks compare it when they meet it for the first time.
+    """The plan for reducing `tensors`; ranks compare it when it is new.
 
     Args:
         owner: the strategy.
@@ -203,7 +203,7 @@ def make_plan(
         compare: False inside a graph, where ranks can't wait for each other.
         background: for the background channel, on which a hook has one phase.
     """
-    # Once it has met several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
+    # Once it has traced several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
     shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
     leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
     agreement = None

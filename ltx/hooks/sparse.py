@@ -23,7 +23,7 @@ from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.noise import key_of, uniform
 
-#: Rows of at least this many numbers are sampled, every so many of them; a prime, so as to meet all columns.
+#: Rows of at least this many numbers are sampled, every so many of them; a prime, so that all columns are sampled.
 _LONG, _EVERY = 1 << 16, 101
 
 

@@ -198,7 +198,7 @@ def explain(
         Every floating or complex leaf of the parameters is counted, as if all were differentiated. Frozen ones aren't
         sent: leave them out. For a train step, what its strategy exchanges besides gradients is counted too, in the
         state that the step before has left it in. What isn't counted: collectives of the step itself, and the
-        comparisons between ranks when they meet a step for the first time. Ranks whose dicts list parameters in
+        comparisons between ranks when a step is new to them. Ranks whose dicts list parameters in
         different orders take rank 0's for their buckets.
 
     Raises:

@@ -21,9 +21,9 @@ LOOPBACK_RENDEZVOUS = "ltx-loopback"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The launcher of one machine alone: there is nobody to meet, and its ranks find one another on loopback.
+    """The launcher of one machine alone: it waits for no other, and its ranks connect on loopback.
 
-    torch's own for this listens on all interfaces, and unpickles what anybody writes there.
+    torch's own for this listens on all interfaces, and unpickles what any process writes there.
     """
 
     def __init__(self, port: int, run_id: str):

@@ -139,7 +139,7 @@ class Membership:
         except PeerLostError as error:
             raise PeerLostError(
                 f"rank {place.rank}: the process that holds the store through which the ranks meet is gone or "
-                "stopped (rank 0's, or the launcher's on its machine), so those that are left can't meet to go on "
+                "stopped (rank 0's, or the launcher's on its machine), so those that are left can't go on "
                 f"without it. Start all of them again, from the last snapshot. ({error})"
             ) from error
         return self._take_over(decision, place)

@@ -13,13 +13,13 @@ from ltx.errors import PeerLostError
 
 
 class WatchedStore(Store):
-    """`store`, except that who waits in it looks around: process groups are made by waiting in a store.
+    """`store`, except that a wait in it checks for trouble: process groups are made by waiting in a store.
 
     Args:
-        store: the one that is asked.
-        trouble: why what one waits for won't come; "" if it may.
-        limit_s: no group that is made in it waits for its peers for longer. Those that have met are about to come, and
-            who connects to one that has given up meanwhile can't be told.
+        store: the one that answers.
+        trouble: returns why a wait would never end; "" if it may.
+        limit_s: no group that is made in it waits for its peers for longer. Those that have regrouped are about to come,
+            and one that connects to a rank that has given up meanwhile can't learn that.
     """
 
     def __init__(self, store: Store, trouble: Callable[[], str], limit_s: float = 300.0):

@@ -203,7 +203,7 @@ def _renewed(asked: Renew) -> Ready | Failure:
 
 
 def _start_world(connection: Connection, threads: int) -> None:
-    """Meet the other workers and initialise ltx."""
+    """Make a world with the other workers."""
     import torch
     import torch.distributed as dist
 

@@ -51,7 +51,7 @@ class Strategy:
     Attributes:
         bucket_bytes: gradients travel in buckets of at most this many bytes, 25 MiB for the default on accelerators
             whose collectives streams order; a hook that sends far less may ask for larger ones
-            (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first meet there
+            (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first use it
             (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
             (:func:`ltx.gradients.planning.bucket_sizes`), the same on every rank and from then on. The rounding of a
             sum over three or more ranks depends on a number's place in its bucket: set a number where two runs must be
