@@ -1,4 +1,4 @@
-"""What comparing calls needs of an axis' communicator and its channels, which are made of what compares them."""
+"""The parts of a communicator and of its channels that the comparison of calls uses. Both are built on top of it."""
 
 from __future__ import annotations
 

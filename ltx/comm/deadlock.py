@@ -44,7 +44,7 @@ Node = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Wait:
+class ThreadWait:
     """What a thread waits for: that `ranks` (of the world) have all made `number` issues of `key`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Told:
         found: the waits of the deadlock that it has found, as (rank, thread, serial); and the error's text.
     """
 
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[ThreadWait] = field(default_factory=list)
     counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     found: tuple[list[tuple[int, int, int]], str] | None = None
 
@@ -81,7 +81,7 @@ class Told:
             return Told()
         found = fields["found"] and ([(*node,) for node in fields["found"][0]], fields["found"][1])
         counts = {key: (number, threads) for key, (number, threads) in fields["counts"].items()}
-        return Told([Wait(**wait) for wait in fields["waits"]], counts, found)
+        return Told([ThreadWait(**wait) for wait in fields["waits"]], counts, found)
 
     def may_issue(self, key: str) -> set[int]:
         """The threads that what is missing at `key` may come from: any that is known, if none has issued there yet."""
@@ -91,11 +91,11 @@ class Told:
         }
 
 
-def stuck(told: Mapping[int, Told]) -> dict[Node, Wait]:
+def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
     """The threads that wait for ever, given what each rank has told."""
     left = {(rank, wait.thread): wait for rank, said in told.items() for wait in said.waits}
 
-    def waits_in_vain(rank: int, wait: Wait) -> bool:
+    def waits_in_vain(rank: int, wait: ThreadWait) -> bool:
         return any(
             peer != rank
             and peer in told
@@ -125,7 +125,7 @@ class Deadlocks:
     def __init__(self, heartbeat: Beats, rank: int):
         self._heartbeat, self._rank = heartbeat, rank
         self._serials = count()
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[int, ThreadWait] = {}
         self._looked_s: dict[int, float] = {}
         #: By thread, the deadlock that it has seen once: everybody's wait, and when the ranks in it had said so.
         self._suspected: dict[int, tuple[dict[Node, int], dict[int, float]]] = {}
@@ -159,7 +159,7 @@ class Deadlocks:
         if wait is None or (wait.key, wait.number) != (key, number):
             self._suspected.pop(thread, None)
             self._found = None
-            self._waits[thread] = wait = Wait(thread, next(self._serials), key, number, ranks, describe())
+            self._waits[thread] = wait = ThreadWait(thread, next(self._serials), key, number, ranks, describe())
         elif now - self._looked_s.get(thread, 0.0) < _PAUSE_S:
             return
         self._looked_s[thread] = now
@@ -193,7 +193,7 @@ class Deadlocks:
         told[self._rank] = Told.of(json.loads(json.dumps(self.told())))
         return told, said_s
 
-    def _conclude(self, waits: Mapping[Node, Wait]) -> None:
+    def _conclude(self, waits: Mapping[Node, ThreadWait]) -> None:
         by_rank: dict[int, str] = {}
         for (rank, _), wait in sorted(waits.items()):
             by_rank[rank] = f"{by_rank[rank]} and {wait.text}" if rank in by_rank else wait.text

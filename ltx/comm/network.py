@@ -14,7 +14,7 @@ from ltx.errors import InputError
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the ranks of an axis. ``ltx.profile.measure_network()`` measures it.
+    """What connects the ranks of an axis. ``ltx.profile.measure_network()`` measures it; a program may state it.
 
     Args:
         bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.

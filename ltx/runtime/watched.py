@@ -18,8 +18,8 @@ class WatchedStore(Store):
     Args:
         store: the one that answers.
         trouble: returns why a wait would never end; "" if it may.
-        limit_s: no group that is made in it waits for its peers for longer. Those that have regrouped are about to come,
-            and one that connects to a rank that has given up meanwhile can't learn that.
+        limit_s: no group that is made in it waits for its peers for longer. Those that have regrouped are about to
+            come, and one that connects to a rank that has given up meanwhile can't learn that.
     """
 
     def __init__(self, store: Store, trouble: Callable[[], str], limit_s: float = 300.0):
