@@ -34,7 +34,8 @@ class OpaqueOptimizer(Optimizer):
     """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
 
     It updates all parameters together, because its update of one may depend on the others (LAMB's clipping does). So it
-    isn't leafwise: ``overlap="update"``, ZeRO and :func:`ltx.optim.partition` refuse it.
+    isn't leafwise: ``overlap="update"`` and ``"step"`` and ZeRO refuse it. In a :func:`ltx.optim.partition` it updates
+    those of its group together.
     """
 
     cls: type[torch.optim.Optimizer]
