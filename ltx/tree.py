@@ -231,6 +231,11 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
         hint = " Pass dict(module.named_parameters()) and call it with ltx.functional_call."
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+    elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+        known = leaf.dtype.kind in "biufc"
+        hint = (
+            " Pass torch.as_tensor(array)." if known else f" Its dtype is {leaf.dtype}, and torch has no such tensors."
+        )
     raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
 
 

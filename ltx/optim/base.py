@@ -244,6 +244,8 @@ def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
 def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
     """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
     for index, (grad, param) in enumerate(zip(grads, params, strict=True)):
+        if not isinstance(param, Tensor):
+            raise OptimError(f"params: {leaf_name(tree, index)} must be a tensor, got {brief(param)}.")
         if grad is None:
             continue
         if not isinstance(grad, Tensor):

@@ -81,7 +81,9 @@ class GivenGradients:
             given = spec.flatten_up_to(grads)
         except (ValueError, TypeError) as error:
             raise StepError(
-                f'train_step: a step with returns="grads" returns gradients in the structure of its parameters: {error}'
+                'train_step: a step with returns="grads" returns (grads, loss), with gradients in the structure of its '
+                "parameters and None for those that have none, such as {name: grads.get(name) for name in params}; got "
+                f"another structure: {brief(error, str)}"
             ) from None
         for index, (x, g) in enumerate(zip(leaves, given, strict=True)):
             if g is not None and not (isinstance(g, Tensor) and g.shape == x.shape and g.dtype == x.dtype):

@@ -94,8 +94,8 @@ def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
         other = values[name]
         if not bool(((other == first) | (other.isnan() & first.isnan())).all()):
             raise TreeError(
-                f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their values "
-                "differ in the state. Give one of them alone, or a module in which they aren't tied."
+                f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their "
+                "values differ in the state. Give one of them alone, or a module in which they aren't tied."
             )
 
 
