@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ltx import tree
 from ltx.errors import StepError
 from ltx.transforms.run import Run
 from ltx.transforms.weighted import Weighted
-from ltx.typing import Tree
+from ltx.typing import Step, Tree
 
 
 class Batch(NamedTuple):
@@ -39,6 +40,35 @@ class Outputs(NamedTuple):
 def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
     """The positional arguments of the user's step."""
     return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
+
+
+def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
+    """Raise if the user's step can't be called so, and could be with buffers, or without them."""
+    step = getattr(fn, "fn", fn)  # that of given gradients
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return
+
+    def fits(*before: Any) -> bool:
+        try:
+            signature.bind(*before, *batch.args, **batch.named)
+        except TypeError:
+            return False
+        return True
+
+    with_buffers, without = fits(None, None), fits(None)
+    if buffers is None and with_buffers and not without:
+        raise StepError(
+            f"train_step: the step takes {signature}, one argument more than parameters and batch, and the state has "
+            "no buffers. If these are what it takes: train.init(params, dict(module.named_buffers()))."
+        )
+    if buffers is not None and without and not with_buffers:
+        raise StepError(
+            f"train_step: the step takes {signature}, and is called with parameters, buffers and batch, as the state "
+            "has buffers. Take them and return the next ones, (params, buffers, x) -> (loss, buffers), or leave them "
+            "out of train.init."
+        )
 
 
 def loss_in(output: Any) -> Any:
