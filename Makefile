@@ -4,6 +4,8 @@
 # make mutants  seeded defects, and which tests catch them: MUTANTS="comm hooks" runs some, "--full" adds the full suite
 # make docs   the documentation site, docs/_build/html; its notebooks are executed, which takes minutes the first time
 # make lint   style, types, import contract
+# make gpu    on a machine with a GPU: its tests, and figures beside DDP's, into benchmarks/RESULTS-gpu.md, in ten minutes.
+#             The first Python of PYTHON, PATH and .venv whose torch sees the GPU is taken; GPU="--only tests" runs a part
 #
 # Each makes what it needs in .venv; a second call finds it there. PYTHON=python3.12 chooses the interpreter.
 
@@ -18,12 +20,13 @@ PYTEST ?=
 SPHINX ?=
 CHAOS ?=
 MUTANTS ?=
+GPU ?=
 
 export OMP_NUM_THREADS ?= 1
 # Else every process that a test starts would compile ltx anew: 0.1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-full docs chaos mutants lint format notebooks bench clean
+.PHONY: demo test test-full docs chaos mutants lint format notebooks bench gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -69,8 +72,12 @@ notebooks: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.table $(BENCH)
 
+# Needs no environment of its own: it finds one, or makes it.
+gpu:
+	@$(PYTHON) -m benchmarks.gpu $(GPU)
+
 clean:
-	rm -rf $(VENV) ltx-demo docs/_build docs/reference/names .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .gpu ltx-demo docs/_build docs/reference/names .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""The benchmarks' models: a 5 M parameter transformer, one as large that waits instead of computing; and a batch."""
+"""The benchmarks' models: a 5 M parameter transformer, a larger one for GPUs, one that waits instead of computing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ VOCABULARY, WIDTH = 512, 256
 class Transformer(nn.Module):
     """6 post-norm encoder layers, width 256, 4 heads, feed-forward 1024, vocabulary 512, no dropout."""
 
-    def __init__(self) -> None:
+    SAMPLES, LENGTH = 4, 64
+
+    def __init__(self, width: int = WIDTH, layers: int = 6) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 1024, 0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, length) token numbers to (batch, length, vocabulary) logits."""
         return self.head(self.encoder(self.embed(tokens)))
+
+
+class Large(Transformer):
+    """12 layers of width 1,024: 152 M parameters, with a batch that keeps a GPU busy."""
+
+    SAMPLES, LENGTH = 16, 256
+
+    def __init__(self) -> None:
+        super().__init__(1024, 12)
 
 
 class _Wait(torch.autograd.Function):
@@ -48,6 +59,7 @@ class Waiting(nn.Module):
     """
 
     LAYERS, FORWARD_S, BACKWARD_S = 12, 0.040, 0.080
+    SAMPLES, LENGTH = 4, 64
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +75,10 @@ class Waiting(nn.Module):
         return x.expand(*tokens.shape, VOCABULARY)
 
 
-def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rank: int, shape: tuple[int, int] = (4, 64)) -> tuple[torch.Tensor, torch.Tensor]:
     """4 x 64 tokens of this rank, and their targets."""
     draw = torch.Generator().manual_seed(rank)
-    return tuple(torch.randint(0, VOCABULARY, (4, 64), generator=draw) for _ in range(2))
+    return tuple(torch.randint(0, VOCABULARY, shape, generator=draw) for _ in range(2))
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

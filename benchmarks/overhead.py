@@ -1,10 +1,15 @@
 """What each parameter costs besides its bytes: steps of a model of many tiny parameters, in microseconds a parameter.
 
     python -m benchmarks.overhead [--parameters 1000] [--iterations 200]
+    python -m benchmarks.overhead --device cuda [--parameters 100 1000 2000]
 
 The loss is one operation on all parameters, so nearly all of a step is what is done for each of them: by autograd and
 the fused optimizer, which every variant pays, and by DDP's reducer or by ltx. A figure is the median over iterations of
 the difference of two variants' times in the same iteration, the slowest rank's each, by the number of parameters.
+
+With ``--device cuda`` one rank has the GPU over NCCL, and what counts is how long the host is busy with a step: until
+then it can't begin the next one. ltx leaves out the exact sum of one rank, which DDP does; so both are compared with
+their FP16 hooks as well, which neither leaves out.
 """
 
 from __future__ import annotations
@@ -16,9 +21,10 @@ import sys
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import ltx
-from benchmarks.ranks import Variant, found_by_ranks, interleaved
+from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio
 
 SIZE = 16
 GOAL_US = 1.0
@@ -29,6 +35,18 @@ ROWS = [
     ("ltx.grad", "func gradients", "ddp gradients", "loop gradients"),
     ("torch.func.grad of ltx", "func gradients", "ddp gradients", "loop gradients"),
 ]
+HALVES = ltx.DDPStrategy(comm_hook="fp16")
+#: Of which the host's time counts on a GPU, and what each is compared with.
+ON_GPU = {
+    "loop": "ddp",
+    "ddp": "ddp",
+    "ltx": "ddp",
+    "ltx update": "ddp",
+    "ddp, fp16": "ddp, fp16",
+    "ltx, fp16": "ddp, fp16",
+    "ltx update, fp16": "ddp, fp16",
+    "ltx step, fp16": "ddp, fp16",
+}
 
 
 def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -48,10 +66,10 @@ class Model(nn.Module):
         return (torch.cat(tuple(self.all)) * x).sum()
 
 
-def variants(count: int) -> dict[str, Variant]:
+def variants(count: int, device: str) -> dict[str, Variant]:
     """All of them, made in the same order on every rank."""
-    params = {f"p{i}": torch.randn(SIZE) for i in range(count)}
-    x = torch.randn(count * SIZE)
+    params = {f"p{i}": torch.randn(SIZE, device=device) for i in range(count)}
+    x = torch.randn(count * SIZE, device=device)
     optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
 
     def loop(model: nn.Module) -> Variant:
@@ -71,8 +89,8 @@ def variants(count: int) -> dict[str, Variant]:
 
         return step
 
-    def train(**options: object) -> Variant:
-        wrapped = ltx.train_step(ltx.data_parallel(loss), optimizer, **options)
+    def train(strategy: ltx.Strategy | None = None, **options: object) -> Variant:
+        wrapped = ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, **options)
         state = [wrapped.init(params)]
 
         def step() -> None:
@@ -80,8 +98,23 @@ def variants(count: int) -> dict[str, Variant]:
 
         return step
 
-    def ddp() -> nn.Module:
-        return nn.parallel.DistributedDataParallel(Model(params), gradient_as_bucket_view=True)
+    def ddp(fp16: bool = False) -> nn.Module:
+        made = nn.parallel.DistributedDataParallel(Model(params), gradient_as_bucket_view=True)
+        if fp16:
+            made.register_comm_hook(None, fp16_compress_hook)
+        return made
+
+    if device == "cuda":
+        return {
+            "loop": loop(Model(params)),
+            "ddp": loop(ddp()),
+            "ltx": train(),
+            "ltx update": train(overlap="update"),
+            "ddp, fp16": loop(ddp(fp16=True)),
+            "ltx, fp16": train(HALVES),
+            "ltx update, fp16": train(HALVES, overlap="update"),
+            "ltx step, fp16": train(HALVES, overlap="step"),
+        }
 
     step, alone = ltx.data_parallel(loss), torch.func.grad(loss)
     mine, functional = ltx.grad(step), torch.func.grad(step)
@@ -102,35 +135,60 @@ def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with ltx.init() as world:
-        times = interleaved(variants(arguments.parameters), arguments.iterations)
+    with ltx.init(backend=backend_on(arguments.device)) as world:
+        host: dict[str, list[float]] = {}
+        made = variants(arguments.parameters[0], arguments.device)
+        times = interleaved(made, arguments.iterations, host=host)
         if world.is_global_zero:
-            print(json.dumps(times))
+            print(json.dumps(times if arguments.device == "cpu" else host))
+
+
+def rows_of(times: dict[str, list[float]], count: int) -> list[str]:
+    """Microseconds a parameter beyond torch."""
+
+    def beyond(name: str, base: str) -> float:
+        pairs = zip(times[name], times[base], strict=True)
+        return 1e6 * statistics.median(a - b for a, b in pairs) / count
+
+    lines = []
+    for name, base, ddp, ddp_base in ROWS:
+        whole = 1e6 * statistics.median(times[name]) / count
+        theirs, ours = beyond(ddp, ddp_base), beyond(name, base)
+        figures = (whole, theirs, ours, ours - theirs)
+        lines.append(f"| {count:,} | {name} | {' | '.join(f'{x:.2f}' for x in figures)} |")
+    return lines
+
+
+def host_rows_of(times: dict[str, list[float]], count: int) -> list[str]:
+    """Milliseconds of the host's a step, and their ratio to DDP's."""
+    return [
+        f"| {count:,} | {name} | {1e3 * statistics.median(times[name]):.2f} | {ratio(times, name, base):.2f} |"
+        for name, base in ON_GPU.items()
+    ]
 
 
 def main() -> None:
     """Parse, run, print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=1000)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1000])
     parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments)
         return
-    times: dict[str, list[float]] = found_by_ranks(["-m", "benchmarks.overhead", *sys.argv[1:]], "loopback", 2)
-
-    def beyond(name: str, base: str) -> float:
-        pairs = zip(times[name], times[base], strict=True)
-        return 1e6 * statistics.median(a - b for a, b in pairs) / arguments.parameters
-
-    print(f"| us a parameter | step | DDP beyond torch | ltx beyond torch | more than DDP, at most {GOAL_US:g} |")
-    print("|---|---|---|---|---|")
-    for name, base, ddp, ddp_base in ROWS:
-        whole = 1e6 * statistics.median(times[name]) / arguments.parameters
-        theirs, ours = beyond(ddp, ddp_base), beyond(name, base)
-        figures = (whole, theirs, ours, ours - theirs)
-        print(f"| {name} | {' | '.join(f'{x:.2f}' for x in figures)} |")
+    if arguments.device == "cpu":
+        print("| parameters | us a parameter | step | DDP beyond torch | ltx beyond torch ", end="")
+        print(f"| more than DDP, at most {GOAL_US:g} |\n|---|---|---|---|---|---|", flush=True)
+    else:
+        print("| parameters | | host, ms a step | to DDP's |\n|---|---|---:|---:|", flush=True)
+    for count in arguments.parameters:
+        given = ["--parameters", str(count), "--iterations", str(arguments.iterations), "--device", arguments.device]
+        ranks = 2 if arguments.device == "cpu" else 1
+        times: dict[str, list[float]] = found_by_ranks(["-m", "benchmarks.overhead", *given], "loopback", ranks)
+        lines = rows_of(times, count) if arguments.device == "cpu" else host_rows_of(times, count)
+        print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ the processor's time for a byte sent are measured in the same run, the steps in 
 what the headers of its packets take.
 
 `--codecs` measures what hooks take a number on one core (its own time, whoever else is there), for the table in
-ltx.estimate.codec_costs. `--scale` times plans and recommendations for many ranks.
+ltx.estimate.costs. `--scale` times plans and recommendations for many ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from benchmarks import links
 from benchmarks.hooks import HOOKS
 from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio, run_ranks
 from benchmarks.step_time import Setting
-from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.packing import pack, unpack
-from ltx.gradients.reduction import BucketInput, CollectiveRequest
+from ltx.estimate.codecs import measured
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "ddp": ltx.DDPStrategy(),
@@ -130,37 +128,6 @@ def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
         print(f"| {name} | {1e3 * cost.time_s:.1f} | {1e3 * measured:.1f} | {share:.3f}{off} |")
 
 
-def codec_s(hook: ltx.hooks.CommHook, numel: int = 1 << 20, ranks: int = 2, repetitions: int = 20) -> float:
-    """Seconds a number that a hook takes on one core, apart from what it asks of the network: the median."""
-    grad = torch.randn(1 << (numel.bit_length() // 2), numel >> (numel.bit_length() // 2))
-    bucket = Bucket(0, (0,), leaves_of([grad]))
-    hook = hook.at(hook.constant_after)
-    states = [hook.init(grad)]
-
-    def answered(request: CollectiveRequest) -> torch.Tensor:
-        if request.operation == "all_gather":
-            return torch.stack([request.buffer] * ranks)
-        return request.buffer[0].clone() if request.operation == "psum_scatter" else request.buffer.clone()
-
-    times = []
-    for _ in range(repetitions):
-        spent, began = 0.0, time.process_time()
-        flat = pack([grad], bucket, hook, ranks, states)
-        share = BucketInput(flat, bucket, ranks, 0, states, hook.constant_after)
-        reduction = hook.reduce(share)
-        try:
-            request = next(reduction)
-            while True:
-                spent += time.process_time() - began
-                answer = answered(request)
-                began = time.process_time()
-                request = reduction.send(answer)
-        except StopIteration as end:
-            unpack(end.value[0], bucket)
-        times.append(spent + time.process_time() - began)
-    return statistics.median(times) / numel
-
-
 def timed(call: Callable[[], object]) -> float:
     """Seconds of this process, whoever else is there, once things are imported and cached."""
     call()
@@ -196,7 +163,7 @@ def main() -> None:
     if arguments.worker and arguments.codecs:
         torch.set_num_threads(1)
         for hook in HOOKS.values():
-            print(f"{1e9 * codec_s(hook):8.2f} ns a number: {hook!r}")
+            print(f"{1e9 * measured(hook, torch.device('cpu'), (1024, 1024)):8.2f} ns a number: {hook!r}")
     elif arguments.worker:
         worker(arguments)
     elif arguments.codecs:

@@ -1,4 +1,4 @@
-"""What a rank's core takes for the work around a message, for the tables of ltx.estimate.codec_costs.
+"""What a rank's core takes for the work around a message, for the tables of ltx.estimate.costs.
 
     python -m benchmarks.prices [--rounds 15] [--only NAME ...]
 

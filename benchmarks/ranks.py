@@ -68,13 +68,24 @@ def run_ranks(
     return printed
 
 
+def backend_on(device: str) -> str | None:
+    """What ``ltx.init`` is told: gloo where ranks share a GPU, which NCCL refuses; else nothing."""
+    shared = device == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > torch.cuda.device_count()
+    return "gloo" if shared else None
+
+
 def interleaved(
-    variants: Mapping[str, Variant], iterations: int, warmup: int = 5, block: int = 1
+    variants: Mapping[str, Variant],
+    iterations: int,
+    warmup: int = 5,
+    block: int = 1,
+    host: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of each variant at each iteration, taken in turns; each the slowest rank's.
 
     Turns are of `block` iterations, of which the mean is taken. Where one leaves something under way, it is waited for
-    at the end of its turn, within its time: ``variant.finish``.
+    at the end of its turn, within its time: ``variant.finish``. `host`: is given this rank's seconds by the time that
+    the host was done, before it waited for a GPU.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for iteration in range(warmup + iterations):
@@ -84,6 +95,8 @@ def interleaved(
             began = time.perf_counter()
             for _ in range(block):
                 variant()
+            if host is not None and iteration >= warmup:
+                host.setdefault(name, []).append((time.perf_counter() - began) / block)
             getattr(variant, "finish", lambda: None)()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

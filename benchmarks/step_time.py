@@ -26,12 +26,13 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.func import functional_call
 
 import ltx
 from benchmarks import links, others
-from benchmarks.models import Transformer, Waiting, batch, cross_entropy
-from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio
+from benchmarks.models import Large, Transformer, Waiting, batch, cross_entropy
+from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio
 
 # (variant, what it is compared with, the goal, the link where that isn't for all)
 GOALS: list[tuple[str, str, float, str | None]] = [
@@ -64,6 +65,7 @@ with torch.device("meta"):
     #: Of the gradients.
     NBYTES = sum(4 * p.numel() for p in Transformer().parameters())
 AUTO_BUCKETS = ltx.DDPStrategy(bucket_bytes="auto")
+HALVES = ltx.DDPStrategy(comm_hook="fp16")
 
 
 class Setting:
@@ -73,7 +75,7 @@ class Setting:
         torch.manual_seed(0)
         self.model = model().to(device)
         self.params = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self.inputs, self.targets = (x.to(device) for x in batch(rank))
+        self.inputs, self.targets = (x.to(device) for x in batch(rank, (model.SAMPLES, model.LENGTH)))
         self.optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
 
     def loss(self, params: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -116,9 +118,12 @@ class Setting:
         """The model as it was at the start."""
         return copy.deepcopy(self.model)
 
-    def ddp(self) -> nn.Module:
+    def ddp(self, fp16: bool = False) -> nn.Module:
         """torch's DistributedDataParallel, as its users run it."""
-        return nn.parallel.DistributedDataParallel(self.fresh(), gradient_as_bucket_view=True)
+        ddp = nn.parallel.DistributedDataParallel(self.fresh(), gradient_as_bucket_view=True)
+        if fp16:
+            ddp.register_comm_hook(None, fp16_compress_hook)
+        return ddp
 
     def ltx_step(self, strategy: ltx.Strategy | None = None, **options: object) -> Variant:
         """A train step of ltx."""
@@ -133,6 +138,16 @@ class Setting:
             step.chosen = f"{state[0].sync_state.choice} for {ltx.profile.measure_network()}"
         if options.get("overlap") == "step":
             step.finish = lambda: state[0].params
+        return step
+
+    def ltx_of_compiled_loss(self, strategy: ltx.Strategy | None = None) -> Variant:
+        """A train step of a loss that is compiled."""
+        train = ltx.train_step(ltx.data_parallel(torch.compile(self.loss), strategy), self.optimizer)
+        state = [train.init(self.params)]
+
+        def step() -> None:
+            state[0], _ = train(state[0], self.inputs, self.targets)
+
         return step
 
     def ltx_gradients(self) -> Variant:
@@ -170,6 +185,13 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "torch loop": lambda: setting.torch_step(setting.fresh()),
         "functional loop": setting.functional_step,
         "ddp": lambda: setting.torch_step(setting.ddp()),
+        "ddp, fp16": lambda: setting.torch_step(setting.ddp(fp16=True)),
+        "ddp compiled, fp16": lambda: setting.torch_step(torch.compile(setting.ddp(fp16=True))),
+        "ltx, fp16": lambda: setting.ltx_step(HALVES),
+        "ltx update, fp16": lambda: setting.ltx_step(HALVES, overlap="update"),
+        "ltx guarded, fp16": lambda: setting.ltx_step(HALVES, guard="skip"),
+        "ltx of a compiled loss": setting.ltx_of_compiled_loss,
+        "ltx of a compiled loss, fp16": lambda: setting.ltx_of_compiled_loss(HALVES),
         "ddp gradients": lambda: setting.torch_gradients(setting.ddp()),
         "ddp compiled": lambda: setting.torch_step(torch.compile(setting.ddp())),
         "local compiled": lambda: setting.torch_step(torch.compile(setting.fresh())),
@@ -195,9 +217,11 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    with ltx.init() as world:
+    if arguments.large:
+        torch.set_float32_matmul_precision("high")
+    with ltx.init(backend=backend_on(arguments.device)) as world:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        model = Waiting if arguments.waiting else Transformer
+        model = Waiting if arguments.waiting else Large if arguments.large else Transformer
         made = variants(Setting(world.rank, arguments.device, model), arguments.variants)
         times = interleaved(made, arguments.iterations, arguments.warmup, arguments.block)
         peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
@@ -218,11 +242,12 @@ def measure(
     block: int = 1,
     device: str = "cpu",
     waiting: bool = False,
+    large: bool = False,
 ) -> dict[str, object]:
     """Run `names` interleaved on `link`."""
     arguments = ["-m", "benchmarks.step_time", "--variants", *names]
     arguments += ["--iterations", str(iterations), "--warmup", str(warmup), "--block", str(block), "--device", device]
-    arguments += ["--waiting"] * waiting
+    arguments += ["--waiting"] * waiting + ["--large"] * large
     found: dict[str, object] = found_by_ranks(arguments, link, ranks, keep_memory=keep_memory)
     return found
 
@@ -251,6 +276,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
     parser.add_argument("--auto", action="store_true", help="what ltx chooses for the link")
     parser.add_argument("--waiting", action="store_true", help="a model that waits instead of computing, and the bound")
+    parser.add_argument("--large", action="store_true", help="a model of 152 M parameters, for GPUs")
     parser.add_argument("--default-malloc", action="store_true", help="let glibc give freed memory back each step")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--variants", nargs="+", help="only these")
@@ -293,7 +319,8 @@ def main() -> None:
     block = arguments.block or (30 if any(name.startswith("ltx step") for name in names) else 1)
     warmup = arguments.warmup or (5 if block == 1 else 1)
     waiting = arguments.waiting
-    found = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block, arguments.device, waiting)
+    device, large = arguments.device, arguments.large
+    found = measure(names, arguments.link, ranks, arguments.iterations, warmup, keep, block, device, waiting, large)
     times, base = found["times"], base if base in found["times"] else names[0]
     if waiting:
         message_s = links.wire_s(arguments.link, ranks, NBYTES)

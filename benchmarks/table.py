@@ -1,13 +1,18 @@
 """One table: a training step of ltx, DDP, Fabric, accelerate and JAX, on loopback and two shaped links.
 
     python -m benchmarks.table [--links loopback 1gbit 100mbit] [--rounds N] [--write]
+    python -m benchmarks.table --device cuda --ranks 1 [--compiled] [--large] [--variants "ltx, fp16"]
 
 Forward, backward and fused AdamW of the 5 M parameter transformer on two ranks of one thread each. Variants take turns
 in one run for each link (:mod:`benchmarks.step_time`); a ratio is the median over turns. JAX's ``shard_map`` runs on
 two devices of one process, on loopback alone, before each round. The bound is what no step of these two ranks can beat:
 the longer of its arithmetic, which is the local step's time, and its message on the link. ``--write`` puts the table
-into benchmarks/RESULTS.md and the plot beside it. With ``--device cuda`` the ranks share a GPU over gloo, or one has it
-alone over NCCL (``--ranks 1``).
+into benchmarks/RESULTS.md and the plot beside it.
+
+With ``--device cuda`` one rank has the GPU alone over NCCL (``--ranks 1``), or two share it over gloo, by way of the
+host. ltx leaves out the exact sum of one rank, which DDP does; so both are compared with their FP16 hooks as well,
+which neither leaves out. ``--compiled`` compares what torch.compile makes of them, ``--large`` has a model of 152 M
+parameters and a batch that keeps a GPU busy. ``--variants`` measures these alone, and what they are compared with.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,10 +36,15 @@ from benchmarks.step_time import NBYTES, measure
 HERE = Path(__file__).parent
 VARIANTS = ["local", "ddp", "fabric", "accelerate", "ltx", "ltx update", "ltx step"]
 VARIANTS += ["ltx step, auto buckets", "ltx step, fp16", "ltx auto update"]
+# On one rank, where ltx leaves out exact sums.
+ALONE = ["local", "ddp", "ltx", "ltx update", "ddp, fp16", "ltx, fp16", "ltx update, fp16", "ltx step, fp16"]
+ALONE += ["ltx guarded, fp16"]
+COMPILED = ["local compiled", "ddp compiled", "ltx of a compiled loss", "ltx compiled", "ltx compiled step"]
+COMPILED += ["ddp compiled, fp16", "ltx of a compiled loss, fp16"]
 NEEDS = {"fabric": "lightning_fabric", "accelerate": "accelerate", "JAX": "jax"}
 # (rounds, turns, steps a turn): a turn of one that leaves something under way waits for it at its end.
 TURNS = {"loopback": (3, 4, 20), "1gbit": (2, 3, 20), "100mbit": (1, 3, 8)}
-Row = tuple[str, float, float]  # name, milliseconds, ratio to DDP
+Row = tuple[str, float, float]  # name, milliseconds, ratio to DDP in the same way: compiled, with the same hook
 
 
 def jax_s() -> float:
@@ -43,23 +54,52 @@ def jax_s() -> float:
     return float(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
 
 
-def rows(link: str, ranks: int, rounds: int | None, device: str) -> list[Row]:
-    """The rows of one link."""
-    names = [name for name in VARIANTS if find_spec(NEEDS.get(name, "torch"))]
+def names_of(ranks: int, device: str, compiled: bool, wanted: Sequence[str] | None = None) -> list[str]:
+    """The variants that are measured; all, or those `wanted` and what they are compared with."""
+    if wanted:
+        every = names_of(ranks, device, compiled)
+        return list(dict.fromkeys([*(base_of(name, every) for name in wanted), *wanted]))
+    if compiled:
+        return COMPILED
     if ranks == 1:
-        names = [name for name in names if not name.startswith(("ltx step", "ltx auto"))]
-    with_jax = link == "loopback" and device == "cpu" and find_spec(NEEDS["JAX"]) is not None
+        return ALONE
+    if device == "cuda":  # the others' own processes would want a GPU each
+        return [name for name in VARIANTS if name not in NEEDS and not name.startswith("ltx auto")]
+    return [name for name in VARIANTS if find_spec(NEEDS.get(name, "torch"))]
+
+
+def base_of(name: str, names: Sequence[str]) -> str:
+    """DDP's variant that `name` is compared with."""
+    exact = "ddp compiled" if "ddp compiled" in names else "ddp"
+    return f"{exact}, fp16" if name.endswith(", fp16") and f"{exact}, fp16" in names else exact
+
+
+def rows(
+    link: str,
+    ranks: int,
+    rounds: int | None,
+    device: str,
+    compiled: bool = False,
+    large: bool = False,
+    wanted: Sequence[str] | None = None,
+) -> list[Row]:
+    """The rows of one link."""
+    names = names_of(ranks, device, compiled, wanted)
+    compared = device == "cpu" and ranks > 1 and not compiled and not wanted
+    with_jax = link == "loopback" and compared and find_spec(NEEDS["JAX"]) is not None
     usual, turns, steps = TURNS[link]
     times: dict[str, list[float]] = {}
     for _ in range(rounds or usual):
         jax = jax_s() if with_jax else 0.0
-        found = measure(names, link, ranks, turns, 1, True, steps, device)["times"]
+        found = measure(names, link, ranks, turns, 1, True, steps, device, large=large)["times"]
         if with_jax:
             found["JAX shard_map"] = [jax] * turns
         for name, taken in found.items():
             times.setdefault(name, []).extend(taken)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
-    made = [(name, 1e3 * medians[name], ratio(times, name, "ddp")) for name in times]
+    made = [(name, 1e3 * medians[name], ratio(times, name, base_of(name, names))) for name in times]
+    if ranks == 1 or device == "cuda" or "local" not in medians or "ddp" not in medians:
+        return made
     bound = max(medians["local"], links.wire_s(link, ranks, NBYTES))
     return [*made, ("the bound", 1e3 * bound, bound / medians["ddp"])]
 
@@ -75,10 +115,15 @@ def markdown(tables: dict[str, list[Row]]) -> str:
         cells = []
         for found in tables.values():
             row = next((row for row in found if row[0] == name), None)
-            cells += ["", ""] if row is None else [f"{row[1]:.0f}", f"{row[2]:.2f}"]
+            cells += ["", ""] if row is None else [f"{row[1]:.{0 if row[1] >= 20 else 2}f}", f"{row[2]:.2f}"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def not_measured() -> str:
+    """A line on what isn't installed, if anything isn't."""
     missing = [name for name, module in NEEDS.items() if not find_spec(module)]
-    return "\n".join(lines) + (f"\n\nNot installed, so not measured: {', '.join(missing)}." if missing else "")
+    return f"\n\nNot installed, so not measured: {', '.join(missing)}." if missing else ""
 
 
 def plot(tables: dict[str, list[Row]], to: Path) -> None:
@@ -109,25 +154,30 @@ def plot(tables: dict[str, list[Row]], to: Path) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", choices=list(TURNS), default=list(TURNS))
+    parser.add_argument("--links", nargs="+", choices=list(TURNS), help="all; with one rank or a GPU loopback")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="runs of each link")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compiled", action="store_true", help="what torch.compile makes of them")
+    parser.add_argument("--large", action="store_true", help="a model of 152 M parameters, for GPUs")
+    parser.add_argument("--variants", nargs="+", help="only these, and what they are compared with")
     parser.add_argument("--write", action="store_true")
     parsed = parser.parse_args()
-    tables = {link: rows(link, parsed.ranks, parsed.rounds, parsed.device) for link in parsed.links}
-    text = markdown(tables)
+    if parsed.write and parsed.device == "cuda":
+        parser.error("make gpu writes those of a GPU")
+    on_one = parsed.ranks == 1 or parsed.device == "cuda"
+    chosen = parsed.links or (["loopback"] if on_one else list(TURNS))
+    how = parsed.ranks, parsed.rounds, parsed.device, parsed.compiled, parsed.large, parsed.variants
+    tables = {link: rows(link, *how) for link in chosen}
+    text = markdown(tables) + ("" if on_one or parsed.compiled or parsed.variants else not_measured())
     print(text)
     if parsed.write:
-        hardware = (
-            torch.cuda.get_device_name() if parsed.device == "cuda" else platform.processor() or platform.machine()
-        )
+        hardware = platform.processor() or platform.machine()
         about = f"{parsed.ranks} ranks, {hardware}, {os.cpu_count()} cores, torch {torch.__version__}"
-        name = "results" if parsed.device == "cpu" else "results_cuda"
-        plot(tables, HERE / f"{name}.svg")
-        HERE.joinpath(f"{name.upper()}.md").write_text(
+        plot(tables, HERE / "results.svg")
+        HERE.joinpath("RESULTS.md").write_text(
             f"# Time of a training step\n\nWritten by `python -m benchmarks.table --write`: {about}.\n\n{text}\n\n"
-            f"![Ratios to DDP]({name}.svg)\n"
+            "![Ratios to DDP](results.svg)\n"
         )
 
 

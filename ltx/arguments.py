@@ -21,7 +21,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, cast
 
 import torch
 
-from ltx.errors import ArgumentError, LtxError
+from ltx.errors import ArgumentError, LtxError, StrategyError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,6 +77,17 @@ def check_fields(value: Any, error: type[LtxError], *names: str) -> None:
     for name, (test, annotation) in _field_tests(cast(Any, cls)).items():
         if (not names or name in names) and not test(found := getattr(value, name)):
             raise error(f"{cls.__name__}.{_says(name, annotation, found)}")
+
+
+def check_whole(owner: object, least: int, *names: str, most: int = 2**63 - 1) -> None:
+    """Raise unless the fields `names` of a hook or strategy are whole numbers from `least` to `most`."""
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            upper = f", and at most {most}" if most < 2**63 - 1 or (isinstance(value, int) and value > most) else ""
+            raise StrategyError(
+                f"{type(owner).__name__}.{name} must be a whole number of at least {least}{upper}, got {brief(value)}."
+            )
 
 
 @functools.lru_cache(maxsize=256)

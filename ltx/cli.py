@@ -97,7 +97,7 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from ltx.runtime import agent, failure_file
+    from ltx.runtime import agent, failures
 
     parser = torchrun.get_args_parser()
     parser.prog = "ltx run"
@@ -118,7 +118,7 @@ def launch(arguments: Sequence[str]) -> int:
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
-        print(failure_file.told_failures(Path(parsed.log_dir), error.failures), file=sys.stderr)
+        print(failures.told_failures(Path(parsed.log_dir), error.failures), file=sys.stderr)
         return 1
     except RendezvousError as error:  # the launchers of several machines: this one's ranks have been ended
         print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)

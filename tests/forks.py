@@ -8,7 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import ltx
 from ltx.runtime.init import forget
 from ltx.runtime.membership import Membership
+from tests.streams import backend
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class Ranks:
         timeout_s, heartbeat_s: as in :func:`ltx.init`.
         by_arguments: ``ltx.init`` is told the rank by its arguments.
         environment: more variables of all of them.
+        streams: they communicate by a backend that orders streams.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Ranks:
         heartbeat_s: float = 2.0,
         by_arguments: bool = False,
         environment: dict[str, str] | None = None,
+        streams: bool = False,
     ):
         self._limits = (timeout_s, heartbeat_s)
         self._common = {"MASTER_ADDR": "127.0.0.1", "LTX_SHARED_MEMORY": "0" if sockets else "1"}
@@ -61,6 +64,8 @@ class Ranks:
             self._common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self._common["MASTER_PORT"] = str(port)
         self._common |= environment or {}
+        if streams:
+            self._common["LTX_TEST_STREAMS"] = "1"
         if by_arguments:
             self._common["LTX_TEST_ARGUMENTS"] = "1"
         for rank in range(size):
@@ -105,8 +110,13 @@ def _rank(body: Body, line: Connection, environment: dict[str, str], timeout_s: 
     if os.environ.pop("LTX_TEST_ARGUMENTS", "0") == "1":
         rank, size = os.environ.pop("RANK", "0"), os.environ.pop("WORLD_SIZE", "2")
         told = {"rank": int(rank), "size": int(size), "master": f"127.0.0.1:{environment['MASTER_PORT']}"}
+    host: AbstractContextManager[Any] = nullcontext()
+    if os.environ.pop("LTX_TEST_STREAMS", "0") == "1":
+        backend.register()
+        told["backend"], host = backend.NAME, backend.Host()
+    limits = {"timeout": timedelta(seconds=timeout_s), "heartbeat_timeout": timedelta(seconds=heartbeat_s)}
     try:
-        with ltx.init(**told, timeout=timedelta(seconds=timeout_s), heartbeat_timeout=timedelta(seconds=heartbeat_s)):
+        with ltx.init(**told, **limits), host:
             end = body(line.send)
         assert not dist.is_initialized(), "the with block has left a world behind"
         line.send(end)

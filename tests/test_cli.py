@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 import ltx.cli
 from ltx.demo.options import Options, options_of
 from ltx.demo.options import parse as parse_demo
-from ltx.runtime.failure_file import Ended, first_failure
+from ltx.runtime.failures import Ended, first_failure
 
 torchrun = pytest.importorskip("torch.distributed.run")
 

@@ -14,8 +14,8 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +160,6 @@ def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -
         except OSError as error:
             problems.append(f"{file}: {error}")
     return problems
-
-
-@contextmanager
-def discarded_on_failure(directory: Path) -> Iterator[None]:
-    """Remove `directory` if what is inside fails."""
-    try:
-        yield
-    except BaseException:
-        discard(directory)
-        raise
 
 
 def _digest(manifest: Any) -> str:

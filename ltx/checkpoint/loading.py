@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from ltx import tree
 from ltx.arguments import brief, checked
-from ltx.checkpoint import directory, extras, runs, storage
-from ltx.checkpoint.contents import Leaf, leaves_of, name_on
+from ltx.checkpoint import directory, runs, storage
+from ltx.checkpoint.contents import Leaf, decode, leaves_of, name_on, set_random_states
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.errors import CheckpointError, InputError, StepError
@@ -68,7 +68,7 @@ class _Opened:
         return entry.size, entry.properties.dtype
 
     def structure(self, name: str) -> Any:
-        """What :func:`extras.encode` made of a structure."""
+        """What :func:`ltx.checkpoint.contents.encode` made of a structure."""
         names = {"": name}
         while self.has(f"{name}.{len(names) - 1}"):
             names[str(len(names) - 1)] = f"{name}.{len(names) - 1}"
@@ -77,7 +77,7 @@ class _Opened:
             shape, dtype = self.like(full)
             pieces[part] = Piece.whole(full, torch.empty(shape, dtype=dtype))
         storage.read(self.path, self.metadata, list(pieces.values()))
-        return extras.decode({part: piece.tensor for part, piece in pieces.items()})
+        return decode({part: piece.tensor for part, piece in pieces.items()})
 
 
 @checked("path")
@@ -152,7 +152,7 @@ def load(
                 restored, drawn = found_in
                 runs.continue_run(base, str(opened.manifest.get("run", "")))
                 if drawn is not None:
-                    extras.set_random_states(drawn)
+                    set_random_states(drawn)
                 elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
                     warnings.warn(
                         f"checkpoint.load: random number generators were saved by {opened.saved_ranks} ranks, and here "

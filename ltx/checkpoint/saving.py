@@ -14,8 +14,8 @@ import torch
 
 from ltx import comm
 from ltx.arguments import brief, checked
-from ltx.checkpoint import directory, extras, runs, storage
-from ltx.checkpoint.contents import leaves_of, name_on, shared_out
+from ltx.checkpoint import directory, runs, storage
+from ltx.checkpoint.contents import Encoded, digest, encode, leaves_of, name_on, random_states, shared_out
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.errors import CheckpointError, InputError, StepError
@@ -28,7 +28,7 @@ class _Contents:
 
     own: list[Piece]
     common: list[Piece]
-    data: extras.Encoded
+    data: Encoded
     manifest: dict[str, Any]
 
     @property
@@ -136,7 +136,7 @@ def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _C
         else:
             common.append(Piece.whole(leaf.path, leaf.tensor))
     if rng:
-        own += _pieces(name_on(rank, "rng"), extras.encode(extras.random_states(), "rng"))
+        own += _pieces(name_on(rank, "rng"), encode(random_states(), "rng"))
     manifest = {
         "format": directory.FORMAT,
         "step": state.step,
@@ -146,10 +146,10 @@ def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _C
         "torch": torch.__version__,
         "rng": rng,
     }
-    return _Contents(own, common, extras.encode(data, "data"), manifest)
+    return _Contents(own, common, encode(data, "data"), manifest)
 
 
-def _pieces(name: str, encoded: extras.Encoded) -> list[Piece]:
+def _pieces(name: str, encoded: Encoded) -> list[Piece]:
     return [Piece.whole(f"{name}.{part}" if part else name, tensor) for part, tensor in encoded.items()]
 
 
@@ -183,7 +183,7 @@ def begin_saving(
         "run": runs.run_in(base),
         "to": [str(base), contents.manifest["step"] if contents else -1],
         "common": contents.digest if contents else "",
-        "data": extras.digest(contents.data) if contents else "",
+        "data": digest(contents.data) if contents else "",
         "temporary": temporary.name if temporary else "",
     }
     try:

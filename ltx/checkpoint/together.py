@@ -97,7 +97,7 @@ class Together:
         self._exchanges += 1
         place = f"{self._place}/{self._exchanges}"
         try:
-            return self.comm.exchange_values(comm.Signature(self.operation, (), what), value, place)
+            return self.comm.negotiation.exchange_values(comm.Signature(self.operation, (), what), value, place)
         except StoreGoneError:
             if self._folder is None:
                 raise

@@ -18,10 +18,10 @@ import torch
 from ltx import comm, tree
 from ltx.collectives.calls import check_dense, check_sums, meet_as_tree
 from ltx.collectives.gather import all_gather
-from ltx.collectives.index import axis_index
 from ltx.collectives.linear import Static
 from ltx.collectives.permute import ppermute
 from ltx.collectives.psum import axis_size, psum
+from ltx.collectives.ranks import axis_index
 from ltx.errors import AxisError, TreeError
 from ltx.typing import Tree
 
@@ -159,7 +159,7 @@ class Halving:
             # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
             bits = range(self.depth)
             order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in bits) for row in range(self.n)]
-            rows = rows[torch.tensor(order, device=rows.device)]
+            rows = torch.stack([rows[place] for place in order])
         return rows.reshape(-1)[: self._numel]
 
 

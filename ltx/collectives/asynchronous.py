@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm
+from ltx import comm, traced
 from ltx.arguments import brief, name_of
 from ltx.collectives.broadcast import broadcast, psum_to
 from ltx.collectives.extremum import pmax, pmin
@@ -91,11 +91,9 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
     return wrapped
 
 
+@traced.at_trace_time
 def _refuse_trace(name: str) -> None:
     raise UnsupportedError(
         f"async_: ltx.{name} can't be begun in a compiled graph, which orders its collectives itself. Call ltx.{name} "
         "itself there."
     )
-
-
-_refuse_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import _functorch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.axis import Axis
 from ltx.collectives.futures import Future
 from ltx.collectives.linear import RULES, Static, apply, begin, finished, key_of
@@ -17,33 +17,24 @@ from ltx.comm.process_groups import as_bytes, as_it_is, from_bytes
 from ltx.errors import AxisError, UnsupportedError
 from ltx.typing import Tree
 
-# Dynamo drops the backward of an autograd.Function that it traces into under torch.func.grad, so the Function is
-# entered through a function that Dynamo puts into the graph as it is (allow_in_graph). Registering that imports Dynamo,
-# so it happens while Dynamo traces: it runs functions marked as constant.
-_traced_axes: dict[str, Axis] = {}
 
-
+@traced.at_trace_time
 def prepare_trace(axis: Any) -> str:
-    """Run by Dynamo at trace time: register the entry into the graph, and name the axis by a constant."""
-    torch.compiler.allow_in_graph(in_graph)
-    torch.compiler.allow_in_graph(in_graph_index)
-    if isinstance(axis, str) and axis in _traced_axes:  # a key already
-        return axis
+    """The key of an axis in a graph."""
+    if isinstance(traced.kept(axis), Axis):  # a key already
+        key: str = axis
+        return key
     found = comm.resolve(axis)
     refuse_threads(found)
     key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
     if found.simulated:
         key = f"{found.name!r} of {found.size}, {found.backing!r}"
-    _traced_axes[key] = found
-    return key
+    return traced.keep(key, found)
 
 
+@traced.at_trace_time
 def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
     return prepare_trace(comm.InGroups(axis, groups))
-
-
-prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_prepare_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_threads(axis: Axis) -> None:
@@ -55,9 +46,10 @@ def refuse_threads(axis: Axis) -> None:
         )
 
 
+@traced.node
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The node that a compiled graph holds for a collective."""
-    return tuple(apply(name, static, _traced_axes[axis_key], list(xs), compiled=True))
+    return tuple(apply(name, static, traced_axis(axis_key), list(xs), compiled=True))
 
 
 def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") -> Any:
@@ -95,7 +87,7 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
     ):  # torch takes neither strides below 0 nor the other byte order, and warns of what is read-only
         x = x.astype(x.dtype.newbyteorder("="), order="C")
     try:
-        return torch.as_tensor(x, device=device)
+        return comm.to_device(torch.as_tensor(x), device)
     except (OverflowError, RuntimeError, TypeError, ValueError):  # more than 64 bits
         return x
 
@@ -232,26 +224,24 @@ def meet_as_tree(
 
 def traced_axis(key: str) -> Axis:
     """The axis that :func:`prepare_trace` has named."""
-    return _traced_axes[key]
+    axis: Axis = traced.kept(key)
+    return axis
 
 
+@traced.at_trace_time
 def traced_size(key: str) -> int:
     """The size of an axis named by :func:`prepare_trace`."""
-    return _traced_axes[key].size
+    return traced_axis(key).size
 
 
-traced_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@traced.at_trace_time
 def traced_rank(key: str) -> int | None:
     """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
-    rank = _traced_axes[key].rank
+    rank = traced_axis(key).rank
     return rank if isinstance(rank, int) else None
 
 
-traced_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@traced.node
 def in_graph_index(key: str) -> torch.Tensor:
     """The position on an axis, as a node of a compiled graph."""
-    return _traced_axes[key].index()
+    return traced_axis(key).index()

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.collectives.calls import (
@@ -30,6 +31,8 @@ from ltx.collectives.calls import (
 )
 from ltx.collectives.futures import Arrived, Future, Pending
 from ltx.collectives.linear import Function, apply, each_rank, index_below, key_of, on_stack, peeled_level
+from ltx.collectives.psum import axis_size
+from ltx.collectives.ranks import axis_index
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
 from ltx.typing import Tree
@@ -148,7 +151,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     if torch.compiler.is_compiling():
-        key = _prepare_trace(axis)
+        key = prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
     check_dense(which, leaves, value)
     if any(x.is_complex() for x in leaves):
@@ -183,14 +186,7 @@ def _marked(value: torch.Tensor, nans: torch.Tensor) -> torch.Tensor:
     return value.masked_fill(nans.bool(), torch.nan) if value.is_floating_point() else value
 
 
-def _prepare_trace(axis: Any) -> str:
-    torch.compiler.allow_in_graph(extremum_in_graph)
-    return prepare_trace(axis)
-
-
-_prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@traced.node
 def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tensor:
     """The node that a compiled graph holds for an extremum."""
     axis = traced_axis(axis_key)
@@ -237,3 +233,57 @@ def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
                 [1., 2.]])
     """
     return _extremum("pmin", value, grouped(axis, axis_index_groups))
+
+
+def pargmax(value: Tree, axis: Any = None) -> Tree:
+    """The rank that holds the maximum over ranks, for every element of a tree.
+
+    Args:
+        value: as in :func:`ltx.pmax`.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the same tree of int64 tensors, shapes as given, with indices on the axis. Of ranks that
+        tie it is the first. NaN counts as the maximum, as in ``torch.argmax``.
+
+    Gradient:
+        None: whole numbers.
+
+    Raises:
+        As :func:`ltx.pmax`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pargmax)(torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
+        tensor([[1, 0],
+                [1, 0]])
+    """
+    value = tensors_of(value, axis)
+    return _first(value, pmax(tree.map(_apart, value), axis), axis)
+
+
+def pargmin(value: Tree, axis: Any = None) -> Tree:
+    """The rank that holds the minimum over ranks, for every element of a tree. The rest is as in :func:`pargmax`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pargmin)(torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
+        tensor([[0, 0],
+                [0, 0]])
+    """
+    value = tensors_of(value, axis)
+    return _first(value, pmin(tree.map(_apart, value), axis), axis)
+
+
+def _apart(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _first(value: Tree, best: Tree, axis: Any) -> Tree:
+    index, size = axis_index(axis), axis_size(axis)
+
+    def mine(x: Tensor, y: Tensor) -> Tensor:
+        has = (x == y) | (x.isnan() & y.isnan()) if x.is_floating_point() else x == y
+        return torch.where(has, index.to(x.device), torch.full_like(x, size, dtype=torch.int64))
+
+    return pmin(tree.map(mine, value, best), axis)

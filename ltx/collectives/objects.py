@@ -185,7 +185,7 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
     axis_comm: comm.AxisComm = found.comm
     axis_comm.negotiate_issue(axis_comm.user, label, lambda: comm.Signature(label, ()))
     if axis_comm.device.type != "cpu":
-        axis_comm.user.wait_for_host(comm.HostCopy(torch.zeros(1, device=axis_comm.device)), label)
+        axis_comm.read(torch.zeros(1, device=axis_comm.device), label)
     axis_comm.user.issue("psum", torch.zeros(1), label, on_host=True).wait()
 
 

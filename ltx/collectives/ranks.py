@@ -1,4 +1,4 @@
-"""What makes ranks differ: their random keys, and their part of a batch."""
+"""What makes ranks differ: their index, their random keys, and their part of a batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,31 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import checked
-from ltx.collectives.calls import prepare_trace, traced_rank
-from ltx.collectives.index import axis_index
+from ltx.collectives.calls import in_graph_index, prepare_trace, traced_rank
 from ltx.collectives.psum import axis_size
 from ltx.errors import AxisError
 from ltx.typing import Tree
+
+
+def axis_index(axis: Any = None) -> torch.Tensor:
+    """This rank's position on an axis: a 0-dim int64 tensor on every backing, on this rank's device.
+
+    Args:
+        axis: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.axis_index()
+        tensor(0)
+        >>> ltx.vmap(lambda x: x * ltx.axis_index())(torch.ones(3))
+        tensor([0., 1., 2.])
+    """
+    if torch.compiler.is_compiling():
+        return in_graph_index(prepare_trace(axis))
+    found = comm.resolve(axis)
+    if found.comm is None:
+        return found.index()
+    return torch.full((), found.comm.rank, dtype=torch.int64, device=found.comm.device)
 
 
 @checked("seed")

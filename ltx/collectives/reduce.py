@@ -132,6 +132,5 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
         )
     if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
         raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
-    device = found.comm.device if found.comm is not None else None
-    said = torch.tensor(bool(decision), device=device)
+    said = torch.tensor(bool(decision))  # of the host, for the host
     return bool((pmin if all else pmax)(said, found))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import brief
 from ltx.collectives.calls import prepare_trace, traced_size
 from ltx.collectives.linear import Function
@@ -49,20 +49,13 @@ def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callab
     if grad_scale != "mean":
         raise CollectiveError(f'grad_scale must be "sum" or "mean", got {brief(grad_scale)}.')
     if torch.compiler.is_compiling():
-        _prepare_trace()
         n = traced_size(prepare_trace(axis))
         return tree.map(lambda x: scaled_in_graph(x, factor(n)), value)
     by = factor(comm.resolve(axis).size)
     return tree.map(lambda x: ScaledGradient.apply(x, by) if isinstance(x, torch.Tensor) else x, value)
 
 
-def _prepare_trace() -> None:
-    torch.compiler.allow_in_graph(scaled_in_graph)
-
-
-_prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@traced.node
 def scaled_in_graph(x: torch.Tensor, factor: float) -> torch.Tensor:
     """The node that a compiled graph holds."""
     scaled: torch.Tensor = ScaledGradient.apply(x, factor)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import shown
 from ltx.axis import Axis
 from ltx.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
@@ -262,14 +262,12 @@ def _real(axis: Any, what: str, instead: str) -> Axis:
     return found
 
 
+@traced.at_trace_time
 def _refuse_trace(what: str) -> None:
     raise UnsupportedError(
         f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
         "of the compiled function."
     )
-
-
-_refuse_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _rank(axis: Axis) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ltx import tree
+from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.backings import unwrapped
 from ltx.collectives.calls import check_dense, check_sums, tensors_of
-from ltx.collectives.index import axis_index
 from ltx.collectives.psum import axis_size, psum
+from ltx.collectives.ranks import axis_index
 from ltx.errors import WeightError
 from ltx.typing import Tree
 
@@ -113,7 +113,12 @@ def _term(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: Any) -> None:
-    count = int(unwrapped(negative).max())
+    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
+
+    def on_host(x: torch.Tensor) -> torch.Tensor:
+        return x if axis_comm is None else axis_comm.read(x, "weighted_mean")
+
+    count = int(on_host(unwrapped(negative).max()))
     if count:
         rank, mine = unwrapped(axis_index(axis)), unwrapped(w)
         here = f"that of rank {rank} is {mine:g}" if mine.ndim == 0 and rank.ndim == 0 else f"they are {mine.tolist()}"
@@ -121,7 +126,7 @@ def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: A
             f"weighted_mean: {count} of the {axis_size(axis)} ranks' weights {'is' if count == 1 else 'are'} negative; "
             f"{here}. Weights count samples: give 0 to a rank whose value is to count for nothing."
         )
-    if bool((unwrapped(whole) == 0).any()):
+    if bool(on_host((unwrapped(whole) == 0).any())):
         raise WeightError(
             "weighted_mean: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a "
             "weight, or leave the call out on all of them."

@@ -9,6 +9,7 @@ from ltx.comm.ledger import record, span
 from ltx.comm.measure import measure_network, measured
 from ltx.comm.network import Network
 from ltx.comm.operations import bytes_sent
+from ltx.comm.pickling import opened, sealed
 from ltx.comm.recovery import BackwardPass, nested_run
 from ltx.comm.registry import (
     InBackground,
@@ -21,10 +22,9 @@ from ltx.comm.registry import (
     size_and_rank,
 )
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
-from ltx.comm.signed_messages import opened, sealed
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass, read_last_summary
 from ltx.comm.store_exchange import StoreExchange, poll_until
-from ltx.comm.streams import HostCopy
+from ltx.comm.streams import HostCopy, to_device
 from ltx.comm.thread_comm import ThreadComm
 from ltx.comm.timeline import Trace
 from ltx.comm.turns import Turns
@@ -73,4 +73,5 @@ __all__ = [
     "sealed",
     "size_and_rank",
     "span",
+    "to_device",
 ]

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,31 +31,15 @@ from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.network import Network
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
-from ltx.comm.recovery import Recovery
-from ltx.comm.signature import Agreement, Post, Signature
+from ltx.comm.recovery import Later, Recovery, Unread
+from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.streams import CommStream
+from ltx.comm.streams import CommStream, HostCopy, is_captured
 from ltx.comm.transports.open_shared_memory import open_transport
-from ltx.errors import LtxError, PeerLostError, WorldError
+from ltx.errors import LtxError, PeerLostError, UnsupportedError, WorldError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 _HISTORY = 1024  # collectives in the background that are remembered
-
-
-class Later(Protocol):
-    """A step whose reductions are still pending on the bucket channels."""
-
-    def wait_all(self) -> None:
-        """Wait for all of them, on this rank."""
-        ...
-
-
-class Unread(Protocol):
-    """Something on the device that the host has to look at sooner or later."""
-
-    def wait(self) -> object:
-        """Look at it; raises what is wrong with it."""
-        ...
 
 
 class AxisComm:
@@ -84,7 +67,7 @@ class AxisComm:
         self.closed = False
         self._pid = os.getpid()
         self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
-        self._compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
+        self.compared = ComparedFunctions()
         self.network: Network | None = None  # once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], Axis] = {}
@@ -228,6 +211,13 @@ class AxisComm:
             return torch.device("cpu")
         return torch.device(kind, torch.accelerator.current_device_index())
 
+    def read(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """`tensor` on the host. Until the device has it, deadlines, peers and interrupts are looked after.
+
+        ``bool(tensor)`` and ``tensor.item()`` would stand still for as long as the device waits for a peer.
+        """
+        return self.user.wait_for_host(HostCopy(tensor), label)
+
     @property
     def channels(self) -> list[Channel]:
         """All channels."""
@@ -299,31 +289,24 @@ class AxisComm:
 
         Raises:
             RankMismatchError: on every rank, before any data has moved.
+            UnsupportedError: a CUDA graph is captured.
         """
-        if self._fork_error is not None:
-            raise self._fork_error
+        self.check_not_forked()
+        if is_captured():
+            raise UnsupportedError(
+                f"rank {self.rank}: {describe().brief} on axis {self.name!r} was called in the capture of a CUDA "
+                "graph. ltx compares what ranks issue, and reads their step summary, on the host; replays of a graph "
+                "would leave that out. Capture what computes alone: "
+                'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
+            )
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
         elif known is None:
             signature = describe()
-            known = Agreement(signature, signature.fingerprint, self._compare(channel, signature, offer()))
+            known = Agreement(signature, signature.fingerprint, self.negotiation.compare(channel, signature, offer()))
             self._known[key] = known
         return known
-
-    def has_compared(self, fn: Any, key: Hashable) -> bool:
-        """Whether the ranks have compared the parameters of the function `fn` under this `key`."""
-        try:
-            return key in self._compared.get(fn, ())
-        except TypeError:  # `fn` can't be hashed or weakly referenced
-            return key in self._compared.get(AxisComm, ())
-
-    def count_as_compared(self, fn: Any, key: Hashable) -> None:
-        """Make :meth:`has_compared` true for `fn` and `key`."""
-        try:
-            self._compared.setdefault(fn, set()).add(key)
-        except TypeError:
-            self._compared.setdefault(AxisComm, set()).add(key)
 
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:
         """Record an agreement about a whole call for each of its parts, which are issued under `keys`."""
@@ -338,6 +321,11 @@ class AxisComm:
             self.issued_in_graphs += 1
         channel.advance(self.negotiate(channel, key, describe))
 
+    def check_not_forked(self) -> None:
+        """Raise if this process is a fork of the rank's own."""
+        if self._fork_error is not None:
+            raise self._fork_error
+
     def refuse_fork(self) -> None:
         """Refuse every collective from now on: this process is a fork of the rank's own.
 
@@ -351,30 +339,10 @@ class AxisComm:
         for channel in self.channels:
             channel.failed = self._fork_error
 
-    def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
-        place = f"{channel.address}/{channel.compared}/{channel.issued}"
-        channel.compared += 1
-        return self.negotiation.exchange(place, Post(signature, offer))[0].value
-
     def exchange_in(self, folder: Path) -> StoreExchange:
         """An exchange through a file in `folder`, which all ranks see, for when the store is gone."""
         name = hashlib.sha1(f"{self.label} of {self.heartbeat.world}".encode()).hexdigest()[:12]
         return self.store_exchange.in_file(folder / f".ltx-exchange-{name}", self.lost)
-
-    def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
-        """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
-
-        If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
-        has returned on all ranks, or below it; None for a new one.
-
-        Raises:
-            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`Negotiation.exchange`.
-        """
-        if self._fork_error is not None:
-            raise self._fork_error
-        issued = {channel.address: channel.issued for channel in self.channels}
-        post = Post(signature, value, issued=issued)
-        return [theirs.value for theirs in self.negotiation.exchange(place or self.store_exchange.new_place(), post)]
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""

@@ -84,7 +84,11 @@ def _sum_s(channel: Channel, numel: int, device: torch.device) -> float:
     """How long a sum of so many float32 took on rank 0; the sum that tells the others has all ranks start together."""
     buffer = torch.ones(numel, device=device)
     began = time.perf_counter()
-    channel.issue("psum", buffer, "measuring").wait()[0].item()  # to read it is to wait for a GPU too
+    _read(channel, buffer)
     mine = time.perf_counter() - began if channel.rank == 0 else 0.0
-    told = torch.tensor([mine], dtype=torch.float64, device=device)
-    return float(channel.issue("psum", told, "measuring").wait()[0].item())
+    return float(_read(channel, torch.tensor([mine], dtype=torch.float64, device=device)))
+
+
+def _read(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
+    """The first number of a sum, on the host: the device has done it."""
+    return channel.wait_for_host(channel.issue("psum", buffer, "measuring").read(), "measuring")[0]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ltx.comm.deadlock import FREE_THREAD, PATIENCE_S
 from ltx.comm.debug import CHECKS, called, caller, under_way
@@ -70,6 +70,26 @@ class Negotiation:
         posts = [Post.of(fields) for fields in announced]
         self._refuse(dict(enumerate(posts)))
         return posts
+
+    def compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
+        """Compare the `signature` of what comes next on `channel`. Gives rank 0's `offer`."""
+        place = f"{channel.address}/{channel.compared}/{channel.issued}"
+        channel.compared += 1
+        return self.exchange(place, Post(signature, offer))[0].value
+
+    def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
+        """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
+
+        If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
+        has returned on all ranks, or below it; None for a new one.
+
+        Raises:
+            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`exchange`.
+        """
+        self._comm.check_not_forked()
+        issued = {channel.address: channel.issued for channel in self._comm.channels}
+        post = Post(signature, value, issued=issued)
+        return [peers.value for peers in self.exchange(place or self._store.new_place(), post)]
 
     def announce(self, place: str, post: Post) -> None:
         """Put this rank's `post` at `place`, without waiting for the others."""

@@ -1,18 +1,28 @@
-"""Pickles of objects with tensors in them, of every dtype and device.
+"""Objects as messages: pickles with tensors in them, of every dtype and device, each signed by its sender.
 
-torch's own lose unsigned and float8 ones, and bring a tensor of the sender's accelerator to the one of that number.
+torch's own pickles lose unsigned and float8 tensors, and bring a tensor of the sender's accelerator to the one of that
+number. The backend's connections have no authentication, so an object's bytes travel with a keyed digest (HMAC, RFC
+2104) of the bytes and of what they are: from which rank, and which issue of the axis. A rank unpickles only what has
+the right digest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import io
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
 
 from ltx.comm.operations import SUMMED
 from ltx.comm.process_groups import as_bytes, from_bytes
+from ltx.errors import AuthenticationError
+
+if TYPE_CHECKING:
+    from ltx.comm.axis_comm import AxisComm
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -52,3 +62,38 @@ def _on_own_device(
 
 def _of_bytes(moved: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
     return from_bytes(moved, dtype).requires_grad_(requires_grad)
+
+
+#: The environment's variable with the key of the job, the same on all ranks.
+KEY = "LTX_KEY"
+
+_BYTES = hashlib.sha256().digest_size
+
+
+def sealed(axis_comm: AxisComm, data: bytes, issue: int) -> bytes:
+    """This rank's `data`, sealed, for the `issue`-th collective of the axis' user channel."""
+    return _seal(axis_comm, data, axis_comm.rank, issue) + data
+
+
+def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes:
+    """What `rank` sealed. Raises :class:`AuthenticationError` if somebody else did."""
+    seal, data = received[:_BYTES], received[_BYTES:]
+    if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):
+        known = f"This rank's {KEY} is {'set' if os.environ.get(KEY) else 'not set'}"
+        raise AuthenticationError(
+            f"rank {axis_comm.rank}: an object from rank {rank} on axis {axis_comm.name!r} isn't sealed with the key "
+            f"of this job, so it isn't unpickled. {known}: give all ranks of a job the same one, or none."
+        )
+    return data
+
+
+def proof(text: str) -> str:
+    """What shows that this process knows the key of the job, to those who know it: a keyed digest of `text`."""
+    return hmac.digest(os.environ.get(KEY, "").encode(), text.encode(), "sha256").hex()
+
+
+def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
+    # Without a key of the job the seal still tells those who have come through the store from those who haven't.
+    key = os.environ.get(KEY) or axis_comm.heartbeat.world
+    about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "
+    return hmac.digest(key.encode(), about.encode() + data, "sha256")

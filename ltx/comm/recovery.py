@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,20 @@ def nested_run() -> Iterator[None]:
         yield
     finally:
         _enclosing.pop()
+
+
+class Later(Protocol):
+    """A step whose reductions are still pending on the bucket channels."""
+
+    def wait_all(self) -> None:
+        """Wait for all of them, on this rank."""
+
+
+class Unread(Protocol):
+    """Something on the device that the host has to look at sooner or later."""
+
+    def wait(self) -> object:
+        """Look at it; raises what is wrong with it."""
 
 
 class BackwardPass:

@@ -323,9 +323,9 @@ def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:
     if axis.comm is None:
         return axes.in_groups(axis, part, f"{axis.name} in {len(groups)} groups")
     axis_comm: AxisComm = axis.comm
-    if not axis_comm.has_compared(InGroups, groups):
+    if not axis_comm.compared.has(InGroups, groups):
         axis_comm.negotiate(axis_comm.user, (InGroups, groups), lambda: Signature("axis_index_groups", (), said))
-        axis_comm.count_as_compared(InGroups, groups)
+        axis_comm.compared.add(InGroups, groups)
     members = part.members(axis_comm.rank)
     return axes.in_groups(axis, part, f"{axis.name}, ranks {', '.join(map(str, members))}")
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -167,3 +168,24 @@ def list_values(values: Mapping[int, str]) -> str:
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
+class ComparedFunctions:
+    """Which functions the ranks of an axis have called with the same parameters, each under keys of its own."""
+
+    def __init__(self) -> None:
+        self._keys: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
+
+    def has(self, fn: Any, key: Hashable) -> bool:
+        """Whether the ranks have compared the parameters of the function `fn` under this `key`."""
+        try:
+            return key in self._keys.get(fn, ())
+        except TypeError:  # `fn` can't be hashed or weakly referenced
+            return key in self._keys.get(ComparedFunctions, ())
+
+    def add(self, fn: Any, key: Hashable) -> None:
+        """Make :meth:`has` true for `fn` and `key`."""
+        try:
+            self._keys.setdefault(fn, set()).add(key)
+        except TypeError:
+            self._keys.setdefault(ComparedFunctions, set()).add(key)

@@ -170,7 +170,8 @@ def send_summary(
     """Issue this rank's part; `stream` is where the sum is waited for, if not on the host."""
     limbs = [float((digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
     given = [0.0 if isinstance(x, torch.Tensor) else x for x in (total, weight)]
-    numbers = to_device([*given, *(y for d in limbs for y in (d, d * d))], device)
+    said = [*given, *(y for d in limbs for y in (d, d * d))]
+    numbers = to_device(torch.tensor(said, dtype=torch.float64), device)
     for place, x in enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             numbers[place] = x.detach()

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from ltx.comm import ledger
+
+
+class Fence(Protocol):
+    """What :meth:`CommStream.fence` returns."""
+
+    def __call__(self, made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()) -> None: ...
 
 
 class CommStream:
@@ -25,7 +32,7 @@ class CommStream:
     def behind_current(self) -> Iterator[None]:
         """Enqueue on this stream, behind what the current stream has so far.
 
-        Tensors that were made there and are used here must be kept until the current stream is behind this one again.
+        Tensors that were made there and are used here must be kept until :meth:`fence` was waited for.
         """
         if self._stream is None:
             yield
@@ -34,21 +41,25 @@ class CommStream:
         with self._stream:
             yield
 
-    def fence(self) -> Callable[[Iterable[torch.Tensor]], None]:
+    def fence(self) -> Fence:
         """A function that puts the stream on which it is called behind what is enqueued here now.
 
-        It is given the tensors that were made here and are used there.
+        Its arguments are the tensors that were made here and are used there, and those that were used here.
         """
         if self._stream is None:
-            return lambda made: None
-        done = self._stream.record_event()
+            return lambda made, used=(): None
+        stream, began_on = self._stream, torch.accelerator.current_stream(self._device)
+        done = stream.record_event()
 
-        def wait(made: Iterable[torch.Tensor]) -> None:
+        def wait(made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()) -> None:
             current = torch.accelerator.current_stream(self._device)
             with ledger.device_wait(self._device):
                 current.wait_event(done)
             for tensor in made:
                 tensor.record_stream(current)
+            # Their memory is that of the stream that made them, which isn't behind this one if another one waits.
+            for tensor in used if current != began_on else ():
+                tensor.record_stream(stream)
 
         return wait
 
@@ -82,7 +93,22 @@ class HostCopy:
         return self._value
 
 
-def to_device(numbers: list[float], device: torch.device) -> torch.Tensor:
-    """Numbers as float64 on `device`, without the host waiting for the device."""
-    made = torch.tensor(numbers, dtype=torch.float64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """What the host has made, on `device` (None: where it is), without the host waiting for that.
+
+    ``torch.tensor(..., device=)`` and ``Tensor.to`` stand still until all that the device has to do before is done.
+    """
+    if device is None or device == made.device:
+        return made
+    if made.device.type != "cpu" or device.type == "meta" or _is_traced():
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def is_captured() -> bool:
+    """Whether what is enqueued on the current stream now goes into a CUDA graph, and isn't done."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

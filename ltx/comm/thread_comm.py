@@ -7,7 +7,7 @@ from typing import Any
 
 from ltx.axis import Axis
 from ltx.backings import Part, ThreadBacking
-from ltx.comm.signature import Agreement, Signature
+from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.turns import Call, Combine, Turns
 
 
@@ -31,7 +31,7 @@ class ThreadComm:
         self._members = members
         self._announced: list[Signature] = []
         self._known: dict[Any, Agreement] = {}
-        self._compared: dict[tuple[int, Hashable], Any] = {}
+        self.compared = ComparedFunctions()
         self._parts: dict[Part, Axis] = {}
 
     @property
@@ -66,14 +66,6 @@ class ThreadComm:
             signature = describe()
             self._known[key] = Agreement(signature, signature.fingerprint, self.exchange(signature, offer())[0])
         return self._known[key]
-
-    def has_compared(self, fn: Any, key: Hashable) -> bool:
-        """Whether the ranks have compared the parameters of the function `fn` under this `key`."""
-        return (id(fn), key) in self._compared
-
-    def count_as_compared(self, fn: Any, key: Hashable) -> None:
-        """Make :meth:`has_compared` true for `fn` and `key`."""
-        self._compared[id(fn), key] = fn  # kept, so that no other function gets its id
 
     def part(self, name: str, part: Part) -> Axis:
         """The axis of those ranks of this one that `part` puts together with this rank."""

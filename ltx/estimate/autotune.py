@@ -1,7 +1,7 @@
 """Choosing a communication hook: the time of its codec against the time that it saves on the link.
 
 What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.estimate.dry_run`), what that takes is
-the cost model's (:mod:`ltx.estimate.link`), and what its codec takes was measured (:mod:`ltx.estimate.codec_costs`).
+the cost model's (:mod:`ltx.estimate.costs`), and what its codec takes is measured (:mod:`ltx.estimate.codecs`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 from ltx import comm, tree
 from ltx.axis import Axis
+from ltx.collectives.objects import broadcast_object
 from ltx.errors import LtxError
-from ltx.estimate.codec_costs import codec
+from ltx.estimate.codecs import codec
+from ltx.estimate.costs import Link
 from ltx.estimate.dry_run import Gradients
 from ltx.estimate.formats import format_seconds
-from ltx.estimate.link import Link
 from ltx.strategies.base import Strategy
-from ltx.strategies.candidates import Candidate, candidates
+from ltx.strategies.ddp import Candidate, candidates
 from ltx.strategies.fields import in_dtype
 from ltx.typing import Tree
 
@@ -89,35 +90,49 @@ def choose(options: Sequence[Option]) -> str:
 
 
 def choice_for(
-    strategy: Strategy, params: Tree, ranks: int, network: comm.Network | None, dtype: torch.dtype | None = None
+    strategy: Strategy,
+    params: Tree,
+    ranks: int,
+    network: comm.Network | None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Choice:
-    """What ``comm_hook="auto"`` comes to on a network; `dtype`: in which mixed precision reduces gradients."""
+    """What ``comm_hook="auto"`` comes to on a network.
+
+    `dtype`: in which mixed precision reduces gradients. `device`: where hooks run; if None, where the parameters are.
+    """
     if network is None or ranks == 1:
         return Choice("none")
-    options = tuple(_options(replace(strategy, network=network), params, ranks, network, dtype))
+    device = device_of(params) if device is None else device
+    options = tuple(_options(replace(strategy, network=network), params, ranks, network, dtype, device))
     return Choice(choose(options) if options else "none", network, options)
 
 
 def _options(
-    strategy: Strategy, params: Tree, ranks: int, network: comm.Network, dtype: torch.dtype | None
+    strategy: Strategy,
+    params: Tree,
+    ranks: int,
+    network: comm.Network,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> list[Option]:
     link = Link(network.bandwidth, network.latency)
     found: list[Option] = []
     for candidate in candidates():
         try:
             made = strategy.with_choice(candidate.name)
-            settled = candidate.hook.constant_after
-            hook = in_dtype(made.hook(settled), dtype)
+            step = candidate.hook.constant_after or 0
+            hook = in_dtype(made.hook(step), dtype)
             if hook is None:
                 continue  # gradients stay local before it begins
             gradients = Gradients(made, params, ranks)
-            buckets = gradients.buckets(hook, gradients.first_states(), settled)
+            buckets = gradients.buckets(hook, gradients.first_states(), step)
         except LtxError:
             if not found:  # the all-reduce itself
                 raise
             continue  # it can't be cast, or wrapped
         link_s = sum(link.seconds(collective) for bucket in buckets for collective in bucket.collectives)
-        codec_s = sum(codec(hook, {}) * bucket.elements for bucket in buckets)
+        codec_s = sum(codec(hook, {}, device) * bucket.elements for bucket in buckets)
         found.append(Option(candidate, link_s, codec_s, sum(bucket.nbytes for bucket in buckets)))
     return found
 
@@ -133,7 +148,19 @@ def choose_on_axis(strategy: Strategy, on: Any, params: Tree, dtype: torch.dtype
         network = _measured(strategy, axis, params)
     if not strategy.auto_hook:
         return ""
-    return choice_for(strategy, params, axis.size, network, dtype).name
+    choice = choice_for(strategy, params, axis.size, network, dtype).name
+    if axis.comm is None or axis.size == 1 or device_of(params).type == "cpu":
+        return choice
+    # Each rank has measured hooks on its own accelerator; all take what rank 0 chose.
+    chosen: str = broadcast_object(choice, axis=on)
+    return chosen
+
+
+def device_of(params: Tree) -> torch.device:
+    """Where the rank computes: the device of the first parameter, and the CPU for those on the meta device."""
+    leaves = tree.flatten(params)[0]
+    device: torch.device = leaves[0].device if leaves else torch.device("cpu")
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _measured(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network:
@@ -156,11 +183,13 @@ def network_of(strategy: Strategy, axis: Any) -> comm.Network | None:
     return None if axis_comm is None else axis_comm.network
 
 
-def on_network(strategy: Strategy, params: Tree, ranks: int, network: comm.Network) -> Strategy:
+def on_network(
+    strategy: Strategy, params: Tree, ranks: int, network: comm.Network, device: torch.device | None = None
+) -> Strategy:
     """`strategy` as it is on a network: what :func:`ltx.profile.plan` goes by."""
     if not (strategy.auto_sizes or strategy.auto_hook):
         return strategy
     strategy = replace(strategy, network=strategy.network or network)
     if not strategy.auto_hook:
         return strategy
-    return strategy.with_choice(choice_for(strategy, params, ranks, strategy.network).name)
+    return strategy.with_choice(choice_for(strategy, params, ranks, strategy.network, device=device).name)

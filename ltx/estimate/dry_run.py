@@ -22,17 +22,17 @@ from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, Lands, Starts
 from ltx.estimate.still import Still
 from ltx.gradients.buckets import Bucket
+from ltx.gradients.comm_hook import reduce_at_once
 from ltx.gradients.exchange import Exchange
-from ltx.gradients.leaves import arrival_order, differentiable
-from ltx.gradients.planning import make_plan
-from ltx.gradients.programs import reduce_at_once
+from ltx.gradients.planning import arrival_order, differentiable, make_plan
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer
+from ltx.optim.update import Update
 from ltx.strategies import Strategy
 from ltx.strategies.fields import in_dtype
 from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import States, StepInfo, Update
+from ltx.strategies.update import States, StepInfo
 from ltx.typing import Tree
 
 _IN_REDUCTIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")

@@ -14,9 +14,9 @@ import torch
 from ltx import comm
 from ltx.errors import LtxError, StrategyError
 from ltx.gradients.buckets import Bucket
+from ltx.gradients.comm_hook import program_of, reduce_at_once
 from ltx.gradients.packing import pack, pack_pure, unpack
 from ltx.gradients.pending import PendingReductions
-from ltx.gradients.programs import program_of, reduce_at_once
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
 

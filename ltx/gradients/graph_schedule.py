@@ -10,8 +10,7 @@ import torch
 from ltx.comm.operations import OPERATIONS
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import pack_pure, unpack
-from ltx.gradients.programs import advance, collective_alone
-from ltx.gradients.reduction import CollectiveRequest, Reduced, Reduction
+from ltx.gradients.reduction import CollectiveRequest, Reduced, Reduction, advance, collective_alone
 from ltx.gradients.schedule import Dims, Plan, Schedule
 
 

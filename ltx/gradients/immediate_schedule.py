@@ -9,8 +9,8 @@ import torch
 from torch._C import _functorch
 
 from ltx.axis import Axis
+from ltx.gradients.comm_hook import reduce_at_once
 from ltx.gradients.packing import pack_pure, unpack
-from ltx.gradients.programs import reduce_at_once
 from ltx.gradients.schedule import Dims, Schedule
 
 

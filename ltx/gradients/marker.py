@@ -12,8 +12,10 @@ In the order of the backward pass:
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing
   downstream sees a pending gradient. A train step has no fence: nothing is downstream, and it waits itself.
 
-All of it is differentiable again, in both modes. :class:`~ltx.gradients.at_hand.Launch` counts as the identity and
-:class:`~ltx.gradients.at_hand.Land` as the exact mean over ranks, so second derivatives are exact whatever the hook
+Where torch can't raise the marker's priority (before 2.13), hooks of leaves start the buckets: :class:`LeafHooks`.
+
+All of it is differentiable again, in both modes. :class:`~ltx.gradients.functions.Launch` counts as the identity and
+:class:`~ltx.gradients.functions.Land` as the exact mean over ranks, so second derivatives are exact whatever the hook
 does to first ones.
 """
 
@@ -26,9 +28,13 @@ from typing import Any
 import torch
 
 from ltx.collectives.linear import Function
-from ltx.gradients.at_hand import Begin, Land, Launch
-from ltx.gradients.peeled import (
+from ltx.errors import UnsupportedError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.functions import (
     MARKER_PRIORITY,
+    Begin,
+    Land,
+    Launch,
     Peeled,
     _index,
     _peel,
@@ -194,3 +200,50 @@ def tie(
     """Tie `outputs` to every marker. Each kept pair is a tensor and the cotangent that it gets."""
     before, after = [x for x, _ in kept], [y for _, y in kept]
     return list(Tie.apply(schedule, len(tokens), len(kept), *tokens, *before, *after, *outputs))
+
+
+class LeafHooks:
+    """The leaves of one pass.
+
+    Args:
+        schedule: what reduces their gradients.
+        params: the parameters of the schedule's plan.
+        states: each one's state tensors.
+    """
+
+    def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
+        self._schedule, self._states, self._begun = schedule, states, False
+        plan: Plan = schedule.plan
+        self._missing = {bucket.index: len(bucket.members) for bucket in plan.buckets}
+        self.leaves = [param.detach().requires_grad_() for param in params]
+        for bucket in plan.buckets:
+            for member in bucket.members:
+                self.leaves[member].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+
+    def _arrived(self, bucket: Bucket) -> None:
+        if not self._missing[bucket.index]:
+            raise UnsupportedError(
+                "a gradient came twice in one backward pass: a part of the step was differentiated inside of it. Use "
+                "torch.utils.checkpoint with use_reentrant=False, or torch 2.13."
+            )
+        self._missing[bucket.index] -= 1
+        if not self._missing[bucket.index]:
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        leaves = [self.leaves[member] for member in bucket.members]
+        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        if not self._begun:
+            self._begun = True
+            self._schedule.begin()
+        with torch.no_grad():
+            self._schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
+
+    def finish(self) -> None:
+        """The backward pass is over: start what it hasn't reached."""
+        for bucket in self._schedule.plan.buckets:
+            if self._missing[bucket.index]:
+                self._missing[bucket.index] = 0
+                self._start(bucket)

@@ -10,29 +10,30 @@ within a bucket that of its phases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ltx import comm
+from ltx.comm.streams import Fence
 from ltx.errors import StrategyError
-from ltx.gradients.programs import Program, advance, collective_alone
-from ltx.gradients.reduction import CollectiveRequest, Reduced, Reducer
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.reduction import CollectiveRequest, Program, Reduced, advance, collective_alone
 
 
 @dataclass
 class _PendingReduction:
     """A pending bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
 
-    hook: Reducer
+    hook: CommHook
     program: Program | None
     work: comm.Work | None = None
     phase: int = 0
     completed: Reduced | None = None
     halfway: bool = False  # between two collectives
     total: float | None = None  # of all elements of the result, if the transport knows it
-    fence: Callable[[Iterable[torch.Tensor]], None] | None = None  # until the stream that waits is behind the result
+    fence: Fence | None = None  # until the stream that waits is behind the result
 
     @property
     def may_go_on(self) -> bool:
@@ -58,7 +59,7 @@ class PendingReductions:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def launch(self, program: Program, hook: Reducer) -> None:
+    def launch(self, program: Program, hook: CommHook) -> None:
         """Start the program of the next bucket in order, which is that of `hook`.
 
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
@@ -68,8 +69,9 @@ class PendingReductions:
         self._pending.append(pending)
         if hook.phases_on(self._comm.size) == 0:
             return
-        stream = self._comm.stream_of(program.reads[0].device)
-        if stream is None:
+        device = program.reads[0].device
+        stream = self._comm.stream_of(device)
+        if stream is None or not self._channel_of(self._comm, 0).orders_streams(device):
             self._advance(len(self) - 1)
             return
         with stream.behind_current():
@@ -131,7 +133,8 @@ class PendingReductions:
         pending = self._pending[place]
         if pending.fence is not None and pending.completed is not None:
             flat, states = pending.completed
-            pending.fence([flat, *(tensor for state in states for tensor in state.values())])
+            used = () if pending.program is None else pending.program.reads
+            pending.fence([flat, *(tensor for state in states for tensor in state.values())], used)
             pending.fence, pending.program = None, None
         return pending.completed
 

@@ -1,26 +1,78 @@
-"""Plans: from tensors, bucket sizes and a hook to what every rank will issue. Ranks compare a plan when they first meet
-it.
+"""Plans: from tensors, bucket sizes and a hook to what every rank will issue.
+
+Ranks compare a plan when they first meet it. It says which leaves are reduced, in which order their gradients are
+expected, and how large buckets are: as the strategy says, or with ``bucket_bytes="auto"`` as the network suggests.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+from torch._C import _functorch
 
-from ltx import comm
+from ltx import comm, tree
 from ltx.axis import Axis
+from ltx.comm import Network
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Leaf, plan_buckets
-from ltx.gradients.reduction import Reducer
+from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.schedule import Plan
-from ltx.gradients.sizes import DEFAULT_BYTES, DEFAULT_STREAM_BYTES, bucket_sizes
+from ltx.typing import Tree
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+#: Without a network to go by: of a bucket, and of the first one at most.
+DEFAULT_BYTES = 4 * MIB
+#: The same where streams order collectives: kernels of an accelerator cost more to start, as for torch's DDP.
+DEFAULT_STREAM_BYTES = 25 * MIB
+_LEAST, _MOST = 256 * KIB, 256 * MIB
+#: Of a bucket's time, what its start may take.
+_START = 0.02
+#: What a bucket takes of its rank's time.
+_OWN_S = 1e-3
+#: The first bucket is as much smaller than the others.
+_FIRST = 4
 
 #: For each leaf, the names of its communication state's tensors.
 Names = tuple[tuple[str, ...], ...]
+
+
+def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
+    """The places among the `wanted` leaves of a tree in the order in which their gradients are expected."""
+    place = {leaf: i for i, leaf in enumerate(wanted)}
+    return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
+
+
+def tracked(tensor: torch.Tensor) -> bool:
+    """Whether a gradient with respect to `tensor` is wanted, by plain autograd or at any level of torch.func."""
+    if not torch._C._are_functorch_transforms_active():
+        return tensor.requires_grad and torch.is_grad_enabled()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    # At each level `requires_grad` speaks of that level alone.
+    while not tensor.requires_grad:
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return True
+
+
+def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those that are :func:`tracked`."""
+    if torch._C._are_functorch_transforms_active():
+        return [i for i, x in enumerate(tensors) if tracked(x)]
+    return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
+
+
+def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those that can have a gradient."""
+    return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
 
 
 class Owner(Protocol):
@@ -51,7 +103,7 @@ class Owner(Protocol):
 @lru_cache(maxsize=256)
 def _plan(
     axis: Axis,
-    hook: Reducer,
+    hook: CommHook,
     sizes: tuple[int, int],
     leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
     arrival: tuple[int, ...],
@@ -67,7 +119,7 @@ def _plan(
 
 
 def chosen_sizes(
-    sizes: tuple[int, int], network: comm.Network | None, hook: Reducer, ranks: int, nbytes: int
+    sizes: tuple[int, int], network: comm.Network | None, hook: CommHook, ranks: int, nbytes: int
 ) -> tuple[int, int]:
     """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or those that suit the network."""
     if network is None or ranks == 1:
@@ -76,6 +128,37 @@ def chosen_sizes(
     # Where less than the gradients is sent, in several phases, more of a bucket's time are its starts and its codec.
     small = hook.phases_on(ranks) <= 1 and hook.bucket_factor == 1
     return (bucket, first) if small else (max(bucket, DEFAULT_BYTES), sizes[1])
+
+
+def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) -> tuple[int, int]:
+    """Bytes of a bucket, and of the first one, for gradients of `nbytes` on a network.
+
+    Gradients of B bytes in buckets of b take B/b starts of a sum, a seconds each, and the last bucket's own time behind
+    the backward pass, b/r at r bytes a second:
+
+        lost(b) = a B/b + b/r,     least at     b = sqrt(a B r)
+
+    The first part is lost where the link is the bottleneck of a step, the second where it isn't. Which of them holds
+    depends on the computation, of which nothing is known yet; their sum is never far from either. Up to the size that
+    strategies have by default, two things make buckets larger: where the link is the bottleneck, starts should take a
+    fiftieth of its time at most; and a bucket costs its rank about a millisecond besides, of calls, caches and waiting
+    for a processor, which counts like a start.
+
+    Sizes are powers of two, so that two measurements of one network come to the same.
+
+    Args:
+        first_bytes: of the first bucket at most.
+
+    >>> bucket_sizes(Network(bandwidth=1e9, latency=100e-6), 2, 21_000_000, MIB)  # 2 MiB
+    (2097152, 524288)
+    """
+    start_s = network.start_s(ranks)
+    rate = nbytes / max(network.sum_s(nbytes, ranks) - start_s, 1e-12)
+    best = math.sqrt(start_s * nbytes * rate)
+    worthwhile = max(start_s * rate / _START, math.sqrt((start_s + _OWN_S) * nbytes * rate))
+    size = min(max(best, min(worthwhile, DEFAULT_BYTES), _LEAST), _MOST)
+    rounded = 1 << round(math.log2(size))
+    return rounded, min(first_bytes, max(rounded // _FIRST, 1))
 
 
 def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
@@ -97,7 +180,7 @@ def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.
 
 def make_plan(
     owner: Owner,
-    hook: Reducer,
+    hook: CommHook,
     axis: Axis,
     tensors: Sequence[torch.Tensor],
     arrival: Callable[[], Sequence[int]],

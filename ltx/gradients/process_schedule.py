@@ -12,11 +12,11 @@ import torch
 from ltx import comm
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
+from ltx.gradients.comm_hook import program_of
 from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.packing import pack, unpack
 from ltx.gradients.pending import PendingReductions
-from ltx.gradients.programs import Program, ProgramOf, program_of
-from ltx.gradients.reduction import LeafState, Reduced
+from ltx.gradients.reduction import LeafState, Program, ProgramOf, Reduced
 from ltx.gradients.schedule import Dims, Plan, Schedule
 
 
@@ -204,6 +204,23 @@ class ProcessSchedule(Schedule):
     def flush(self) -> None:
         """Wait until all that was launched is complete."""
         self._pending.flush()
+
+    def confirm(self) -> None:
+        """Where the host runs ahead of the device: wait until all ranks' devices have completed all buckets.
+
+        What they have enqueued before is complete when a sum behind it is.
+
+        Raises:
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: a peer won't come so far.
+        """
+        device = self.comm.device
+        stream = self.comm.stream_of(device)
+        if stream is None:
+            return
+        channel = self.among.bucket_channel(0)
+        with stream.behind_current():
+            copy = channel.issue("psum", torch.zeros(1, device=device), "confirmation").read()
+        channel.wait_for_host(copy, "confirmation")
 
     def finish(self) -> comm.StepSummary | None:
         """After the last bucket: return the step summary, and forget this pass, so another may follow."""

@@ -1,20 +1,22 @@
-"""Reductions: what a communication hook does with a bucket, written once for every kind of axis.
+"""Bucket programs: what a step does to one bucket, as a generator of collective requests.
 
-A reduction is a generator. It yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result;
-it returns the reduced buffer and the next state. Its driver decides how: asynchronously between processes with other
-buckets in between, at once on simulated ranks, or as nodes of a compiled graph.
+A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result; it returns the
+bucket's results. The reduction of a communication hook is one; a training step whose ranks communicate after the
+optimizer has programs with the optimizer inside. The same program runs on every kind of axis, since drivers differ only
+in how they answer requests: asynchronously between processes (:mod:`ltx.gradients.pending`), as nodes of a compiled
+graph (:mod:`ltx.gradients.graph_schedule`), or at once, here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ltx.axis import Axis
-from ltx.collectives.linear import Static
+from ltx.collectives.linear import Static, apply
 from ltx.gradients.buckets import Bucket
 
 #: One parameter's communication state: tensors by name.
@@ -87,110 +89,65 @@ def sum_of_shares(inputs: BucketInput) -> Reduction:
     return total, inputs.states
 
 
-class Reducer(Protocol):
-    """What a schedule needs of a communication hook; :class:`ltx.hooks.CommHook` is the full contract."""
+class Program(NamedTuple):
+    """The program of a bucket.
 
-    def __hash__(self) -> int: ...
+    Attributes:
+        requests: the generator.
+        reads: the tensors that it reads; they are kept until it is complete.
+    """
 
-    @property
-    def exact(self) -> bool:
-        """Whether the result is the sum of the inputs up to rounding in their own dtype."""
-        ...
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether each element's result depends on that element alone, so that samples may share a buffer."""
-        ...
-
-    @property
-    def stateful(self) -> bool:
-        """Whether a reduction reads states or the step."""
-        ...
-
-    @property
-    def bucket_factor(self) -> int:
-        """What a strategy's bytes of a bucket, the first excepted, are multiplied by."""
-        ...
-
-    def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        """The parts of `axis` on which a reduction requests collectives."""
-        ...
-
-    def within(self, axis: Axis) -> Axis | None:
-        """The part of `axis` that a reduction stays in; None for all ranks."""
-        ...
-
-    def phases_on(self, axis_size: int) -> int:
-        """The largest number of requests that a reduction yields."""
-        ...
-
-    def scale(self, axis_size: int) -> float:
-        """The factor of gradients when they are packed: 1 / axis_size for a mean."""
-        ...
-
-    def derivative_scale(self, axis_size: int) -> float:
-        """The factor of the sum over ranks in derivatives of the result: 1 / axis_size for a mean."""
-        ...
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are packed."""
-        ...
-
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        """Tensors of a parameter's state that are added to its gradient as it is packed, with their factors."""
-        ...
-
-    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
-        """The shapes that come out of an exchange of `bucket`."""
-        ...
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        """The reduction of one bucket."""
-        ...
+    requests: Reduction
+    reads: Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class ExactSum:
-    """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
+#: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.
+ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Program]
 
-    factor: float
 
-    exact = True
-    elementwise = True
-    stateful = False
-    bucket_factor = 1
+def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:
+    """Run `program` up to its next request; return that, or what the program returns at its end.
 
-    def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        """All ranks at once."""
-        return ()
+    `result`: the answer to its last request; None at the beginning.
+    """
+    try:
+        return next(program) if result is None else program.send(result)
+    except StopIteration as end:
+        return end.value
 
-    def within(self, axis: Axis) -> None:
-        """All ranks."""
 
-    def scale(self, axis_size: int) -> float:
-        """Shares of the sum."""
-        return self.factor
+def drive(program: Reduction, answer: Callable[[CollectiveRequest], torch.Tensor]) -> Reduced:
+    """Run `program` to its end, each request answered at once."""
+    request = advance(program)
+    while isinstance(request, CollectiveRequest):
+        request = advance(program, answer(request))
+    reduced: Reduced = request
+    return reduced
 
-    def phases_on(self, axis_size: int) -> int:
-        """One sum."""
-        return 1
 
-    def derivative_scale(self, axis_size: int) -> float:
-        """Itself."""
-        return self.factor
+def drive_within(
+    program: Generator[CollectiveRequest, torch.Tensor, Any],
+    answer: Callable[[CollectiveRequest], Generator[CollectiveRequest, torch.Tensor, torch.Tensor]],
+) -> Generator[CollectiveRequest, torch.Tensor, Any]:
+    """Run `program` inside another one: `answer` is a part of a program too, which may send requests on."""
+    request = advance(program)
+    while isinstance(request, CollectiveRequest):
+        request = advance(program, (yield from answer(request)))
+    return request
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Gradients travel as they are."""
-        return dtype
 
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        """Nothing."""
-        return ()
+def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
+    """The result of a request, by a differentiable collective on `axis`."""
+    axis = request.axis or axis
+    if axis.meta:
+        return axis.meta.answer(request.operation, request.buffer, request.arguments, axis.size)
+    static = request.arguments if request.operation == "ppermute" else _STATIC[request.operation]
+    return apply(request.operation, static, axis, [request.buffer])[0]
 
-    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
-        """The shapes that came in."""
-        return bucket
 
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        """Sum the shares."""
-        return sum_of_shares(inputs)
+def collective_alone(request: CollectiveRequest) -> torch.Tensor:
+    """What a collective among one rank gives."""
+    return answer_at_once(replace(request, axis=Axis("alone", 1)), Axis("alone", 1))
+
+
+_STATIC: dict[str, Static] = {"psum": (), "all_gather": (0, 0), "psum_scatter": (0, 0), "all_to_all": (0, 0)}

@@ -27,7 +27,8 @@ from ltx import comm
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.reduction import BucketInput, ExactSum, LeafState, Reducer
+from ltx.gradients.comm_hook import CommHook, ExactSum
+from ltx.gradients.reduction import BucketInput, LeafState
 
 Dims = tuple[bool, ...]
 
@@ -47,7 +48,7 @@ class Plan:
     """
 
     axis: Axis
-    hook: Reducer
+    hook: CommHook
     buckets: tuple[Bucket, ...]
     state_names: tuple[tuple[str, ...], ...]
     step: int = 0
@@ -122,7 +123,7 @@ class Schedule(ABC):
         self.again = False
 
     @property
-    def hook(self) -> Reducer:
+    def hook(self) -> CommHook:
         """What this pass does to its buckets."""
         return ExactSum(self.plan.hook.derivative_scale(self.plan.axis.size)) if self.again else self.plan.hook
 

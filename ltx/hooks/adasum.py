@@ -16,9 +16,9 @@ import torch
 from ltx.arguments import brief
 from ltx.collectives.adasum import Halving, levels
 from ltx.errors import StrategyError
+from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.packing import is_plain
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
-from ltx.hooks.base import CommHook
 
 _PIECE = 1 << 16
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.reduction import BucketInput, Reduction, sum_of_shares
-from ltx.hooks.base import CommHook
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from ltx.arguments import brief, check_fields, checked
+from ltx.arguments import brief, check_fields, check_whole, checked
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.programs import drive_within
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, drive_within
 from ltx.hooks.allreduce import AllReduce
-from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 
@@ -46,11 +45,9 @@ class After(CommHook):
         return self.first.at(step) if step < self.step else self.hook.at(step)
 
     @property
-    def constant_after(self) -> int:
-        return max(self.step, self.hook.constant_after)
-
-    def in_graph(self, step: int) -> CommHook | None:
-        return None if step < self.step else self.hook.in_graph(step)
+    def constant_after(self) -> int | None:
+        last_change = self.hook.constant_after
+        return None if last_change is None else max(self.step, last_change)
 
     def with_error_feedback(self) -> CommHook | None:
         fed = self.hook.with_error_feedback()
@@ -142,12 +139,9 @@ class Chain(LossyHook):
         return self if (hook, inner) == (self.hook, self.inner) else replace(self, hook=hook, inner=inner)
 
     @property
-    def constant_after(self) -> int:
-        return max(self.hook.constant_after, self.inner.constant_after)
-
-    def in_graph(self, step: int) -> CommHook | None:
-        hook, inner = self.hook.in_graph(step), self.inner.in_graph(step)
-        return None if hook is None or inner is None else replace(self, hook=hook, inner=inner)
+    def constant_after(self) -> int | None:
+        hook, inner = self.hook.constant_after, self.inner.constant_after
+        return None if hook is None or inner is None else max(hook, inner)
 
     def scale(self, axis_size: int) -> float:
         return self.hook.scale(axis_size)

@@ -25,11 +25,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError
-from ltx.gradients.packing import is_plain
-from ltx.hooks.base import check_whole
-from ltx.hooks.chunks import CHUNK, chunks
+from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
 
 _BAGUA_EPSILON = 1e-7

@@ -17,9 +17,9 @@ from ltx import comm
 from ltx.axis import Axis
 from ltx.comm.external_collectives import begin_external, wait_for_external
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
-from ltx.gradients.packing import parts_of
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.packing import unpack
 from ltx.gradients.reduction import BucketInput, Reduction
-from ltx.hooks.base import CommHook
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -51,7 +51,7 @@ class LookAlike:
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer in the parameters' shapes."""
-        return parts_of(self._buffer[: self._share.bucket.numel], self._share.bucket)
+        return unpack(self._buffer[: self._share.bucket.numel], self._share.bucket, cast=False)
 
     def parameters(self) -> list[torch.Tensor]:
         """Not to be had."""

@@ -37,7 +37,8 @@ class FromFunctions(LossyHook):
             return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         given, parts = self._compressed(inputs.flat)
         if not inputs.flat.is_meta and not torch.compiler.is_compiling():
-            wanted, got = _layout(self, inputs.flat.numel(), inputs.flat.dtype), [(p.shape, p.dtype) for p in parts]
+            flat, got = inputs.flat, [(p.shape, p.dtype) for p in parts]
+            wanted = _layout(self, flat.numel(), flat.dtype, flat.device)
             if got != wanted:  # other ranks' messages might be of other lengths again
                 raise StrategyError(
                     f"{self!r}: shapes and dtypes of what compress returns must follow from the length and dtype of "
@@ -83,9 +84,11 @@ class FromFunctions(LossyHook):
 
 
 @lru_cache(maxsize=256)
-def _layout(hook: FromFunctions, numel: int, dtype: torch.dtype) -> list[tuple[torch.Size, torch.dtype]]:
+def _layout(
+    hook: FromFunctions, numel: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes of what compress makes of zeros."""
-    return [(part.shape, part.dtype) for part in hook._compressed(torch.zeros(numel, dtype=dtype))[1]]
+    return [(part.shape, part.dtype) for part in hook._compressed(torch.zeros(numel, dtype=dtype, device=device))[1]]
 
 
 def _said(layout: list[tuple[torch.Size, torch.dtype]]) -> str:

@@ -19,9 +19,9 @@ import torch
 
 from ltx.arguments import checked
 from ltx.errors import StrategyError
-from ltx.gradients.packing import is_plain, parts_of
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.packing import is_plain, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms
-from ltx.hooks.base import CommHook
 
 RESIDUAL = "residual"
 
@@ -104,7 +104,7 @@ class LossyHook(CommHook):
         # What isn't finite has reached every rank as such, so nothing of it is left to send. A sum will find it.
         if not sent.finite and not (is_plain(left) and left.sum().isfinite()):
             left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        residuals = zip(sent.states, parts_of(left, inputs.bucket), strict=True)
+        residuals = zip(sent.states, unpack(left, inputs.bucket, cast=False), strict=True)
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.reduction import BucketInput, Reduction
-from ltx.hooks.base import CommHook
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ltx.arguments import check_whole
 from ltx.errors import StrategyError
-from ltx.gradients.packing import is_plain
-from ltx.hooks.base import check_whole
-from ltx.hooks.chunks import CHUNK, chunks
+from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
 
 #: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.

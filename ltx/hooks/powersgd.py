@@ -15,20 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import inf, isqrt, prod
+from math import isqrt, prod
 from typing import ClassVar
 from zlib import crc32
 
 import torch
 
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Leaf
-from ltx.gradients.packing import is_plain, parts_of
+from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.packing import is_plain, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState
 from ltx.hooks.allreduce import AllReduce
-from ltx.hooks.base import CommHook, check_whole
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
+from ltx.hooks.low_rank import all_regular, multiply, multiply_all, next_start, orthonormal, orthonormal_all, row_norms
 from ltx.hooks.noise import key_of, normal
 
 Q = "q"
@@ -68,9 +69,6 @@ class PowerHook(LossyHook):
     @property
     def constant_after(self) -> int:
         return self.start_step
-
-    def in_graph(self, step: int) -> CommHook | None:
-        return self if step >= self.start_step else None
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -137,19 +135,19 @@ class PowerSGD(PowerHook):
         matrices = [parts[m].view(rows, columns) for m, rows, columns, _ in thin]
         starts = [self._start(inputs, m, columns, r) for m, _, columns, r in thin]
         # Of all ways to write this product the one in which BLAS is fastest, three times as fast as its transpose.
-        firsts = [matrix @ start.mT for matrix, start in zip(matrices, starts, strict=True)]
+        firsts = multiply_all(matrices, [start.mT for start in starts])
         request = CollectiveRequest("psum", _joined([*firsts, *(parts[m] for m in whole)]))
         *firsts, whole_sums = _cut((yield request), firsts)
-        firsts = _orthonormal_all(firsts)
-        seconds = [first @ matrix for matrix, first in zip(matrices, firsts, strict=True)]
+        firsts = orthonormal_all(firsts)
+        seconds = multiply_all(firsts, matrices)
         if thin:
             *seconds, _ = _cut((yield CollectiveRequest("psum", _joined(seconds))), seconds)
-        norms = [torch.linalg.vector_norm(second, dim=-1, keepdim=True) for second in seconds]
-        regular = is_plain(inputs.flat) and _regular(norms)
+        norms = row_norms(seconds)
+        regular = is_plain(inputs.flat) and all_regular(norms)
         states = [dict(state) for state in inputs.states]
         if self.warm_start:
             for (m, *_), second, norm, start in zip(thin, seconds, norms, starts, strict=True):
-                states[m][Q] = second / norm if regular else _next_start(second, norm, start)
+                states[m][Q] = second / norm if regular else next_start(second, norm, start)
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
         # Over all ranks a part of 1/n each adds up to the total.
@@ -162,7 +160,7 @@ class PowerSGD(PowerHook):
             if request.sent is not None:  # another hook has done the sums, so what travels whole has a residual too
                 sent = _cut(request.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
                 for m, mine in zip(whole, sent, strict=True):
-                    parts_of(corrected, inputs.bucket)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
+                    unpack(corrected, inputs.bucket, cast=False)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
             return corrected
 
         # NaN or inf anywhere in a matrix makes all of its second product NaN: nobody has to look for them.
@@ -249,11 +247,13 @@ def _assembled(
     With `less`, that much of the total is taken off the parts, each while it is in the cache.
     """
     if not is_plain(parts[0]):
-        return _joined([sums[m] if m in sums else products[m][0].mT @ products[m][1] for m in range(len(parts))])
+        firsts, seconds = ([pair[place] for pair in products.values()] for place in range(2))
+        made = dict(zip(products, multiply_all([first.mT for first in firsts], seconds), strict=True))
+        return _joined([sums[m] if m in sums else made[m] for m in range(len(parts))])
     total = parts[0].new_empty(sum(part.numel() for part in parts))
     pieces = total.split([part.numel() for part in parts])
     for m, thin in products.items():
-        _multiply(*thin, out=pieces[m])
+        multiply(*thin, out=pieces[m])
         if less is not None:
             parts[m].view(-1).sub_(pieces[m], alpha=less)
     if sums:
@@ -261,65 +261,3 @@ def _assembled(
         if less is not None:
             torch._foreach_sub_([parts[m].view(-1) for m in sums], list(sums.values()), alpha=less)
     return total
-
-
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """The product of ``left.mT`` and `right`, each of shape ``(r, length)``."""
-    matrix = out.view(left.shape[1], right.shape[1])
-    if len(left) > 2:
-        torch.mm(left.mT, right, out=matrix)
-        return
-    # Matrix products aren't made for an inner dimension of one or two: half the time without.
-    columns, rows = left.unsqueeze(2).unbind(), right.unbind()
-    torch.mul(columns[0], rows[0], out=matrix)
-    for column, row in zip(columns[1:], rows[1:], strict=True):
-        matrix.addcmul_(column, row)
-
-
-def _orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The transposes of `matrices`, each of shape ``(length, r)``, with orthonormal rows: :func:`orthonormal` of all at
-    once, padded with zeros, which change nothing.
-    """
-    if not matrices:
-        return []
-    length, ranks = (max(matrix.shape[dim] for matrix in matrices) for dim in (0, 1))
-    pads = [(0, length - matrix.shape[0], 0, ranks - matrix.shape[1]) for matrix in matrices]
-    padded = [torch.nn.functional.pad(matrix.mT, pad) for matrix, pad in zip(matrices, pads, strict=True)]
-    done = orthonormal(torch.stack(padded))
-    return [done[place, : matrix.shape[1], : matrix.shape[0]] for place, matrix in enumerate(matrices)]
-
-
-def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
-    """Orthonormal rows with the span of the rows of `matrices`, of shape ``(k, r, length)``; in place of a row that
-    depends on those before it, zeros.
-
-    Gram and Schmidt, each row projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
-    """
-    norms = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True)
-    limits = 8 * torch.finfo(matrices.dtype).eps * norms
-    done = matrices[:, :0]
-    for place, rest in enumerate(matrices.split(1, dim=1)):
-        norm = norms[:, :1]
-        if place:
-            for _ in range(2):
-                rest = torch.baddbmm(rest, rest.bmm(done.mT), done, alpha=-1)
-            norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
-        # NaN is no smaller than anything, so it stays.
-        row = torch.where(norm <= limits[:, place : place + 1], 0, rest / norm)
-        done = torch.cat([done, row], 1) if place else row
-    return done
-
-
-def _regular(norms: Sequence[torch.Tensor]) -> bool:
-    """Whether all of them are positive and finite."""
-    if not norms:
-        return True
-    least, greatest = torch.cat(list(norms)).aminmax()
-    return least.item() > 0 and greatest.item() < inf
-
-
-def _next_start(second: torch.Tensor, norm: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The rows of `second`, normalised; those of `start` where they are zero or not finite, so that the next iteration
-    isn't stuck with them.
-    """
-    return torch.where((norm > 0) & (norm < inf), second / norm, start)

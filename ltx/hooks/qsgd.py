@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import torch
 
+from ltx.arguments import check_whole
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import BucketInput
-from ltx.hooks.base import check_whole
 from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
 from ltx.hooks.noise import key_of, uniform
 

@@ -17,9 +17,8 @@ import torch
 
 from ltx.arguments import brief
 from ltx.errors import StrategyError
-from ltx.gradients.packing import is_plain
+from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
-from ltx.hooks.chunks import CHUNK, chunks
 from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.noise import key_of, uniform

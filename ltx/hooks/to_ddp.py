@@ -16,11 +16,10 @@ from ltx.arguments import shown
 from ltx.axis import Axis
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
 from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.comm_hook import CommHook, program_of
 from ltx.gradients.packing import pack
 from ltx.gradients.pending import PendingReductions
-from ltx.gradients.programs import program_of
 from ltx.gradients.reduction import BucketInput, LeafState
-from ltx.hooks.base import CommHook
 
 
 class StateDict(TypedDict):

@@ -1,7 +1,8 @@
 """Layers whose forward pass communicates."""
 
 from ltx.nn.convert import convert_sync_batch_norm
-from ltx.nn.sync_batch_norm import SyncBatchNorm, sync_batch_norm
+from ltx.nn.modules import SyncBatchNorm
+from ltx.nn.sync_batch_norm import sync_batch_norm
 
 __all__ = [
     "SyncBatchNorm",

@@ -5,22 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import nn
 
 from ltx.errors import TreeError, UnsupportedError
-from ltx.nn.sync_batch_norm import SyncBatchNorm
-
-
-class SyncBatchNormAct(SyncBatchNorm):
-    """timm's ``BatchNormAct2d`` by :func:`sync_batch_norm`: the norm, then `drop`, then `act`."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` of shape ``(N, C, H, W)``, normalised, dropped and activated."""
-        drop, act = self.get_submodule("drop"), self.get_submodule("act")
-        y: torch.Tensor = act(drop(super().forward(x)))
-        return y
-
+from ltx.nn.modules import SyncBatchNorm, SyncBatchNormAct
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
 

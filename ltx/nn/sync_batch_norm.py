@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of all ranks' batches, as a function and as modules.
+"""Batch norm with the statistics of all ranks' batches, as a function; :mod:`ltx.nn.modules` has modules.
 
 Rank r has n_r values of a channel, of mean μ_r and squared deviations S_r = sum (x - μ_r)². Of all N = sum n_r values
 
@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ltx import collectives, tree
-from ltx.arguments import brief, checked, is_number, is_whole, shown
+from ltx.arguments import brief, checked, is_number
 from ltx.backings import unwrapped
 from ltx.errors import InputError, UnsupportedError
+from ltx.gradients.packing import prefers_few_calls
 
 Normed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -133,6 +134,60 @@ def _normalised(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
+    given = [t for t in (mean, var, weight, bias) if t is not None]
+    plain = x.numel() > 0 and torch.autograd.forward_ad._current_level < 0
+    if plain and prefers_few_calls(x) and _kernels_take(x, given):
+        y: torch.Tensor = _Normalised.apply(x, mean, var, weight, bias, eps)  # type: ignore[no-untyped-call]
+        return y
+    return _normalised_by_formula(x, mean, var, weight, bias, eps)
+
+
+class _Normalised(torch.autograd.Function):
+    """:func:`_normalised_by_formula` by torch's kernels, which take statistics for constants."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, mean, var, weight, bias)
+        ctx.eps = eps
+        return nn.functional.batch_norm(x, mean, var, weight, bias, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, mean, var, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a derivative of the derivative will be asked for
+            inputs = [t for t in (x, mean, var, weight, bias) if t is not None and t.requires_grad]
+            y = _normalised_by_formula(x, mean, var, weight, bias, ctx.eps)
+            grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
+            given = (x, mean, var, weight, bias)
+            return (*(next(grads) if t is not None and t.requires_grad else None for t in given), None)
+        # With xh = (x - M) / sqrt(V + eps): sums over all but the channels of dy xh, and of dy.
+        scale = torch.ones_like(mean) if weight is None else weight
+        dx, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            dy.contiguous() if dy.stride() != x.stride() else dy,
+            *(x, scale, mean, var, None, None, False, ctx.eps, [True, True, True]),
+        )
+        inverse = (var + ctx.eps).rsqrt()
+        slope = scale * inverse
+        of_mean, of_var = -slope * of_bias, -slope * inverse * of_weight / 2
+        return dx, of_mean, of_var, None if weight is None else of_weight, None if bias is None else of_bias, None
+
+
+def _normalised_by_formula(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
     channels = (1, -1, *[1] * (x.ndim - 2))
     wide = _wide(x)
     scale = (var.to(wide) + eps).rsqrt()
@@ -225,77 +280,3 @@ def _check(
                 f"sync_batch_norm: {name} must have shape [{x.shape[1]}], one value for each channel of x "
                 f"({list(x.shape)} on {x.device}), got {list(tensor.shape)} on {tensor.device}."
             )
-
-
-# --- modules ---------------------------------------------------------------------------------------------------------
-
-
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``nn.BatchNorm1d``, ``2d`` or ``3d`` by :func:`sync_batch_norm`; made by :func:`convert_sync_batch_norm`.
-
-    Parameters, buffers and what they do are those of torch's modules: in training the buffers are updated in place. So
-    call it with ``ltx.functional_call(module, (params, buffers), x, return_buffers=True)``, which gives the next ones.
-
-    Attributes:
-        axis: as in :func:`ltx.psum`, looked up at each call.
-    """
-
-    axis: Any = None
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        bias: bool = True,
-    ) -> None:
-        if not is_whole(num_features) or not 0 < num_features < 2**48:
-            raise InputError(f"SyncBatchNorm: num_features must be a number of channels, got {shown(num_features)}.")
-        if not is_number(eps) or eps <= 0:
-            raise InputError(f"SyncBatchNorm: eps must be a number above 0, got {shown(eps)}.")
-        if momentum is not None and not is_number(momentum):
-            raise InputError(f"SyncBatchNorm: momentum must be a number or None, got {shown(momentum)}.")
-        for name, flag in (("affine", affine), ("track_running_stats", track_running_stats), ("bias", bias)):
-            if not isinstance(flag, bool):
-                raise InputError(f"SyncBatchNorm: {name} must be a bool, got {shown(flag)}.")
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` of shape ``(N, C, *)``, normalised."""
-        if not self.training:
-            by_batch = self.running_mean is None  # as torch's modules without track_running_stats do
-            return nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, by_batch, 0.0, self.eps
-            )
-        momentum: Any = self.momentum
-        if self.running_mean is None:
-            momentum = 0.0
-        elif self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:
-                # Of the statistics' precision: an integer tensor alone would give 1 / n in torch's default dtype.
-                momentum = 1 / self.num_batches_tracked.to(torch.promote_types(self.running_mean.dtype, torch.float32))
-        y, mean, var = sync_batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            momentum=momentum,
-            eps=self.eps,
-            axis=self.axis,
-        )
-        for buffer, moved in ((self.running_mean, mean), (self.running_var, var)):
-            if buffer is not None and moved is not None:
-                buffer.copy_(moved)
-        return y
-
-    def extra_repr(self) -> str:
-        """As torch's, and the axis."""
-        what: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return what if self.axis is None else f"{what}, axis={self.axis!r}"

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError
-from ltx.optim.base import Optimizer, leaf_name
-from ltx.optim.state import first_of
+from ltx.optim.base import Optimizer, first_of, leaf_name
 from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree

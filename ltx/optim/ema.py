@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError
-from ltx.optim.base import LeafPart, Optimizer, apply_updates, leaves_like
-from ltx.optim.state import first_of
+from ltx.optim.base import LeafPart, Optimizer, apply_updates, first_of, leaves_like
 from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten
 from ltx.tree import map as tree_map

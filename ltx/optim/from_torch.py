@@ -13,14 +13,13 @@ import optree
 import torch
 from torch import Tensor
 
+from ltx import traced
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError, UnsupportedError
 from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
-from ltx.optim.base import Optimizer, check_grads, leaves_like
-from ltx.optim.fusing import fusable, run_aligned
-from ltx.optim.kernel import Kernel, NotGatheredError, build
+from ltx.optim.base import Optimizer, TorchState, check_grads, leaves_like
+from ltx.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned
 from ltx.optim.opaque import OpaqueOptimizer
-from ltx.optim.state import TorchState
 from ltx.optim.transformed import is_transforming, run_pure
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
@@ -254,43 +253,37 @@ def from_torch(
         return OpaqueOptimizer(cls, lr, kwargs)
 
 
-# What Dynamo can't look into, it puts into the graph as it is; so it is known by a constant.
-
-_traced: dict[str, TorchOptimizer] = {}
-
-
+@traced.at_trace_time
 def _prepare_trace(optimizer: TorchOptimizer) -> str:
-    """Run by Dynamo at trace time: register the entry into the graph and name `optimizer` by a constant."""
+    """The key of `optimizer` in a graph."""
     if callable(optimizer.lr):
         raise UnsupportedError(
             f"{optimizer!r}: a compiled step can't ask for the learning rate of each step, as Python doesn't run "
             "there. Give a fixed lr, or compile the loss alone: ltx.data_parallel(torch.compile(loss), strategy)."
         )
-    if "differentiable" not in optimizer.kernel.group:
+    if not optimizer.kernel.traceable:
         raise UnsupportedError(
             f"{optimizer!r} reads numbers off its state, which a compiled step can't do. Compile the loss alone: "
             "ltx.data_parallel(torch.compile(loss), strategy)."
         )
-    torch.compiler.allow_in_graph(apply_in_graph)
-    key = f"{optimizer!r} {id(optimizer)}"
-    _traced[key] = optimizer
-    return key
+    return traced.keep(f"{optimizer!r} {id(optimizer)}", optimizer)
 
 
-_prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@traced.node
 def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """New parameters and states of ``*gradients, *parameters, *states``."""
-    optimizer, count = _traced[key], len(names)
+    optimizer, count = traced.kept(key), len(names)
     rest = iter(tensors[2 * count :])
     states = [{name: next(rest) for name in held} for held in names]
     params = [x.clone() for x in tensors[count : 2 * count]]
     # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's other paths.
     news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
+    # Compilers make one kernel of an operation on lists, in a third of the time. Transforms have no rules for them.
+    traced_in_lists = torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
     with torch.no_grad():
-        # The differentiable path reads no number off a tensor, and a compiler makes one kernel of its operations.
-        optimizer._run(list(tensors[:count]), news, params, differentiable=True, count=0)
+        # Neither path reads a number off a tensor.
+        run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, lr=optimizer._lr(0), fused=False)
+        run(traced=True) if traced_in_lists else run(differentiable=True)
     return (
         *params,
         *(new[name].to(x.dtype) for state, new in zip(states, news, strict=True) for name, x in state.items()),

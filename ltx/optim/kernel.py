@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim._functional import sparse_adam
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from ltx.errors import OptimError
 
@@ -46,6 +48,16 @@ class Kernel:
     @property
     def differentiable(self) -> bool:
         return bool(self.group.get("differentiable", False))
+
+    @property
+    def traceable(self) -> bool:
+        """Whether a path of it reads no number off a tensor. All of Adagrad's read the count of steps."""
+        return "differentiable" in self.group and not self._is(torch.optim.Adagrad)
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether its foreach path reads no number off a tensor, if it is told so."""
+        return "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD))
 
     @property
     def dampened(self) -> bool:
@@ -83,10 +95,18 @@ class Kernel:
         lr: Lr,
         fused: bool,
         differentiable: bool = False,
+        traced: bool = False,
         skip: Tensor | None = None,
     ) -> None:
-        """One update of `params` and `states`, in place; none if `skip` is true, which fused kernels look at."""
+        """One update of `params` and `states`, in place; none if `skip` is true, which fused kernels look at.
+
+        `traced`: read no number off a tensor, and take lists of tensors in one operation where the class can do both.
+        """
         changes: dict[str, Any] = {"lr": lr, "fused": fused}
+        if traced and self.takes_lists:
+            changes |= {"foreach": True, "capturable": True}
+        else:
+            differentiable = differentiable or traced
         if differentiable:
             if "differentiable" not in self.group:
                 raise OptimError(
@@ -233,3 +253,46 @@ def _slots(kernel: Kernel, cls: type) -> tuple[str | None, ...]:
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     self.param_groups.append({**self.defaults, **param_group})
+
+
+Run = Callable[[list[Tensor], list[dict[str, Tensor]], list[Tensor]], None]
+
+
+def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[bool]:
+    """For each parameter, whether torch has a fused kernel of `cls` that works for its dtype and device."""
+    kinds = [(param.dtype, param.device) for param in params]
+    answers = {kind: _fusable(cls, *kind) for kind in set(kinds)}
+    return [answers[kind] for kind in kinds]
+
+
+def _fusable(cls: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
+    # Fused SGD on CPU leaves half-precision parameters as they are and fills momentum with garbage, where a vector
+    # lane is full (torch issue 191763, in 2.13 and before).
+    if issubclass(cls, torch.optim.SGD) and device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
+        return False
+    return dtype.is_floating_point and device.type in _get_fused_kernels_supported_devices()
+
+
+def run_aligned(run: Run, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]) -> None:
+    """``run(grads, states, params)``, in place, for a `run` that supposes that the tensors of a leaf lie alike."""
+    in_states = chain.from_iterable(state.values() for state in states)
+    if all(map(Tensor.is_contiguous, chain(grads, params, in_states))):
+        run(grads, states, params)
+        return
+    leaves = [_aligned(*leaf) for leaf in zip(grads, states, params, strict=True)]
+    run([leaf[0] for leaf in leaves], [leaf[1] for leaf in leaves], [leaf[2] for leaf in leaves])
+    with torch.no_grad():
+        for (_, new_state, new_param), state, param in zip(leaves, states, params, strict=True):
+            for new, old in ((new_param, param), *((new_state[key], state[key]) for key in state)):
+                if new is not old:
+                    old.copy_(new)
+
+
+def _aligned(grad: Tensor, state: dict[str, Tensor], param: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The leaf's tensors in one dense layout: the very tensors where they have it, else contiguous copies."""
+    strides = param.stride()
+    like_param: list[Any] = [tensor for tensor in state.values() if tensor.shape == param.shape]
+    dense = torch.empty_like(param, device="meta").stride() == strides  # preserve_format keeps only dense strides
+    if dense and all(tensor.stride() == strides for tensor in like_param):
+        return grad if grad.stride() == strides else torch.empty_like(param).copy_(grad), state, param
+    return grad.contiguous(), {key: tensor.contiguous() for key, tensor in state.items()}, param.contiguous()

@@ -11,8 +11,7 @@ import torch
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError, UnsupportedError
 from ltx.hooks.noise import key_of, normal
-from ltx.optim.base import LeafPart, Optimizer
-from ltx.optim.state import TorchState
+from ltx.optim.base import LeafPart, Optimizer, TorchState
 from ltx.tree import check_tensors, flatten, places_with_none
 from ltx.typing import Tree
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
 from ltx.optim.arguments import check_arguments, scheduled_lr
-from ltx.optim.base import Optimizer, check_grads, leaves_like
-from ltx.optim.state import TorchState
+from ltx.optim.base import Optimizer, TorchState, check_grads, leaves_like
 from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree

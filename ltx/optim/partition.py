@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ltx import traced
 from ltx.arguments import brief, name_of
 from ltx.errors import OptimError
 from ltx.optim.base import LeafPart, Optimizer, leaves_like
@@ -128,6 +129,7 @@ def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree
     return spec.unflatten(kept)
 
 
+@traced.at_trace_time
 def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[str, ...]) -> dict[str, list[int]]:
     """The places by label among `paths`; `with_none` are also those that hold None, such as frozen parameters'."""
     known = [label for label, _ in partition.members]
@@ -157,9 +159,6 @@ def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list
     """By structure: to write all paths takes longer than some updates."""
     numbered = spec.unflatten(range(spec.num_leaves))
     return _places_of(partition, tuple(leaf_paths(numbered)), tuple(leaf_paths(numbered, with_none=True)))
-
-
-_places_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:

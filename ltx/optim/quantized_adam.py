@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.arguments import scheduled_lr
-from ltx.optim.base import leaf_name
+from ltx.gradients.packing import prefers_few_calls
+from ltx.optim.base import TorchState, leaf_name
 from ltx.optim.from_torch import TorchOptimizer
-from ltx.optim.state import TorchState
 from ltx.tree import describe, flatten
 from ltx.typing import Tree
 
@@ -77,9 +76,12 @@ class QAdamOptimizer(TorchOptimizer):
             super()._run(grads, states, params, differentiable, count=count)
             return
         step, (beta1, beta2) = count + 1, self.betas
-        lr = scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
+        lr = self._lr(count)
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
+        if params and not differentiable and not isinstance(rate, Tensor) and prefers_few_calls(params[0]):
+            self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
+            return
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
             # Leaf by leaf, each while it is in the cache.
             for momentum, state, param in zip(grads, states, params, strict=True):
@@ -95,6 +97,26 @@ class QAdamOptimizer(TorchOptimizer):
                     param.sub_((m / scale).mul_(rate))
                 else:
                     param.addcdiv_(m, scale, value=-rate)
+
+    @torch.no_grad()
+    def _run_on_lists(
+        self,
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        params: list[Tensor],
+        rate: float,
+        settled: float,
+        moves: bool,
+    ) -> None:
+        """The second phase in few kernels."""
+        moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        torch._foreach_add_(steps, 1)
+        apart = [(m, g) for m, g in zip(moments, grads, strict=True) if moves and m is not g]
+        if apart:
+            torch._foreach_copy_([m for m, _ in apart], [g for _, g in apart])
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, self.kwargs["eps"] * settled)
+        torch._foreach_addcdiv_(params, moments, roots, value=-rate)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QAdamOptimizer) and self._value == other._value

@@ -23,8 +23,7 @@ from ltx.estimate.requests import Collective as Collective
 from ltx.estimate.requests import ExchangeExplanation as ExchangeExplanation
 from ltx.estimate.requests import Issues
 from ltx.estimate.still import stand_in
-from ltx.gradients.planning import chosen_sizes
-from ltx.gradients.sizes import MIB
+from ltx.gradients.planning import MIB, chosen_sizes
 from ltx.strategies import Strategy
 from ltx.training.train_state import TrainState
 from ltx.training.train_step import TrainStep

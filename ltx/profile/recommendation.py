@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from ltx import hooks
 from ltx.axis import DEFAULT_NAME, Axis
 from ltx.errors import AxisError, StrategyError
@@ -130,12 +132,13 @@ def recommend(
     latency: float,
     compute_s: float,
     send_s: float | None = None,
+    device: torch.device | str | None = None,
     candidates: Sequence[Candidate] = CANDIDATES,
 ) -> Recommendations:
     """Strategies for a model on a network, the fastest first; of equally fast ones the more exact.
 
     Args:
-        params, world, bandwidth, latency, compute_s, send_s: as in :func:`ltx.profile.plan`.
+        params, world, bandwidth, latency, compute_s, send_s, device: as in :func:`ltx.profile.plan`.
         candidates: what there is to choose from.
 
     Returns:
@@ -144,7 +147,7 @@ def recommend(
         on so many ranks is left out.
 
     Raises:
-        InputError: a number that can't be.
+        InputError: a number that can't be; a `device` that this machine lacks.
 
     Example:
         >>> import torch, ltx
@@ -155,7 +158,7 @@ def recommend(
     """
 
     network: dict[str, Any] = {"world": world, "bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
-    network["send_s"] = send_s
+    network |= {"send_s": send_s, "device": device}
     return Recommendations(
         _ranked(
             Recommendation(c.strategy, plan(c.strategy, params, optimizer=c.optimizer, **network), c.effect, c.reason)

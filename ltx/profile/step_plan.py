@@ -1,7 +1,7 @@
 """plan: the time of a training step on a network, before there is one.
 
 What is sent is what the strategy asks for when its own methods are driven on shapes (:mod:`ltx.estimate.dry_run`),
-what that takes is :mod:`ltx.estimate.link`'s. When it is sent is found by going through a step: a rank computes, its
+what that takes is :mod:`ltx.estimate.costs`'s. When it is sent is found by going through a step: a rank computes, its
 link carries one message after the other, and a rank waits where the strategy lands what it has started.
 """
 
@@ -11,13 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ltx import comm, hooks, tree
 from ltx.arguments import brief, checked
 from ltx.errors import InputError
-from ltx.estimate.autotune import on_network
-from ltx.estimate.codec_costs import BESIDE_S, COPY_S, codec, sending_s
+from ltx.estimate.autotune import device_of, on_network
+from ltx.estimate.codecs import check_device, codec, copies
+from ltx.estimate.costs import BESIDE_S, Link, sending_s
 from ltx.estimate.dry_run import Steps
-from ltx.estimate.link import Link
 from ltx.estimate.requests import BucketExplanation, Collective, Issues, Lands, Starts
 from ltx.gradients.exchange import Exchange
 from ltx.optim import Optimizer
@@ -178,6 +180,7 @@ def plan(
     steps: range | None = None,
     codec_s: float | None = None,
     send_s: float | None = None,
+    device: torch.device | str | None = None,
 ) -> Cost:
     """What a mean training step with `strategy` costs on a network, for any number of ranks, before anything runs.
 
@@ -205,16 +208,17 @@ def plan(
         steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
         codec_s: seconds a number for packing, encoding and decoding, for all hooks; if None, what was measured of each
             hook on one core, and where cores do the sending too, of what that does to the caches of the rest of a step;
-            hooks that ltx doesn't know count as AllReduce, with a note.
+            hooks that ltx doesn't know count as AllReduce, with a note. On an accelerator it is measured by this call.
         send_s: seconds of a core for a byte sent, with what is received meanwhile; 0.0 where others do the sending
             (NCCL on GPUs). If None, what was measured of sockets, on links that a core can fill through them (5.7
-            Gbit/s), and 0.0 on faster ones, which come with hardware for that.
+            Gbit/s), and 0.0 on faster ones, which come with hardware for that, and on accelerators.
+        device: where the ranks compute. If None, where the parameters are; for those on the meta device, the CPU.
 
     Returns:
         A :class:`Cost`: `time_s`, `bytes_per_rank`, `collectives`; ``print`` shows it as a table.
 
     Raises:
-        InputError: a number that can't be.
+        InputError: a number that can't be; a `device` that this machine lacks, without `codec_s`.
         StrategyError: the strategy doesn't work on so many ranks, or not without the `optimizer` that it names.
         UnsupportedError: the strategy or its hook reads values, so that it can't be run on shapes alone.
 
@@ -250,25 +254,28 @@ def plan(
     if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
+    on = device_of(params) if device is None else torch.device(device)
+    if codec_s is None or strategy.auto_hook:
+        check_device(on, "plan")
     if strategy.auto_sizes or strategy.auto_hook:
-        strategy = on_network(strategy, params, world, comm.Network(bandwidth, latency))
+        strategy = on_network(strategy, params, world, comm.Network(bandwidth, latency), on)
     first, length = strategy.cycle
     window = range(first + length, first + 2 * length) if steps is None else steps
     # A world of one talks to nobody.
     driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
     unknown: dict[str, None] = {}
-    sending = sending_s(bandwidth) if send_s is None else send_s
+    sending = sending_s(bandwidth, on.type == "cpu") if send_s is None else send_s
     clock = _Clock(
         Link(bandwidth, latency, sending),
         compute_s,
-        lambda hook: codec(hook, unknown) if codec_s is None else codec_s,
-        BESIDE_S if codec_s is None and sending else 0.0,
+        lambda hook: codec(hook, unknown, on) if codec_s is None else codec_s,
+        BESIDE_S if codec_s is None and sending and on.type == "cpu" else 0.0,
     )
     numel = sum(x.numel() for x in tree.flatten(params)[0]) / (world if strategy.layout.opt_state == "sharded" else 1)
 
     def go(step: int) -> None:
         late = world > 1 and codec_s is None and strategy.communicates_after_update(step)
-        clock.step(driven.next() if world > 1 else Issues(), COPY_S * numel * late)
+        clock.step(driven.next() if world > 1 else Issues(), copies(on) * numel if late else 0.0)
 
     for step in range(max(0, window.start - length), window.start):
         go(step)

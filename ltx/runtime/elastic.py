@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from ltx.runtime.elastic_arguments import Batch
@@ -106,4 +107,4 @@ def elastic(
         train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, meeting_timeout, snapshots, every, keep
     )
     run.check(state, position)
-    return run.to_the_end(state, position)
+    return replace(run, train=replace(train, confirms=True)).to_the_end(state, position)

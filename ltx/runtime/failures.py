@@ -1,105 +1,196 @@
-"""The errors of a pool's runs, and what they say about the ranks that failed."""
+"""What is told of an exception: its text with the user's own frames, and where it happened.
+
+Frames of ltx and of the interpreter's own machinery say nothing about the user's mistake. They are left out, unless
+there are no others. Ranks that a launcher starts write it to files that the launcher names, so that it can tell which
+rank failed first.
+"""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping, Sequence
+import json
+import linecache
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
-from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
-from ltx.runtime.messages import At, Failure, Idle, Result
+import cloudpickle
 
-_ENDED = "The workers were ended, with what they had kept; the next run starts new ones."
-_KEPT = "The workers keep their state, and the next run begins with a new world."
+from ltx.errors import message_of
+from ltx.runtime.calls import LTX_HOME, is_installed
+from ltx.runtime.messages import Failure
 
 
-def failure_error(
-    name: str, answers: Mapping[int, Any], ranks: Sequence[int], size: int, timeout_s: float | None, kept: bool | None
-) -> WorkerError:
-    """The error for a run that didn't succeed everywhere: the first failure in full, the others in a line.
+def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False) -> Failure:
+    """`error` as it is sent to the driver; `doing` is put before its message."""
+    at_s = time.monotonic()
+    message = message_of(error)
+    try:
+        text = text_of(error)
+    except Exception:
+        text = message
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:
+        pickled = None
+    where = place_of_error(error)
+    return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled)
+
+
+def text_of(error: BaseException) -> str:
+    """The traceback as Python prints it, without ltx's frames."""
+    told = traceback.TracebackException.from_exception(error, compact=True)
+    _filter(told, set())
+    return "".join(told.format())
+
+
+def place_of(trace: traceback.StackSummary) -> str:
+    """The innermost frame of the user's in `trace`, in words; "" if there is none."""
+    frames = [frame for frame in trace if not _is_ours(frame.filename)]
+    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
+    return _in_words(own[-1]) if own else ""
+
+
+def place_of_error(error: BaseException) -> str:
+    """The innermost frame of the user's in which `error` was raised, in words; "" if there is none."""
+    return place_of(traceback.extract_tb(error.__traceback__))
+
+
+def places_of(frame: FrameType) -> str:
+    """Where a thread is: the innermost frame of the user's, and what it has called, whoever's that is."""
+    trace = traceback.extract_stack(frame)
+    own, innermost = place_of(trace), _in_words(trace[-1])
+    return own if own == innermost else f"{own}, which has come to {innermost}"
+
+
+def _in_words(frame: traceback.FrameSummary) -> str:
+    name = _label(frame.filename)
+    file = name if name.startswith("<") else Path(name).name
+    return f"{file}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
+
+
+def _is_ours(filename: str) -> bool:
+    return LTX_HOME in Path(filename).parents
+
+
+def _label(filename: str) -> str:
+    """What the driver calls the cell that `filename` stands for; `filename` itself for a file."""
+    entry = linecache.cache.get(filename)
+    return entry[3] if entry is not None and len(entry) == 4 and entry[1] is None else filename
+
+
+def _labelled(frame: traceback.FrameSummary) -> traceback.FrameSummary:
+    return traceback.FrameSummary(
+        _label(frame.filename),
+        frame.lineno,
+        frame.name,
+        line=getattr(frame, "_original_line", frame.line),  # the columns are those of the line with its indentation
+        end_lineno=frame.end_lineno,
+        colno=frame.colno,
+        end_colno=frame.end_colno,
+    )
+
+
+def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
+    """Leave ltx's frames out of `told` and of what it was caused by."""
+    if id(told) in seen:
+        return
+    seen.add(id(told))
+    kept = [frame for frame in told.stack if not _is_ours(frame.filename)]
+    told.stack = traceback.StackSummary.from_list([_labelled(frame) for frame in kept or told.stack])
+    for other in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
+        if other is not None:
+            _filter(other, seen)
+
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_NOTED = "_ltx_noted"
+# Of what a rank raises because a peer has failed.
+_CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "CollectiveTimeoutError")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended: by an exception that it has told of, at a time; or in words that say how."""
+
+    text: str
+    kind: str = ""
+    at_s: float = 0.0
+
+
+def first_failure(ended: Mapping[int, Ended]) -> int:
+    """The rank whose failure is the reason for the others'.
+
+    Example:
+        >>> first_failure({0: Ended("", "PeerLostError", 1.0), 1: Ended("was killed"), 2: Ended("", "ValueError", 2.0)})
+        2
+    """
+    told = {rank: end for rank, end in ended.items() if end.kind}
+    genuine = [rank for rank, end in told.items() if end.kind not in _CONSEQUENCES]
+    silent = [rank for rank, end in ended.items() if not end.kind]
+    unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]  # by which the launcher ends the others
+    return min(genuine or unasked or told or silent, key=lambda rank: (ended[rank].at_s, rank))
+
+
+def note_failure(error: BaseException) -> None:
+    """In a rank: leave word of what it has raised for the launcher, now; how long its teardown takes says nothing."""
+    file = os.environ.get(_ERROR_FILE)
+    if not file or (isinstance(error, SystemExit) and not error.code) or getattr(error, _NOTED, False):
+        return
+    now, rank = time.time(), os.environ.get("RANK")
+    extra = {"py_callstack": "", "timestamp": str(int(now)), "at_s": now, "rank": rank}
+    extra |= {"kind": type(error).__name__, "where": place_of_error(error)}
+    with suppress(OSError, AttributeError):
+        Path(file).write_text(json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}))
+        setattr(error, _NOTED, True)
+
+
+def note_uncaught(then: Callable[[BaseException], None]) -> None:
+    """In a rank: have what ends the program noted, and `then` called with it."""
+    before = sys.excepthook
+    if getattr(before, _NOTED, False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        note_failure(error)
+        before(kind, error, where)
+        then(error)
+
+    setattr(hook, _NOTED, True)
+    sys.excepthook = hook
+
+
+def told_failures(logs: Path, failures: Mapping[int, Any]) -> str:
+    """What to say of a run that failed: the first failure, and the others' in a line.
 
     Args:
-        name: what ran.
-        answers: what came from each rank; those that didn't answer are absent.
-        ranks: those that it ran on, of `size`.
-        size: the number of workers.
-        timeout_s: how long it could take.
-        kept: whether the workers are still there; None if nobody expects it.
+        logs: where the launcher has the ranks leave word.
+        failures: torch's, by rank: of those that had ended when the launcher looked.
     """
-    after = "" if kept is None else _KEPT if kept else _ENDED
-    # An ended process comes first: peers that fail because of it do so after it. One that gave up when it was asked to
-    # comes last.
-    silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]
-    came = {rank: answer for rank, answer in answers.items() if rank not in silent}
-    failed = {rank: _came(answer) for rank, answer in came.items() if not isinstance(answer, Result)}
-    genuine = [rank for rank in failed if not getattr(came[rank], "cancelled", False)]
-    if not genuine:
-        late = sorted({*silent, *failed})
-        done = sorted(came.keys() - failed.keys())
-        return CallTimeoutError(
-            f"{name} didn't return on rank{'s' * (len(late) > 1)} {_listed(late)} of {size} within {timeout_s:g} s"
-            + (f", while it returned on {_listed(done)}" if done else "")
-            + f": {'; '.join(f'rank {rank} {told_where(answers.get(rank))}' for rank in late)}. A rank that waits in a "
-            "collective waits for one that doesn't take part. Give a longer timeout if it only needs that."
-            + f" {after}".rstrip()
-        )
-    first = min(genuine, key=lambda rank: (failed[rank], rank))
-    answer = answers[first]
-    others = [f"rank {rank} {_in_short(answers[rank])}" for rank in sorted(failed) if rank != first]
-    others += [f"rank {rank} {told_where(answers.get(rank))}" for rank in silent]
-    rest = f"\nOther ranks: {'; '.join(others)}." if others else ""
-    if kept is False:
-        rest += f"\n{after}"
-    error = CallFailedError()
-    error.rank = first
-    if isinstance(answer, str):
-        when = f"before it could run {name}" if isinstance(answer, Idle) else f"while it ran {name}"
-        error.args = (f"rank {first} of {size} {answer} {when}.{rest}",)
-        return error
-    error.type_name, error.traceback_text = answer.type_name, answer.traceback_text
-    error.args = (
-        f"rank {first} of {size} raised {answer.type_name}: {answer.message}\n\nOn rank {first}: "
-        f"{answer.traceback_text.rstrip()}\n{rest}".rstrip(),
-    )
-    error.__cause__ = _original(answer)
-    return error
+    ended = {rank: Ended(_exit_text(failure.exitcode)) for rank, failure in failures.items()}
+    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    for file in attempts[-1].glob("*/error.json") if attempts else ():
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            message = json.loads(file.read_text())["message"]
+            extra = message["extraInfo"]
+            line = message["message"].partition("\n")[0]
+            where = f" ({extra['where']})" if extra.get("where") else ""
+            ended[int(extra["rank"])] = Ended(f"raised {extra['kind']}: {line}{where}", extra["kind"], extra["at_s"])
+    first = first_failure(ended)
+    others = [f"rank {rank} {end.text}" for rank, end in sorted(ended.items()) if rank != first]
+    rest = f"\nOther ranks: {'; '.join(others)}" if others else ""
+    return f"ltx run: rank {first} {ended[first].text}{rest}"
 
 
-def told_where(answer: Any) -> str:
-    """Where a rank was that was asked to give up, in words; `answer` is None or an At if it didn't."""
-    if answer is None:
-        return "didn't give up (it is in code that Python can't interrupt)"
-    if isinstance(answer, At) and answer.caught:
-        return f"didn't give up (it catches KeyboardInterrupt, as BaseException, and goes on, at {answer.where})"
-    if isinstance(answer, At):
-        return f"didn't give up (it is in code that Python can't interrupt, at {answer.where})"
-    if isinstance(answer, Result):
-        return "had returned"
-    if isinstance(answer, Failure) and answer.cancelled:
-        return f"was at {answer.where}" if answer.where else "was given up"
-    return _in_short(answer)
-
-
-def _came(answer: Failure | str) -> float:
-    return 0.0 if isinstance(answer, str) else answer.at_s
-
-
-def _in_short(answer: Failure | str) -> str:
-    if isinstance(answer, str):
-        return answer
-    if answer.cancelled:
-        return f"was given up{f' at {answer.where}' if answer.where else ''}"
-    line = answer.message.partition("\n")[0].rstrip(".")
-    return f"raised {answer.type_name}: {line[:160]}{'...' * (len(line) > 160)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _original(failure: Failure) -> BaseException | None:
-    try:
-        original = pickle.loads(failure.pickled) if failure.pickled is not None else None
-    except Exception:  # its class takes other arguments than it keeps, or isn't importable here
-        return None
-    return original if isinstance(original, BaseException) else None
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+    return f"was killed by {name}"

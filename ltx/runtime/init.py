@@ -24,7 +24,7 @@ from ltx import tree as trees
 from ltx.arguments import checked
 from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import PeerLostError, TreeError, WorldError, message_of
-from ltx.runtime.failure_file import note_failure, note_uncaught
+from ltx.runtime.failures import note_failure, note_uncaught
 from ltx.runtime.groups import adopted_world, check_mesh, make_group, meet_as, open_axes, settle
 from ltx.runtime.init_arguments import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, asked_settings, check_same
 from ltx.runtime.launchers import (

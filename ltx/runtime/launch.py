@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from ltx.arguments import checked
 from ltx.errors import WorkerError
 from ltx.runtime.calls import inherited_call, name_of, pack_call
-from ltx.runtime.collecting import collect
-from ltx.runtime.failures import failure_error
+from ltx.runtime.collecting import collect, failure_error
 from ltx.runtime.messages import Result
 from ltx.runtime.pool import check_size
 from ltx.runtime.starting import StartMethod, starter

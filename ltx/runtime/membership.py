@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ltx.comm.heartbeat import Heartbeat, TimeoutStore, last_beats
+from ltx.comm.pickling import KEY, proof
 from ltx.comm.signature import Signature, explain_mismatch
-from ltx.comm.signed_messages import KEY, proof
 from ltx.comm.store_exchange import poll_until
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 from ltx.runtime.placement import Placement

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from ltx.arguments import checked
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import name_of, pack_call
-from ltx.runtime.collecting import collect
-from ltx.runtime.failures import failure_error
+from ltx.runtime.collecting import collect, failure_error
 from ltx.runtime.messages import Failure, Result
 from ltx.runtime.packing import Message
 from ltx.runtime.per_rank import PerRank

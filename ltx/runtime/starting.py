@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ltx.axis import set_world_axes
-from ltx.comm.signed_messages import KEY
+from ltx.comm.pickling import KEY
 from ltx.errors import WorkerError
 from ltx.runtime import init, worker
 from ltx.runtime.calls import LTX_HOME

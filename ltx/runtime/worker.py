@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ltx.runtime import init, packing, show
-from ltx.runtime.described import failure_of, places_of
+from ltx.runtime.failures import failure_of, places_of
 from ltx.runtime.messages import At, Call, Cancel, Failure, Ready, Rendezvous, Renew, Result, Setup, Stop
 from ltx.runtime.output import Writer
 from ltx.runtime.placement import LOOPBACK, loopback_listener

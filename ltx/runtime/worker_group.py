@@ -20,7 +20,7 @@ from typing import Any
 
 from ltx.errors import WorkerError
 from ltx.runtime import packing
-from ltx.runtime.described import failure_of
+from ltx.runtime.failures import failure_of
 from ltx.runtime.messages import Cancel, Failure, Ready, Rendezvous, Renew, Setup, Stop
 from ltx.runtime.output import Output, Printed, open_pipe, together
 from ltx.runtime.show import Bar

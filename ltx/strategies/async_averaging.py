@@ -20,16 +20,15 @@ from typing import Literal
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.exchange import Exchange
-from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
+from ltx.optim.update import Update
 from ltx.strategies.local_sgd import WithinNode
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, node
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 _MEAN = hooks.AllReduce()
@@ -264,7 +263,7 @@ class AsyncAveraging(NodeStrategy):
         if self.schedule is not None:
             return leaves, paths
         device = leaves[0].device if leaves else None
-        return [*leaves, torch.tensor(float(settling), dtype=torch.float64, device=device)], [*paths, _SETTLING]
+        return [*leaves, torch.full((), float(settling), dtype=torch.float64, device=device)], [*paths, _SETTLING]
 
 
 def _moved(params: Tree, deltas: Sequence[torch.Tensor] | None) -> Tree:

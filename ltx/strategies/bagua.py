@@ -17,11 +17,11 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import LeafState
 from ltx.optim.base import Optimizer
+from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
 from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 #: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.

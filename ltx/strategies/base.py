@@ -15,15 +15,14 @@ from ltx.arguments import brief, check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.exchange import Exchange
-from ltx.gradients.planning import make_plan
+from ltx.gradients.planning import DEFAULT_BYTES, MIB, make_plan
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
-from ltx.gradients.sizes import DEFAULT_BYTES, MIB
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer
+from ltx.optim.update import Update
 from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 
@@ -54,9 +53,10 @@ class Strategy:
             whose collectives streams order; a hook that sends far less may ask for larger ones
             (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first meet there
             (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
-            (:mod:`ltx.gradients.sizes`), the same on every rank and from then on. The rounding of a sum over three or
-            more ranks depends on a number's place in its bucket: set a number where two runs must be equal bit for bit.
-            Compiled graphs need the measurement before; simulated ranks and worlds of one take the default.
+            (:func:`ltx.gradients.planning.bucket_sizes`), the same on every rank and from then on. The rounding of a
+            sum over three or more ranks depends on a number's place in its bucket: set a number where two runs must be
+            equal bit for bit. Compiled graphs need the measurement before; simulated ranks and worlds of one take the
+            default.
         first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" its largest
             size.
         network: what "auto" uses instead of a measurement.
@@ -255,7 +255,7 @@ class Strategy:
         :func:`ltx.profile.plan` takes its mean over that many steps.
         """
         hook = self.hook(0)
-        return (0 if hook is None else hook.constant_after), 1
+        return (0 if hook is None else hook.constant_after or 0), 1
 
     def exchange(
         self,
@@ -329,14 +329,13 @@ class Strategy:
 
 def unchanging(hook: CommHook, step: int) -> CommHook:
     """The hook that a graph compiled at `step` can hold, for `hook`."""
-    held = hook.in_graph(step)
-    if held is None:
+    if hook.constant_after is None or step < hook.constant_after:
         raise UnsupportedError(
             f"{hook!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
             "Take the first steps eagerly until the hook no longer changes, or compile the step inside: "
             "ltx.data_parallel(torch.compile(f), strategy)."
         )
-    return held
+    return hook.at(step)
 
 
 @lru_cache(maxsize=64)

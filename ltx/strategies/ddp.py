@@ -10,21 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import ClassVar, Literal
 
 import torch
 
 from ltx import hooks
-from ltx.arguments import brief
-from ltx.errors import StrategyError
+from ltx.arguments import brief, check_whole
+from ltx.errors import StrategyError, SyncStateError
 from ltx.gradients.reduction import LeafState
-from ltx.hooks.base import check_whole
 from ltx.strategies.base import Strategy, unchanging
-from ltx.strategies.candidates import hook_of
 from ltx.strategies.fields import resolve_hook
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo
+from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -55,18 +52,18 @@ class DDPStrategy(Strategy):
 
     A hook pays if it takes a rank less time to encode and decode than it saves on the link. Of B bytes of float32 a sum
     over n ranks takes 2 (n-1)/n B/beta at a bandwidth of beta, with a hook that sends c times less the c-th part of
-    that, and its codec B/4 times the seconds for a number that were measured of it (:mod:`ltx.estimate.codec_costs`).
+    that, and its codec B/4 times the seconds for a number that it takes (:mod:`ltx.estimate.codecs`).
     So it breaks even at
 
         beta = 8 (n-1)/n (1 - 1/c) / (codec - all-reduce's packing)          (bytes a second)
 
     which with two ranks is 53 Gbit/s for bfloat16, 10 for eight bits, and 12 for PowerSGD. ``comm_hook="auto"``
     measures the axis (or takes `network`), and goes from the all-reduce to the next of
-    :func:`ltx.strategies.candidates.candidates` if that takes at most so much of the time, codec and link together: 0.7
+    :func:`ltx.strategies.ddp.candidates` if that takes at most so much of the time, codec and link together: 0.7
     for BF16 and ByteGrad, with which losses were those of the exact mean in ltx.demo.studies.hooks, and 0.3 for
     PowerSGD of rank 2, exact for the first 1,000 steps, which lost half a percent there (with rank 4). What of the
     link's time hides behind the backward pass isn't known then, and counts as if nothing did: where computing takes
-    most of a step, say what you want instead. So do on GPUs, whose codecs are faster than those that were measured.
+    most of a step, say what you want instead. What codecs take is known of CPUs; on accelerators ``init`` measures it.
 
     The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, and so the
     same for as long as training goes on; ``ltx.profile.explain(step, state)`` says why. In a world of one, and on
@@ -160,7 +157,7 @@ class DDPStrategy(Strategy):
     @property
     def cycle(self) -> tuple[int, int]:
         start, period = self.start_local_sgd_step, self.model_averaging_period
-        return (self._hook.constant_after, 1) if start is None else (start, period or 1)
+        return (self._hook.constant_after or 0, 1) if start is None else (start, period or 1)
 
     @property
     def layout(self) -> StateLayout:
@@ -188,3 +185,47 @@ class DDPStrategy(Strategy):
 def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
     """`strategy` with the hook that a state says was chosen. Kept, as every step asks for it."""
     return replace(strategy, comm_hook=hook_of(choice))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A hook that may be chosen.
+
+    Attributes:
+        name: what a state says.
+        hook: as it is used.
+        worth: it is taken if it needs at most this part of the time of those that change less.
+    """
+
+    name: str
+    hook: hooks.CommHook
+    worth: float = 1.0
+
+
+# What changes gradients least comes first. ltx.demo.studies.hooks has losses with bfloat16 and eight bits that are
+# those of the exact mean; PowerSGD's, of rank 4, were half a percent higher on one of two tasks.
+@cache
+def candidates() -> tuple[Candidate, ...]:
+    """All of them. Made when first asked for, as most programs use none."""
+    return (
+        Candidate("none", hooks.AllReduce()),
+        Candidate("bf16", hooks.BF16(), worth=0.7),
+        Candidate("bytegrad", hooks.ByteGrad(), worth=0.7),
+        Candidate("powersgd", hooks.PowerSGD(rank=2), worth=0.3),
+    )
+
+
+def hook_of(choice: str) -> hooks.CommHook:
+    """The hook that a communication state says was chosen.
+
+    Raises:
+        SyncStateError: there is none of that name.
+    """
+    found = next((candidate for candidate in candidates() if candidate.name == choice), None)
+    if found is None:
+        names = ", ".join(repr(candidate.name) for candidate in candidates())
+        raise SyncStateError(
+            f'comm_hook="auto": this communication state says that {choice!r} was chosen, and there are {names}. A '
+            "state that another strategy has made says nothing of it: take that of step.init(params), on every rank."
+        )
+    return found.hook

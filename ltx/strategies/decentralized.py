@@ -18,17 +18,51 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ltx import tree
-from ltx.arguments import brief
+from ltx import comm, tree
+from ltx.arguments import brief, check_whole
 from ltx.axis import Axis
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.gradients.exchange import Exchange
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.strategies.gossip import GossipStrategy
-from ltx.strategies.nodes import AmongNodes, FromParts, ToParts
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.optim.update import Update
+from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipStrategy(NodeStrategy):
+    """What decentralized strategies have in common; not a strategy by itself.
+
+    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. All of it is work of
+    :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
+
+    Args:
+        communication_interval: ranks communicate at every such step, the first included; others are local.
+    """
+
+    communication_interval: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, 1, "communication_interval")
+
+    def communicates(self, step: int) -> bool:
+        """Whether ranks share weights in the step after `step` others."""
+        return step % self.communication_interval == 0
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return 0, self.communication_interval
+
+    @property
+    def layout(self) -> StateLayout:
+        return StateLayout(params="per_rank", opt_state="per_rank")
+
+    def hook(self, step: int) -> None:
+        return None
+
 
 # Numbers of steps are told apart modulo this power of two.
 _BITS = 20
@@ -100,8 +134,10 @@ class Decentralized(GossipStrategy):
         if self.node_size is not None:
             reduced, _ = self.exchange(FromParts(self.node_size), reduced, paths, info).wait()
         *reduced, tag = reduced
-        if (among := info.axis.comm or info.axis.threads) is not None:
-            self._check(tag, info, among.rank)
+        if info.axis.comm is not None:
+            self._check(info.axis.comm.read(tag, "the number of steps"), info, info.axis.comm.rank)
+        elif info.axis.threads is not None:
+            self._check(tag, info, info.axis.threads.rank)
         # In memory of their own, rather than a bucket's.
         y = tree.unflatten(spec, [mean.clone() for mean in reduced])
         return super().update(replace(update, params=y), states, info, None)
@@ -166,7 +202,7 @@ def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     whether all were the same.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
-    return torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device=like.device)
+    return comm.to_device(torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype), like.device)
 
 
 def _step_of(tag: torch.Tensor) -> int:

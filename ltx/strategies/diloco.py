@@ -18,15 +18,14 @@ from dataclasses import dataclass
 import torch
 
 from ltx import hooks, tree
+from ltx.arguments import check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import LeafState
-from ltx.hooks.base import check_whole
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Strategy
 from ltx.strategies.fields import check_number, resolve_hook
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo
+from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
 #: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.

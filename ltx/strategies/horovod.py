@@ -24,12 +24,10 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import LeafState
 from ltx.optim import Optimizer
-from ltx.optim.scaled_lr import with_scaled_lr
+from ltx.optim.update import Update
 from ltx.strategies.base import Strategy, unchanging
-from ltx.strategies.parameter_moves import AdasumOfWaysBack, moved_together
-from ltx.strategies.scaled_sum import PASSES, Scaled
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 

@@ -24,15 +24,13 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, sum_of_shares
-from ltx.hooks.base import check_whole
 from ltx.strategies.base import Strategy
 from ltx.strategies.fields import resolve_hook
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo
+from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
 #: (period, number of ranks), both ascending.

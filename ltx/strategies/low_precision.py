@@ -24,14 +24,15 @@ from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.packing import is_plain, parts_of, unpack
+from ltx.gradients.packing import is_plain, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
 from ltx.hooks import ByteGrad
 from ltx.optim.base import Optimizer
-from ltx.strategies.gossip import GossipStrategy
+from ltx.optim.update import Update
+from ltx.strategies.decentralized import GossipStrategy
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
 from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.update import States, StepInfo, Updated
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()
@@ -172,7 +173,7 @@ class Ring(NodeHook, PostUpdateHook):
             width = -(-bucket.numel // len(rows))
             change = _CODEC.decode(rows, width, dtype).reshape(-1)[: bucket.numel]
             moved.append(_moved([state[name] for state in states], change, bucket))
-        by_leaf = zip(*(parts_of(x, bucket) for x in (moved[0], moved[1], moved[-1])), strict=True)
+        by_leaf = zip(*(unpack(x, bucket, cast=False) for x in (moved[0], moved[1], moved[-1])), strict=True)
         known = [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
         return PostUpdateResult(unpack(moved[0], bucket), known)
 
@@ -187,7 +188,7 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
     """The leaves, side by side, and `change` added to them; in its memory where that may be written into."""
     if not is_plain(change):  # under vmap what ranks don't share yet can't be
         return torch.cat([x.reshape(-1) for x in leaves]) + change
-    for x, part in zip(leaves, parts_of(change, bucket), strict=True):
+    for x, part in zip(leaves, unpack(change, bucket, cast=False), strict=True):
         part.add_(x)
     return change
 

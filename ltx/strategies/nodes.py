@@ -17,14 +17,12 @@ from typing import ClassVar, cast
 
 import torch
 
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.programs import drive_within
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within
 from ltx.hooks import CommHook
-from ltx.hooks.base import check_whole
 from ltx.strategies.base import Strategy
 
 

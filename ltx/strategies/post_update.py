@@ -10,7 +10,7 @@ pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
 doesn't run in place on them. What remains after that, such as adding the differences that have arrived, can't fail: it
-may be done in the old state's memory, if the step allows it (:attr:`ltx.strategies.update.Update.may_overwrite`).
+may be done in the old state's memory, if the step allows it (:attr:`ltx.optim.update.Update.may_overwrite`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ltx.gradients.exchange import Exchange
 from ltx.gradients.packing import is_plain
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.hooks import CommHook
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.optim.update import Update
+from ltx.strategies.update import States, StepInfo, Updated
 from ltx.typing import Tree
 
 #: :meth:`ltx.strategies.base.Strategy.exchange`.

@@ -18,18 +18,17 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief
+from ltx.arguments import brief, check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError
-from ltx.gradients.packing import parts_of
+from ltx.gradients.packing import unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
-from ltx.hooks.base import check_whole
 from ltx.optim import Optimizer
 from ltx.optim.quantized_adam import QAdamOptimizer
+from ltx.optim.update import Update
 from ltx.strategies.base import unchanging
 from ltx.strategies.nodes import ByNode, NodeStrategy
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo, Update, Updated
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 
 MOMENTUM = "momentum"
 _EIGHT_BITS = hooks.ByteGrad()
@@ -77,7 +76,7 @@ class MeanMomentum(hooks.CommHook):
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         mean, _ = yield from self.among.reduce(replace(inputs, states=[{} for _ in inputs.states]))
-        return mean, [{MOMENTUM: part} for part in parts_of(mean, inputs.bucket)]
+        return mean, [{MOMENTUM: part} for part in unpack(mean, inputs.bucket, cast=False)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,14 @@
-"""The optimizer's part of a step, as strategies get it and return it."""
+"""What strategies get and return: when and where they act, the results of a step, and how its state is laid out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
-
-from ltx import tree
 from ltx.axis import Axis
 from ltx.gradients.reduction import LeafState
-from ltx.optim.base import Optimizer
-from ltx.optim.state import TorchState
 from ltx.typing import Tree
-
-T = TypeVar("T")
 
 #: Communication state by parameter path.
 States = dict[str, LeafState]
@@ -35,74 +28,13 @@ class StepInfo:
 
 
 @dataclass(frozen=True)
-class Update:
-    """The optimizer's part of a step, before it is done.
-
-    Attributes:
-        optimizer: the step's.
-        params, opt_state: those before the update.
-        grads: the reduced gradients; one for each parameter.
-        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
-        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
-            tensor under transforms); else None.
-        may_overwrite: whether :attr:`Updated.finish` may write into the old state, once nothing can fail any more.
-    """
-
-    optimizer: Optimizer
-    params: Tree
-    grads: Tree
-    opt_state: Tree
-    donate: bool = False
-    finite: bool | torch.Tensor | None = None
-    may_overwrite: bool = False
-
-    def apply(self) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
-
-        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
-        """
-        if self.finite is False:
-            return self.params, tree.map(_one_more, self.opt_state, is_leaf=_counts)
-        optimizer, donate = self.optimizer, self.donate
-        if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
-            conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
-            if conditional is not None:
-                return conditional.apply(self.grads, self.opt_state, self.params, donate=True)
-            donate = False
-        updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
-        return self.if_finite(updated, (self.params, self.opt_state))
-
-    def if_finite(self, new: T, old: T) -> T:
-        """`new`, or `old` where gradients aren't finite."""
-        return chosen(self.finite, new, old)
-
-
-def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
-    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
-    if not isinstance(finite, torch.Tensor):
-        return old if finite is False else new
-    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
-    pairs = zip(leaves, others, strict=True)
-    picked: T = tree.unflatten(spec, [x if x is y else torch.where(finite.to(x.device), x, y) for x, y in pairs])
-    return picked
-
-
-def _counts(node: Any) -> bool:
-    return isinstance(node, TorchState)
-
-
-def _one_more(node: Any) -> Any:
-    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
-
-
-@dataclass(frozen=True)
 class Updated:
     """The result of :meth:`Strategy.update`: everything that a step changes, and what stays pending.
 
     Attributes:
-        finish: writes into tensors of the old state that the new one takes over (see :attr:`Update.may_overwrite`),
-            when everything is complete. It can't fail, and nothing comes between it and the step's end, not even an
-            interrupt.
+        finish: writes into tensors of the old state that the new one takes over, when everything is complete (see
+            :attr:`ltx.optim.update.Update.may_overwrite`). It can't fail, and nothing comes between it and the step's
+            end, not even an interrupt.
     """
 
     params: Tree
@@ -110,3 +42,24 @@ class Updated:
     states: States
     pending: Any = None
     finish: Callable[[], None] | None = None
+
+
+#: How a leaf's values relate across ranks.
+LeafLayout = Literal["replicated", "per_rank", "sharded"]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
+
+    Checkpoints, replica checks and changes of the number of ranks read this.
+
+    Attributes:
+        strategy: the strategy that this layout is of, for errors; "" if unknown.
+    """
+
+    params: LeafLayout = "replicated"
+    buffers: LeafLayout = "per_rank"
+    opt_state: LeafLayout = "replicated"
+    sync_state: LeafLayout = "per_rank"
+    strategy: str = ""

@@ -26,11 +26,10 @@ from ltx.hooks import AllReduce, CommHook
 from ltx.optim.base import Optimizer
 from ltx.optim.chain import members_of, with_members
 from ltx.optim.clip import ClipByGlobalNorm, ClipTogether, global_norm
+from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
-from ltx.strategies.shards import Shards
-from ltx.strategies.state_layout import StateLayout
-from ltx.strategies.update import States, StepInfo, Update, Updated
-from ltx.strategies.zero_hooks import AllParts, MeanPart, PartUpdated, _whole, as_shards, own_parts, own_state
+from ltx.strategies.update import StateLayout, States, StepInfo, Updated
+from ltx.strategies.zero_hooks import AllParts, MeanPart, PartUpdated, Shards, _whole, as_shards, own_parts, own_state
 from ltx.typing import Tree
 
 

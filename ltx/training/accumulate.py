@@ -19,10 +19,9 @@ from ltx import tree
 from ltx.arguments import brief, checked
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
-from ltx.gradients.leaves import tracked
-from ltx.gradients.peeled import ACCUMULATE_PRIORITY, raise_priority
-from ltx.training.given_gradients import as_loss
-from ltx.training.outputs import loss_in
+from ltx.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
+from ltx.gradients.planning import tracked
+from ltx.training.outputs import as_loss, loss_in
 from ltx.training.pending_step import leaf_like
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel

@@ -1,22 +1,29 @@
-"""The second half of an eager training step: the backward pass, and the wait for its reductions."""
+"""The second half of an eager training step: the backward pass, and what is done with its buckets when they complete.
+
+When that is, the step's policy says: at the end of the backward pass for all of them, as each arrives, or where the
+next step first uses a parameter (:class:`ltx.training.pending_step.PendingStep`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ltx import collectives, comm, tree
 from ltx.axis import Axis
 from ltx.errors import WeightError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.packing import unpack
 from ltx.gradients.process_schedule import ProcessSchedule
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer
-from ltx.strategies.update import Update
-from ltx.training.completion import BackwardResult, CollectGradients, Completion, Scale, UpdateBuckets
 from ltx.training.train_state import TrainState
+from ltx.transforms.sync_state import states_after
+from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
@@ -44,22 +51,23 @@ class Backward:
     loss_scale: float | torch.Tensor = 1.0
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
 
-    def run(self, total: torch.Tensor) -> list[torch.Tensor | None]:
-        """Gradients of `total`, times the loss scale, with respect to the inputs."""
+    def objective(self, total: torch.Tensor) -> torch.Tensor | None:
+        """What the backward pass differentiates: `total` times the loss scale; None if no input has a part in it.
+
+        The pass is ``torch.autograd.backward`` and not ``grad``: accumulating lays each gradient out as its parameter,
+        which the optimizers' kernels want, while it is still in the cache.
+        """
         if not _is_one(self.loss_scale):
             with torch.enable_grad():
                 total = total * self.loss_scale
-        if not self.inputs or not total.requires_grad:
-            return [None] * len(self.inputs)
-        # Not autograd.grad: accumulating lays each gradient out as its parameter, which the optimizers' kernels want,
-        # while it is still in the cache.
-        with comm.span("backward"):
-            torch.autograd.backward(total, inputs=self.inputs)
-        return [x.grad for x in self.inputs]
+        return total if self.inputs and total.requires_grad else None
 
     def run_alone(self, total: torch.Tensor, divisor: torch.Tensor | None) -> BackwardResult:
         """Without communication: all gradients are there after the backward pass. `divisor`: a Weighted's."""
-        found = self.run(total)
+        if (objective := self.objective(total)) is not None:
+            with comm.span("backward"):
+                torch.autograd.backward(objective, inputs=self.inputs)
+        found = [None if objective is None else x.grad for x in self.inputs]
         count = len(self.leaves)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
         grads = self.divided(grads, divisor)
@@ -77,15 +85,6 @@ class Backward:
         if by_bucket:
             return UpdateBuckets(self.optimizer, self.state, self.trained, self.donate, schedule, scale)
         return CollectGradients(self.state, self.trained, schedule, scale, self.probes)
-
-    def wait(self, schedule: ProcessSchedule, completion: Completion) -> tuple[BackwardResult, comm.StepSummary]:
-        """Wait for every bucket and the step summary."""
-        with torch.no_grad():  # views of results would be costly
-            for bucket, reduced in schedule.wait_buckets():
-                completion.complete(bucket, reduced)
-        summary = schedule.finish()
-        assert summary is not None
-        return completion.result(), summary
 
     def invalidated_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
         """Mark the state as invalid if `error` came when `updated` buckets (None: all) had been updated in place."""
@@ -107,21 +106,6 @@ class Backward:
         weight = schedule.summary.enqueued().weight
         empty = weight == 0  # the host raises when it reads the summary; until then nothing may change
         return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / self.loss_scale, empty)
-
-    def update(self, grads: list[torch.Tensor], finite: bool | torch.Tensor | None) -> Update:
-        """The optimizer's part, with the reduced gradients. Empties `grads`, so that nothing else holds them."""
-        leaves, spec = tree.flatten(self.state.trained)
-        by_place = dict(zip(self.trained, grads, strict=True))
-        grads.clear()
-        filled = [by_place[i] if i in by_place else torch.zeros_like(x) for i, x in enumerate(leaves)]
-        return Update(
-            self.optimizer,
-            self.state.trained,
-            tree.unflatten(spec, filled),
-            self.state.opt_state,
-            self.donate,
-            finite,
-        )
 
 
 _NEVER = torch.tensor(False)
@@ -160,8 +144,163 @@ def mean_at_once(
         return mean, None
     if not alone:
         total, weight = collectives.psum((total, weight), axis)
-    if bool(weight == 0):
+    empty = weight == 0
+    if bool(empty if axis.comm is None else axis.comm.read(empty, "the sum of the weights")):
         if local and axis.size > 1:  # no data on this rank, and so no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
     return total / weight, weight / axis.size if reduced and not alone else weight
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What reduced gradients are multiplied by.
+
+    Attributes:
+        factor: a tensor where the host doesn't wait for it.
+        skip: on the device, whether nothing may be updated; None if that isn't in question.
+    """
+
+    factor: float | torch.Tensor
+    skip: torch.Tensor | None = None
+
+    @property
+    def at_most_one(self) -> bool:
+        """Whether it is known to keep finite numbers finite."""
+        return not isinstance(self.factor, torch.Tensor) and abs(self.factor) <= 1
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it changes nothing."""
+        return not isinstance(self.factor, torch.Tensor) and self.factor == 1
+
+    def apply(self, grads: Sequence[torch.Tensor]) -> None:
+        """Multiply in place."""
+        torch._foreach_mul_(list(grads), self.factor)
+
+    def conditional(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
+        """`optimizer`, which does nothing where nothing may be updated."""
+        found = None if self.skip is None else optimizer.unless(self.skip, params)
+        return optimizer if found is None else found
+
+
+@dataclass(frozen=True)
+class BackwardResult:
+    """What the backward pass gave.
+
+    Attributes:
+        grads: reduced gradients; None if the optimizer has run bucket by bucket.
+        states: the next communication state, by path.
+        params, opt_state: what that optimizer made.
+        sums: those of the gradients, if the guard wants them.
+        skip: on the device, whether nothing may be updated; None if that isn't in question.
+    """
+
+    grads: list[torch.Tensor] | None
+    states: dict[str, LeafState]
+    params: Tree = None
+    opt_state: Tree = None
+    sums: list[torch.Tensor | float] | None = None
+    skip: torch.Tensor | None = None
+
+
+class Completion(Protocol):
+    """What is done with the buckets of a pass.
+
+    Attributes:
+        updated: how many buckets the optimizer has updated in the state's own memory.
+    """
+
+    updated: int
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """The program of `bucket` has returned `reduced`."""
+        ...
+
+    def result(self) -> BackwardResult:
+        """The result, once all buckets are complete."""
+        ...
+
+
+class CollectGradients:
+    """Collects the gradients, for an optimizer that runs on all of them. Nothing of the state is touched."""
+
+    updated = 0
+
+    def __init__(
+        self,
+        state: TrainState,
+        trained: Sequence[int],
+        schedule: ProcessSchedule,
+        scale: Scale,
+        probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None,
+    ):
+        self._state, self._trained, self._schedule = state, trained, schedule
+        self._scale, self._probes = scale, probes
+        self._grads: dict[int, torch.Tensor] = {}
+        self._states: dict[int, LeafState] = {}
+        self._sums: list[torch.Tensor | float] = []
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """Keep the bucket's gradients."""
+        grads = unpack(reduced[0].view(-1), bucket)
+        self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
+        # A multiple (of at most 1) of finite numbers is finite.
+        total = self._schedule.total(bucket) if self._probes is not None and self._scale.at_most_one else None
+        if not self._scale.is_one:
+            self._scale.apply(grads)
+        if total is not None:
+            self._sums.append(total)
+        elif self._probes is not None:
+            self._sums += self._probes(grads)  # while they are in the cache
+        self._grads.update(zip(bucket.members, grads, strict=True))
+
+    def result(self) -> BackwardResult:
+        """All gradients, in the order of the leaves."""
+        before, sums = self._state.sync_state.leaves, self._sums if self._probes is not None else None
+        after = states_after(self._schedule.plan, self._states, before, self._state.trained, self._trained)
+        grads = [self._grads[m] for m in range(len(self._trained))]
+        return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
+
+
+class UpdateBuckets:
+    """Runs the optimizer on each bucket. With `donate` in the state's own memory, else in copies."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: TrainState,
+        trained: Sequence[int],
+        donate: bool,
+        schedule: ProcessSchedule,
+        scale: Scale,
+    ):
+        self.updated = 0
+        self._optimizer, self._state, self._trained = optimizer, state, trained
+        self._schedule, self._scale = schedule, scale
+        self.params, self._opt_state = state.trained, state.opt_state
+        if not donate:
+            self.params, self._opt_state = tree.map(torch.clone, self.params), tree.map(torch.clone, self._opt_state)
+        self._leaves = tree.flatten(self.params)[0]
+        self._leaf_states = optimizer.leaf_states(self._opt_state, self.params)
+        self._applied = scale.conditional(optimizer, [self._leaves[i] for i in trained])
+        self._states: dict[int, LeafState] = {}
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """Update the bucket's parameters with its gradients, which are overwritten."""
+        grads = unpack(reduced[0].view(-1), bucket)
+        self.updated += 1
+        if not self._scale.is_one:
+            self._scale.apply(grads)
+        at = [self._trained[m] for m in bucket.members]
+        with comm.span("update"):
+            self._applied.apply_leaves(
+                grads, [self._leaf_states[i] for i in at], [self._leaves[i] for i in at], self._state.step
+            )
+        self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
+
+    def result(self) -> BackwardResult:
+        """Parameters and optimizer state after the step."""
+        before = self._state.sync_state.leaves
+        after = states_after(self._schedule.plan, self._states, before, self.params, self._trained)
+        return BackwardResult(None, after, self.params, self._optimizer.advance(self._opt_state))

@@ -119,7 +119,7 @@ def not_finite_error(
     if axis_comm or threads:
         signature = comm.Signature("whose gradients aren't finite", ())
         mine = [_described(paths, own), _described(paths, reduced)]
-        told = threads.exchange(signature, mine) if threads else axis_comm.exchange_values(signature, mine)
+        told = threads.exchange(signature, mine) if threads else axis_comm.negotiation.exchange_values(signature, mine)
         by_rank = [texts for texts, _ in told]
         together = sorted({text for _, texts in told for text in texts})
     elif simulated:

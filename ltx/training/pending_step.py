@@ -31,8 +31,8 @@ from ltx.errors import InvalidStateError, LtxError
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
+from ltx.training.backward import UpdateBuckets
 from ltx.training.compiled_calls import calls_compiled, on_compilation
-from ltx.training.completion import UpdateBuckets
 from ltx.training.progress_thread import look_after
 from ltx.training.train_state import TrainState
 from ltx.transforms.sync_state import SyncState

@@ -67,42 +67,17 @@ class PlacedState:
     def local(self, state: TrainState) -> TrainState:
         """`state` with this rank's parts in the places of DTensors, in the same memory; donated when `state` is."""
         with torch.no_grad():
-            params, buffers, opt_state, frozen = (local_parts(state.held(name)) for name in _PARTS)
-        parts = TrainState(
-            params,
-            buffers,
-            opt_state,
-            state.held("sync_state"),
-            state.step,
-            state.layout,
-            state.held("loss_scale"),
-            state.pending,
-            frozen,
-            state._lease,
-        )
-        return parts.unseen()
+            return _with_parts(state, [local_parts(state.held(name)) for name in _PARTS])
 
     def placed(self, state: TrainState) -> TrainState:
         """The inverse of :meth:`local`."""
         held = [state.held(name) for name in _PARTS]
         with torch.no_grad():
-            params, buffers, opt_state, frozen = (
+            parts = [
                 part if placements is None else _placed(part, placements)
                 for part, placements in zip(held, self.parts, strict=True)
-            )
-        following = TrainState(
-            params,
-            buffers,
-            opt_state,
-            state.held("sync_state"),
-            state.step,
-            state.layout,
-            state.held("loss_scale"),
-            state.pending,
-            frozen,
-            state._lease,
-        )
-        return following.unseen()
+            ]
+        return _with_parts(state, parts)
 
     def train(self, train: Train) -> Train:
         """`train` for :meth:`local` states."""
@@ -121,6 +96,24 @@ class PlacedState:
             return replace(train, step=replace(train.step, placements=self.given))
         optimizer = _on_parts(train.optimizer, self.trained)
         return replace(train, step=replace(train.step, placements=self.given), optimizer=optimizer)
+
+
+def _with_parts(state: TrainState, parts: Sequence[Tree]) -> TrainState:
+    """`state` with other :data:`_PARTS`; donated when `state` is."""
+    params, buffers, opt_state, frozen = parts
+    changed = TrainState(
+        params,
+        buffers,
+        opt_state,
+        state.held("sync_state"),
+        state.step,
+        state.layout,
+        state.held("loss_scale"),
+        state.pending,
+        frozen,
+        state._lease,
+    )
+    return changed.unseen()
 
 
 def _placed(part: Tree, placements: Placements) -> Tree:

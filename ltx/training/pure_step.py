@@ -10,15 +10,15 @@ import torch
 from ltx import collectives, comm, tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
+from ltx.optim.update import Update
 from ltx.placements import refuse_in_graph as refuse_dtensors
-from ltx.strategies.update import StepInfo, Update
+from ltx.strategies.update import StepInfo
 from ltx.training.guard import not_finite_error, random_states
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.replicas import check_replicas
-from ltx.training.settings import TrainSettings
+from ltx.training.settings import TrainSettings, refuse_in_graph
 from ltx.training.step_parts import all_finite, checks_finite, kept_if_skipped, loss_scale_of, next_state, should_raise
 from ltx.training.train_state import Metrics, TrainState
-from ltx.training.validation import refuse_in_graph
 from ltx.transforms.run import CallOptions
 from ltx.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.transforms.weighted import Weighted
@@ -78,7 +78,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     if loss_scale is not None:
         inverse = 1 / loss_scale
         grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
-    finite = all_finite(train, tree.flatten(grads)[0], info)
+    finite = all_finite(train, tree.flatten(grads)[0], info) if checks_finite(train) else None
     if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(plain_values(finite).all()):
         raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
     states, buffers = kept_if_skipped(train, finite, state, states, buffers)

@@ -16,8 +16,7 @@ from ltx import collectives, comm, tree
 from ltx.arguments import checked
 from ltx.placements import Placements
 from ltx.training.train_state import TrainState
-from ltx.transforms.compare import check_leaves, digests_by_rank
-from ltx.transforms.digests import digest, values
+from ltx.transforms.compare import check_leaves, digest, digests_by_rank, values
 from ltx.typing import Tree
 
 State = TypeVar("State")

@@ -1,19 +1,156 @@
-"""What a train step is made of."""
+"""The arguments of a train step, which of them fit together, and the errors for those that don't."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+from ltx import traced, tree
+from ltx.arguments import brief
+from ltx.axis import Axis
+from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
+from ltx.strategies.base import Strategy
 from ltx.training.trainable import Trainable, check_trainable
-from ltx.training.validation import check_every, check_overlap, check_pieces
 from ltx.transforms.data_parallel import DataParallel
+from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.transforms.precision import Precision
+
+
+def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
+    """Raise unless these make a train step."""
+    if not isinstance(step, DataParallel):
+        raise StepError(
+            f"train_step takes a step made by ltx.data_parallel, got {type(step).__name__}. Wrap it: "
+            "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
+        )
+    if step.blocked:
+        raise StepError("train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.")
+    if step.argnums != 0:
+        raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {brief(step.argnums)}.")
+    if not isinstance(optimizer, Optimizer):
+        raise OptimError(
+            f"optimizer must be an ltx.optim.Optimizer, got {brief(optimizer)}. Use "
+            "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
+        )
+    if guard not in ("off", "skip", "raise"):
+        raise StrategyError(f'guard must be "off", "skip" or "raise", got {brief(guard)}.')
+    step.strategy.check_optimizer(optimizer)
+
+
+def check_devices(axis: Axis, value: Tree, what: str) -> None:
+    """Raise unless all of `value` is where this rank computes, if that is an accelerator.
+
+    Elsewhere collectives would go by another backend, step for step through the host.
+    """
+    if axis.comm is None or axis.comm.device.type == "cpu":
+        return
+    here = axis.comm.device
+    for path, leaf in zip(tree.leaf_paths(value), tree.flatten(value)[0], strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.device != here:
+            raise StepError(
+                f"train.init: rank {axis.comm.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. "
+                f"Move it there before: ltx.to_device({what}), or module.to(ltx.world().device). To train on the CPU, "
+                'ltx.init(backend="gloo").'
+            )
+
+
+def check_every(steps: Any, strategy: Strategy) -> None:
+    """Raise unless parameters of `strategy` can be compared every so many `steps`."""
+    if steps is None:
+        return
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise StrategyError(f"check_every must be None or a positive number of steps, got {brief(steps)}.")
+    if strategy.layout.params != "replicated":
+        raise StrategyError(
+            f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "
+            "each rank's own. Leave it out."
+        )
+
+
+def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
+    """Raise unless a step of these pieces can overlap its communication this far."""
+    if overlap not in ("backward", "update", "step"):
+        raise StrategyError(f'overlap must be "backward", "update" or "step", got {brief(overlap)}.')
+    if overlap == "backward":
+        return
+    strategy, said = step.strategy, f'overlap="{overlap}" applies the optimizer bucket by bucket'
+    if not strategy.updates_in_buckets:
+        raise StrategyError(
+            f'{said}, and {type(strategy).__name__} does its part on all parameters together. Use overlap="backward".'
+        )
+    if overlap == "step" and strategy.communicates_besides:
+        raise StrategyError(
+            f"{said}, during the next step, and {type(strategy).__name__} does something with the parameters in "
+            'between. Use overlap="update".'
+        )
+    if not optimizer.leafwise:
+        raise StrategyError(
+            f'{said}, before other gradients have landed; {optimizer!r} needs all of them. Use overlap="backward".'
+        )
+    if guard != "off":
+        raise StrategyError(
+            f'{said}, before it is known whether all gradients are finite, which guard="{guard}" asks. Use '
+            'overlap="backward".'
+        )
+    if step.precision is not None and step.precision.dynamic is not None:
+        raise StrategyError(
+            f"{said}, before it is known whether all gradients are finite, which {step.precision.dynamic!r} asks. Use "
+            'overlap="backward".'
+        )
+
+
+@traced.at_trace_time
+def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap: str) -> None:
+    """Run by Dynamo at trace time, where the axis isn't known. `looks`: the step checks its gradients."""
+    if guard == "raise":
+        raise UnsupportedError(
+            'guard="raise" looks at gradients, which a compiled graph can\'t do. Use guard="skip" and metrics.skipped, '
+            "or compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    if checks_finite and not strategy.shares_gradients(0):
+        raise UnsupportedError(
+            f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
+            "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    if overlap == "step":
+        raise UnsupportedError(
+            'overlap="step" leaves reductions under way between two steps, which a compiled graph can\'t hold. Compile '
+            "the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    if strategy.communicates_besides or not strategy.updates_in_buckets:
+        raise UnsupportedError(
+            f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
+            "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+
+
+def check_kept(buffers: Tree, precision: Precision | None) -> None:
+    """Refuse buffers that steps would round."""
+    tree.check_tensors(buffers, "buffers")
+    if precision is None or 1 in precision.keep:
+        return
+    for path, leaf in zip(tree.leaf_paths(buffers), tree.flatten(buffers)[0], strict=True):
+        if leaf.is_floating_point() and leaf.dtype != precision.compute:
+            raise StepError(
+                f"train_step: the buffer {path!r} is {tree.describe(leaf)}, and would be rounded to "
+                f"{precision.compute} at every step. Keep the buffers as they are: ltx.Precision(..., keep=(1,))."
+            )
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The arguments of :func:`ltx.train_step`, each checked, and all of them together."""
+    """The arguments of :func:`ltx.train_step`, each checked, and all of them together.
+
+    Attributes:
+        confirms: before the optimizer runs, the host waits until all ranks have all gradients. Else it runs ahead of
+            an accelerator, and hears of a lost peer when the memory of the state before is that of the next one. Set
+            by :func:`ltx.elastic`, which goes on from the state before.
+    """
 
     step: DataParallel
     optimizer: Optimizer
@@ -23,6 +160,7 @@ class TrainSettings:
     has_aux: bool = False
     check_every: int | None = None
     trainable: Trainable = None
+    confirms: bool = False
 
     def __post_init__(self) -> None:
         check_trainable(self.trainable)

@@ -11,13 +11,12 @@ from ltx import collectives, comm, tree
 from ltx.strategies.update import StepInfo
 from ltx.training.outputs import unshared
 from ltx.training.placed_state import init_on_parts, on_parts
-from ltx.training.settings import TrainSettings
+from ltx.training.settings import TrainSettings, check_devices, check_kept
 from ltx.training.step_parts import (
     scaling,
 )
 from ltx.training.train_state import TrainState
 from ltx.training.trainable import split, taken_from
-from ltx.training.validation import check_devices, check_kept
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
 

@@ -12,13 +12,13 @@ import torch
 
 from ltx import comm, tree
 from ltx.errors import LtxError, WeightError
-from ltx.gradients.leaves import differentiable
+from ltx.gradients.planning import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
-from ltx.gradients.programs import ProgramOf
+from ltx.gradients.reduction import ProgramOf
+from ltx.optim.update import Update
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import StepInfo, Updated
-from ltx.training.backward import Backward, mean_at_once
-from ltx.training.completion import BackwardResult, Completion, UpdateBuckets
+from ltx.training.backward import Backward, BackwardResult, Completion, UpdateBuckets, mean_at_once
 from ltx.training.donated import hand_over
 from ltx.training.guard import not_finite_error, probes, random_states
 from ltx.training.interrupts import uninterrupted
@@ -161,7 +161,7 @@ class Step:
         leaves = [forward.leaves[i] for i in self._trained]
         sync = forward.sync_leaves, forward.sync_spec
         inputs = [*leaves, *forward.sync_leaves] if given is None else given
-        look = probes if checks_finite(train) else None
+        look = probes if checks_finite(train) and not runs_ahead(self.info) else None
         return Backward(train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look)
 
     def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion | None:
@@ -180,7 +180,9 @@ class Step:
                 before = self.start.sync.leaves
                 completion = UpdateThenSend(self.post_update_hook, work, schedule, before, total, weight)
                 schedule.configure(replace(options, program=completion.program))
-            work.run(total)
+            if (objective := work.objective(total)) is not None:
+                with comm.span("backward"):
+                    torch.autograd.backward(objective, inputs=work.inputs)
             schedule.launch()
             schedule.configure(PassOptions())  # all programs are made; `program` holds this step
             if completion is not None or (self.train.overlap == "step" and schedule.progresses_alone):
@@ -227,10 +229,17 @@ class Step:
     ) -> tuple[BackwardResult, torch.Tensor]:
         """Wait for all buckets: what came of them, and the mean loss."""
         try:
-            done, summary = work.wait(schedule, completion)
+            with torch.no_grad():  # views of results would be costly
+                for bucket, reduced in schedule.wait_buckets():
+                    completion.complete(bucket, reduced)
+            if self.train.confirms:
+                schedule.confirm()
+            summary = schedule.finish()
+            done = completion.result()
         except BaseException as error:
             self._abandon(error, schedule, work, completion)
             raise
+        assert summary is not None
         local = completion.mean if isinstance(completion, UpdateThenSend) else None
         return done, summary.mean.to(forward.total.dtype) if local is None else local
 
@@ -273,9 +282,10 @@ class Step:
         states, buffers = done.states, forward.buffers
         finite: bool | torch.Tensor | None = None
         if done.grads is not None:
-            finite = all_finite(train, done.grads, info, done.sums)
+            if checks_finite(train):
+                finite = all_finite(train, done.grads, info, done.sums)
             if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know
-                finite = bool(info.axis.comm.user.wait_for_host(comm.HostCopy(finite), "the guard"))
+                finite = bool(info.axis.comm.read(finite, "the guard"))
             if done.skip is not None and finite is not False:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
             if finite is False and should_raise(train, state):
@@ -290,7 +300,15 @@ class Step:
                 updated = Updated(params, done.opt_state, after, self.pending)
             else:
                 with comm.span("update"):
-                    update = replace(work.update(done.grads, finite), may_overwrite=self.late and train.donate)
+                    leaves, spec = tree.flatten(state.trained)
+                    reduced = dict(zip(self._trained, done.grads, strict=True))
+                    done.grads.clear()  # so that the optimizer's are all that is left of them
+                    filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
+                    del reduced
+                    grads, overwrite = tree.unflatten(spec, filled), self.late and train.donate
+                    update = Update(
+                        train.optimizer, state.trained, grads, state.opt_state, self._in_place, finite, overwrite
+                    )
                     updated = strategy.update(update, states, info, self.pending)
             sync = self.start.sync
             next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)

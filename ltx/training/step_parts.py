@@ -11,7 +11,8 @@ import torch
 from ltx import hooks
 from ltx.errors import StepError
 from ltx.optim import grad_norm
-from ltx.strategies.update import StepInfo, Updated, chosen
+from ltx.optim.update import chosen
+from ltx.strategies.update import StepInfo, Updated
 from ltx.training.guard import any_not_finite, not_finite, not_finite_on_device
 from ltx.training.placed_state import on_any_rank
 from ltx.training.settings import TrainSettings
@@ -62,10 +63,8 @@ def all_finite(
     grads: Sequence[torch.Tensor],
     info: StepInfo,
     sums: Sequence[torch.Tensor | float] | None = None,
-) -> bool | torch.Tensor | None:
-    """With dynamic loss scaling or a guard: whether all gradients of all ranks are finite, on all ranks alike."""
-    if not checks_finite(train):
-        return None
+) -> bool | torch.Tensor:
+    """Whether all gradients of all ranks are finite, on all ranks alike; for steps that :func:`checks_finite`."""
     pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     ahead = not pure and runs_ahead(info)  # the host doesn't wait for what is found
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)

@@ -12,7 +12,7 @@ from ltx import tree
 from ltx.errors import DonatedStateError, InvalidStateError, UnsupportedError
 from ltx.optim import TorchState
 from ltx.placements import is_dtensor
-from ltx.strategies.state_layout import StateLayout
+from ltx.strategies.update import StateLayout
 from ltx.typing import Tree
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.optim import Optimizer
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import StepInfo
-from ltx.training.given_gradients import as_loss
-from ltx.training.outputs import Batch, check_call
+from ltx.training.outputs import Batch, as_loss, check_call
 from ltx.training.pending_step import step_start
 from ltx.training.placed_state import on_parts
 from ltx.training.pure_step import step_purely
@@ -73,13 +72,13 @@ class TrainStep(StateOperations):
         axis_comm = axis.comm or axis.threads
         first = (
             axis_comm is not None
-            and not axis_comm.has_compared(TrainStep, None)
+            and not axis_comm.compared.has(TrainStep, None)
             and self.step.strategy.layout.params == "replicated"
         )
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)
             if axis_comm is not None:
-                axis_comm.count_as_compared(TrainStep, None)
+                axis_comm.compared.add(TrainStep, None)
 
     def post_update_hook(self, step: int) -> PostUpdateHook | None:
         """What ranks do with each bucket of parameters after the optimizer, in the step after `step` others.

@@ -11,11 +11,9 @@ from ltx import comm, tree
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import refuse_sparse
 from ltx.gradients.process_schedule import ProcessSchedule
-from ltx.gradients.programs import Program
-from ltx.gradients.reduction import LeafState, Reduced
+from ltx.gradients.reduction import LeafState, Program, Reduced
 from ltx.strategies.post_update import Old, PostUpdateHook, with_overwriting
-from ltx.training.backward import Backward, mean_at_once
-from ltx.training.completion import BackwardResult
+from ltx.training.backward import Backward, BackwardResult, mean_at_once
 from ltx.transforms.sync_state import states_after
 
 
@@ -23,7 +21,7 @@ class UpdateThenSend:
     """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.strategies.post_update`).
 
     The backward pass may still need the old parameters, so they keep their values until it is over; the optimizer's
-    state doesn't. A :class:`ltx.training.completion.Completion`.
+    state doesn't. A :class:`ltx.training.backward.Completion`.
 
     Args:
         hook: what ranks do with the new parameters.
@@ -82,7 +80,8 @@ class UpdateThenSend:
     def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's new parameters, of shared gradients, which nothing else holds."""
         with comm.span("update"):
-            self._scale.apply(grads)
+            if not self._scale.is_one:
+                self._scale.apply(grads)
             return self._updated(bucket, list(grads))
 
     def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:

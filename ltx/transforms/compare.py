@@ -1,7 +1,13 @@
-"""Comparing tensors between ranks by their digests, through the store or, in one process, in place."""
+"""Comparing tensors between ranks by their digests, through the store or, in one process, in place.
+
+Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. Only where digests
+differ does data move, and only under debug_checks: rank 0's leaf, which each rank compares with its own to say by how
+much.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -13,8 +19,10 @@ from torch._C import _functorch
 from ltx import comm, tree
 from ltx.axis import Axis
 from ltx.backings import VmapBacking
+from ltx.comm.debug import under_way
 from ltx.errors import ReplicaDivergedError
-from ltx.transforms.digests import digest, values
+from ltx.placements import local
+from ltx.transforms.sync_state import plain_values
 from ltx.typing import Tree
 
 _START = (
@@ -34,7 +42,7 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
     axis_comm = axis.comm or axis.threads
     if axis.size == 1 or not (axis_comm or axis.simulated):
         return
-    if axis_comm is not None and axis_comm.has_compared(fn, key):
+    if axis_comm is not None and axis_comm.compared.has(fn, key):
         return
     found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
     # No transform around the step may see this.
@@ -42,7 +50,7 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
         leaves = [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
         check_leaves(axis, leaves, _START, signature)
     if axis_comm is not None:
-        axis_comm.count_as_compared(fn, key)
+        axis_comm.compared.add(fn, key)
 
 
 def check_leaves(
@@ -80,9 +88,9 @@ def _on_processes(
     mine = [digest(values(leaf)) for _, leaf in leaves]
     whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
     signature = signature or _signature_of(leaves)
-    if len(set(axis_comm.exchange_values(signature, whole))) == 1:
+    if len(set(axis_comm.negotiation.exchange_values(signature, whole))) == 1:
         return [mine]
-    return axis_comm.exchange_values(signature, mine)
+    return axis_comm.negotiation.exchange_values(signature, mine)
 
 
 def _on_simulated_ranks(backing: VmapBacking, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
@@ -144,3 +152,139 @@ def _with_level(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
                 dim += 1
         x = _functorch.get_unwrapped(x)
     return x.detach(), dim
+
+
+_COLUMNS = 512
+#: Below so many words of 8 bytes a cryptographic digest of everything costs as little.
+_SMALL = 8 * _COLUMNS
+
+
+def values(x: torch.Tensor) -> torch.Tensor:
+    """`x` below all wrappers, its elements one after another in memory; of a DTensor this rank's part."""
+    return plain_values(local(x)).resolve_conj().resolve_neg().contiguous()
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor that :func:`values` gave."""
+    return x.view(-1).view(torch.uint8)
+
+
+def digest(x: torch.Tensor) -> str:
+    """Equal for equal bits, and different for others as good as always; "" for no elements.
+
+    Sums of 64-bit words, modulo 2^64, over rows and over columns: changes that leave all of these as they were come by
+    fours at least, at the corners of rectangles. (``torch.hash_tensor``, an exclusive or, is the same for elements in
+    another order.)
+    """
+    data = bits(x)
+    if not data.numel():
+        return ""
+    found, words = hashlib.blake2b(digest_size=16), data.numel() // (8 * _COLUMNS) * _COLUMNS
+    if words >= _SMALL:
+        head = data[: 8 * words]
+        table = (head if head.storage_offset() % 8 == 0 else head.clone()).view(torch.int64).view(-1, _COLUMNS)
+        found.update(_bytes(table.sum(1)))
+        found.update(_bytes(table.sum(0)))
+        data = data[8 * words :]
+    if data.numel():
+        found.update(_bytes(data))
+    return found.hexdigest()
+
+
+def _bytes(x: torch.Tensor) -> bytes:
+    x = x.cpu()
+    return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)
+
+
+_FIX = (
+    "Fix: start from the same values on every rank (train.init(params), or ltx.broadcast(params)), and change them by "
+    "synchronised steps alone."
+)
+
+
+def check_in_debug(axis: Axis, params: Tree) -> None:
+    """Under ``ltx.debug_checks()``: raise ReplicaDivergedError on every rank unless `params` are the same on all."""
+    if not under_way:
+        return
+    found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
+    leaves = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor)}
+    # Transforms around the step must not see this.
+    with torch._C._DisableFuncTorch(), torch.no_grad():
+        if axis.comm:
+            _check_processes(axis.comm, {path: values(leaf) for path, leaf in leaves.items()})
+        elif axis.threads:
+            _check_threads(axis.threads, {path: values(leaf) for path, leaf in leaves.items()})
+        elif axis.simulated:
+            _check_simulated(axis, axis.simulated, leaves)
+
+
+def _check_processes(axis_comm: comm.AxisComm, leaves: dict[str, torch.Tensor]) -> None:
+    signature = comm.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
+    posts = under_way[-1].exchange(axis_comm, signature, [digest(leaf) for leaf in leaves.values()])
+    by_leaf = zip(leaves, zip(*(post.value for post in posts), strict=True), strict=True)
+    differ = [path for path, digests in by_leaf if len(set(digests)) > 1]
+    if not differ:
+        return
+    mine = leaves[differ[0]]
+    sent = bits(mine).to(axis_comm.device, copy=True)
+    theirs = axis_comm.user.issue("broadcast", sent, "debug_checks", (0,)).wait().to(mine.device)
+    found = _difference(mine, theirs.view(mine.dtype).view(mine.shape))
+    by_rank = under_way[-1].exchange(axis_comm, comm.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
+    told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
+    raise _diverged_in_debug(axis_comm.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
+
+
+def _check_threads(threads: comm.ThreadComm, leaves: dict[str, torch.Tensor]) -> None:
+    signature = comm.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
+    first, *others = threads.exchange(signature, leaves)
+    found = {path: {r: _difference(x[path], first[path]) for r, x in enumerate(others, 1)} for path in leaves}
+    if differ := [path for path, by_rank in found.items() if any(by_rank.values())]:
+        told = {rank: text for rank, text in found[differ[0]].items() if text}
+        raise _diverged_in_debug(threads.name, differ, first[differ[0]], told, "")
+
+
+def _check_simulated(axis: Axis, backing: VmapBacking, leaves: dict[str, torch.Tensor]) -> None:
+    part = backing.part
+    differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
+    together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
+    for path, leaf in leaves.items():
+        value, dim = with_ranks(leaf, backing)
+        if dim is None:
+            continue  # one value that all simulated ranks share
+        all_values = [values(x) for x in value.unbind(dim)]
+        for members in sorted(together):
+            first, *others = (all_values[rank] for rank in members)
+            told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if digest(x) != digest(first)}
+            if told and path not in differ:
+                differ[path] = first, told
+    if differ:
+        raise _diverged_in_debug(axis.name, list(differ), *next(iter(differ.values())), "")
+
+
+def _diverged_in_debug(
+    axis_name: str, paths: list[str], leaf: torch.Tensor, by_rank: dict[int, str], where: str
+) -> ReplicaDivergedError:
+    """The error for the leaves at `paths`, of which `leaf` is the first; `by_rank` tells how it differs."""
+    more = f" {len(paths)} leaves differ: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}."
+    return ReplicaDivergedError(
+        f"axis {axis_name!r}: parameters should be the same on every rank, but leaf {paths[0]!r} "
+        f"({tree.describe(leaf)}) isn't rank 0's on {comm.list_values(by_rank)}.{more if len(paths) > 1 else ''}"
+        f"{where} {_FIX}"
+    )
+
+
+def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
+    """How `mine` differs from `theirs`, bit by bit; "" if it doesn't."""
+    size = mine.element_size()
+    differ = (bits(mine) != bits(theirs)).view(-1, size).any(1)
+    count = int(differ.sum())
+    if not count:
+        return ""
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    a, b = mine.view(-1).to(wide), theirs.view(-1).to(wide)
+    distance = torch.where(differ, (a - b).abs(), -1.0)
+    worst = int(distance.argmax())  # NaN, if there is one
+    at = [int(i) for i in torch.unravel_index(torch.tensor(worst), mine.shape)] if mine.ndim else []
+    value, other = (t.view(-1)[worst].item() for t in (mine, theirs))
+    by = f"by {float(distance[worst]):.6g} ({value!r} instead of {other!r})"
+    return f"{count} of {differ.numel()} elements differ, most at {at}, {by}"

@@ -21,8 +21,7 @@ from ltx.placements import Placements, refuse_in_graph
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import plain_autograd
 from ltx.transforms.closure_check import TracedValueError, nodes_made, refuse_captured
-from ltx.transforms.compare import check_params_once
-from ltx.transforms.debug_replicas import check_in_debug
+from ltx.transforms.compare import check_in_debug, check_params_once
 from ltx.transforms.first_call import look_at_modules
 from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.placed import check_placements, local_parts, placed, whole_scalars

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ltx import comm, hooks
-from ltx.axis import Axis
+from ltx import comm, traced
 from ltx.backings import unwrapped
 from ltx.collectives.calls import refuse_threads
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.gradients import marker
-from ltx.gradients.at_hand import reduce_gradients
+from ltx.gradients.functions import reduce_gradients
 from ltx.gradients.graph_schedule import GraphSchedule
 from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.planning import Names, make_plan
@@ -22,11 +21,8 @@ from ltx.gradients.schedule import Plan, Schedule
 from ltx.strategies import Strategy
 from ltx.strategies.fields import in_dtype
 
-# As in ltx.collectives.linear: entered through functions that Dynamo leaves as they are, registered at trace time.
 
-_traced: dict[str, tuple[Strategy, hooks.CommHook, Axis]] = {}
-
-
+@traced.at_trace_time
 def prepare_trace(
     strategy: Strategy,
     axis: Any,
@@ -36,14 +32,10 @@ def prepare_trace(
     dtype: torch.dtype | None = None,
     choice: str = "",
 ) -> str:
-    """Run by Dynamo at trace time: register the entries into the graph and name their settings by a constant.
+    """The key of a step's settings in a graph; "" where gradients stay local.
 
-    Gives "" where gradients stay local. `with_state`: the step was given its communication state. `dtype`: as in
-    :func:`in_dtype`. `choice`: the state's. Errors are raised here because Dynamo would hide them anywhere else.
+    `with_state`: the step was given its communication state. `dtype`: as in :func:`in_dtype`. `choice`: the state's.
     """
-    torch.compiler.allow_in_graph(mark_in_graph)
-    torch.compiler.allow_in_graph(tie_in_graph)
-    torch.compiler.allow_in_graph(reduce_in_graph)
     refuse_threads(found := comm.resolve(axis))
     if strategy.auto_hook and with_state and not blocked:
         strategy = strategy.with_choice(choice)
@@ -61,18 +53,15 @@ def prepare_trace(
         )
     key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
     if found.comm is not None:
-        key += f" of line {id(found.comm)}"
-    _traced[key] = (strategy, hook, found)
-    return key
+        key += f" of {id(found.comm)}"
+    return traced.keep(key, (strategy, hook, found))
 
 
+@traced.at_trace_time
 def names_in_graph(key: str) -> tuple[str, ...]:
     """The names of a leaf's states in the graph of `key`, which :func:`prepare_trace` gave."""
-    return _traced[key][1].state_names
-
-
-prepare_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-names_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    names: tuple[str, ...] = traced.kept(key)[1].state_names
+    return names
 
 
 def _schedule_in_graph(
@@ -84,7 +73,7 @@ def _schedule_in_graph(
     step: int,
     clock: torch.Tensor | None,
 ) -> Schedule:
-    strategy, hook, axis = _traced[key]
+    strategy, hook, axis = traced.kept(key)
     plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, list, operation, None, compare=False)
     # Reductions run below every level of torch.func.
     return _in_graph(replace(plan, clock=None if clock is None else unwrapped(clock)))
@@ -94,6 +83,7 @@ def _in_graph(plan: Plan) -> Schedule:
     return GraphSchedule(plan) if plan.axis.comm is not None else ImmediateSchedule(plan)
 
 
+@traced.node
 def mark_in_graph(
     key: str, arrival: tuple[int, ...], names: Names, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -104,14 +94,16 @@ def mark_in_graph(
     return (*marked, *tokens)
 
 
+@traced.node
 def tie_in_graph(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
-    _, hook, axis = _traced[key]
+    _, hook, axis = traced.kept(key)
     schedule = _in_graph(Plan(axis, hook, (), ()))
     pairs = list(zip(tensors[tokens : tokens + kept], tensors[tokens + kept : tokens + 2 * kept], strict=True))
     return tuple(marker.tie(schedule, tensors[:tokens], tensors[tokens + 2 * kept :], pairs))
 
 
+@traced.node
 def reduce_in_graph(
     key: str, arrival: tuple[int, ...], names: Names, step: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:

@@ -15,18 +15,16 @@ import torch
 from ltx import comm, tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
-from ltx.gradients import marker, peeled
+from ltx.gradients import functions, marker
 from ltx.gradients.immediate_schedule import ImmediateSchedule
-from ltx.gradients.leaf_hooks import LeafHooks
-from ltx.gradients.leaves import all_tracked, arrival_order, differentiable, tracked
-from ltx.gradients.planning import make_plan
+from ltx.gradients.marker import LeafHooks
+from ltx.gradients.planning import all_tracked, arrival_order, differentiable, make_plan, tracked
 from ltx.gradients.process_schedule import ProcessSchedule, schedule_for
 from ltx.gradients.schedule import Plan
 from ltx.hooks import AllReduce, CommHook
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.transforms import graph_entry
-from ltx.transforms.compare import check_params_once
-from ltx.transforms.debug_replicas import check_in_debug
+from ltx.transforms.compare import check_in_debug, check_params_once
 from ltx.transforms.run import CallOptions, Marked
 from ltx.transforms.step_settings import StepSettings
 from ltx.transforms.sync_state import SyncState, kept_beside, states_of_leaves
@@ -89,7 +87,7 @@ def mark(
             agreed = plan.agreement
             check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
     schedule = schedule_for(plan, options.deferred, options.next_forward)
-    if isinstance(schedule, ProcessSchedule) and source is not None and not peeled.can_raise_priority():
+    if isinstance(schedule, ProcessSchedule) and source is not None and not functions.can_raise_priority():
         hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         schedule.on_end = hooks.finish
         return Marked(_filled(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)

@@ -15,7 +15,7 @@ from typing import Any
 from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
-from ltx.gradients.peeled import MARKER_PRIORITY, raise_priority
+from ltx.gradients.functions import MARKER_PRIORITY, raise_priority
 from ltx.hooks import CommHook
 from ltx.placements import Placements, dtensor_class, is_dtensor, local, whole
 from ltx.strategies import Strategy

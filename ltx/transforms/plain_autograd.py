@@ -20,7 +20,7 @@ from torch._C import _functorch
 from ltx import comm, tree
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
-from ltx.gradients.leaves import tracked
+from ltx.gradients.planning import tracked
 from ltx.transforms.closure_check import watch_for_traced_values
 from ltx.transforms.recompute import checkpoints_allowed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ltx import collectives, tree
+from ltx import collectives, comm, tree
 from ltx.axis import Axis
 from ltx.errors import StepError, WeightError
 from ltx.gradients.schedule import Schedule
@@ -136,7 +136,7 @@ class Run:
         alone = self.blocked or self.local
         if not alone:
             total, weight = collectives.psum((total, weight), self.within or self.axis)
-        if not torch.compiler.is_compiling() and bool((plain_values(weight) == 0).any()):
+        if not torch.compiler.is_compiling() and self._is_zero(weight):
             of = "" if self.within is None else f" of {self.within.name!r}"
             whose = "this rank's weight is 0" if alone else f"the weights of all ranks{of} add up to 0"
             raise WeightError(
@@ -144,6 +144,12 @@ class Run:
                 "them."
             )
         return total / weight
+
+    def _is_zero(self, weight: torch.Tensor) -> bool:
+        axis_comm: comm.AxisComm | None = comm.resolve(self.axis).comm
+        with torch._C._DisableFuncTorch():
+            empty = (plain_values(weight) == 0).any()
+            return bool(empty if axis_comm is None else axis_comm.read(empty, "the sum of the weights"))
 
 
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:

@@ -13,11 +13,10 @@ from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.collectives import psum
 from ltx.collectives.calls import check_dense, check_sums
-from ltx.collectives.sparse import is_sparse
+from ltx.collectives.psum import is_sparse
 from ltx.errors import SyncStateError, UnsupportedError
-from ltx.gradients.at_hand import reduce_gradients
-from ltx.gradients.leaves import arrival_order, differentiable
-from ltx.gradients.planning import make_plan
+from ltx.gradients.functions import reduce_gradients
+from ltx.gradients.planning import arrival_order, differentiable, make_plan
 from ltx.gradients.process_schedule import schedule_for
 from ltx.hooks import CommHook
 from ltx.placements import Placements, summed

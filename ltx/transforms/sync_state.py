@@ -17,7 +17,7 @@ from ltx import tree
 from ltx.arguments import shown
 from ltx.backings import unwrapped
 from ltx.errors import SyncStateError
-from ltx.gradients.leaves import tracked
+from ltx.gradients.planning import tracked
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.hooks import CommHook

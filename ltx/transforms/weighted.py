@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ltx.arguments import brief, is_number
+from ltx.comm import to_device
 from ltx.errors import StepError
 
 
@@ -53,9 +54,10 @@ class Weighted(NamedTuple):
             raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
         if isinstance(self.weight, torch.Tensor) and self.weight.is_meta and not total.is_meta:
             raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
-        weight = torch.as_tensor(
-            self.weight if isinstance(self.weight, torch.Tensor) else float(self.weight), device=total.device
-        )
+        if isinstance(self.weight, torch.Tensor):
+            weight = to_device(self.weight, total.device)
+        else:
+            weight = torch.full((), float(self.weight), dtype=total.dtype, device=total.device)
         if weight.ndim != 0:
             raise StepError(f"Weighted.weight must be 0-dim, got shape {list(weight.shape)}. Sum it.")
         return total, weight.to(total.dtype).detach()

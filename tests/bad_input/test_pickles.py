@@ -86,6 +86,6 @@ def test_where_ltx_unpickles() -> None:
         "objects.py:broadcast_object",
         "objects.py:all_gather_object",
         "packing.py:receive",
-        "failures.py:_original",
+        "collecting.py:_original",
         "storage.py:read_metadata",
     }

@@ -31,10 +31,13 @@ def play(seed: int) -> list[Trouble]:
     """One round. Returns what went wrong in it; raises AssertionError if that did more than it may."""
     troubles = draw(seed, SIZE, EPOCHS * STEPS)
     # What cuts connections goes for sockets; other rounds go through shared memory half of the time.
-    sockets = any(trouble.kind == "cut" for trouble in troubles) or bool(seed % 2)
+    cut = any(trouble.kind == "cut" for trouble in troubles)
+    sockets = cut or bool(seed % 2)
+    # A third of them on streams, where a connection that breaks shows by a timeout alone.
+    streams = not cut and seed % 3 == 0
     before = _left_behind()
     with tempfile.TemporaryDirectory(prefix="ltx-chaos-") as folder:
-        ended = _train(Path(folder), troubles, sockets)
+        ended = _train(Path(folder), troubles, sockets, streams)
         assert ended, "no rank has come to the end"
         _check_agreement(ended)
         losses = _check_samples(Path(folder))
@@ -42,7 +45,7 @@ def play(seed: int) -> list[Trouble]:
     if not any(trouble.kind in (*LOSSES, "join") for trouble in troubles):
         assert [end["size"] for end in ended] == [SIZE] * SIZE, "a rank was lost for good"
         with tempfile.TemporaryDirectory(prefix="ltx-chaos-") as folder:
-            calm = _train(Path(folder), [trouble for trouble in troubles if trouble.kind == "nan"], sockets)
+            calm = _train(Path(folder), [trouble for trouble in troubles if trouble.kind == "nan"], sockets, streams)
             assert ended[0]["state"] == calm[0]["state"], "the state isn't that of the undisturbed run"
             assert losses == _check_samples(Path(folder)), "the losses aren't those of the undisturbed run"
     left = {kind: sorted(set(names) - set(before[kind])) for kind, names in _left_behind().items()}
@@ -50,11 +53,11 @@ def play(seed: int) -> list[Trouble]:
     return troubles
 
 
-def _train(folder: Path, troubles: Sequence[Trouble], sockets: bool) -> list[dict[str, Any]]:
+def _train(folder: Path, troubles: Sequence[Trouble], sockets: bool, streams: bool) -> list[dict[str, Any]]:
     """What the ranks that came to the end say; starts all of them again where the troubles want that."""
     for generation in range(2):
         body = partial(training, folder, troubles, generation)
-        world = Ranks(SIZE, body(), sockets=sockets, heartbeat_s=_HEARTBEAT_S)
+        world = Ranks(SIZE, body(), sockets=sockets, streams=streams, heartbeat_s=_HEARTBEAT_S)
         try:
             ended = _watch(world, body)
         finally:

@@ -17,8 +17,8 @@ from ltx.axis import Axis
 from ltx.backings import GroupBacking
 from ltx.comm import measure
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
+from ltx.estimate.costs import Link
 from ltx.estimate.dry_run import collective, meta
-from ltx.estimate.link import Link
 from ltx.runtime.pool import Pool
 
 from .conftest import OnFreshAxis

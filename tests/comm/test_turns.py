@@ -110,9 +110,9 @@ def test_a_new_plan_is_compared_once_and_takes_rank_0s_offer() -> None:
     def f(rank: int) -> Any:
         comm = comm_of(turns, rank)
         found = [comm.negotiate("key", lambda: MEET, lambda: rank).offer for _ in range(3)]
-        assert not comm.has_compared(f, "key")
-        comm.count_as_compared(f, "key")
-        return found, comm.has_compared(f, "key"), comm.has_compared(f, "other")
+        assert not comm.compared.has(f, "key")
+        comm.compared.add(f, "key")
+        return found, comm.compared.has(f, "key"), comm.compared.has(f, "other")
 
     assert turns.run(f) == [([0, 0, 0], True, False)] * 2
 

@@ -21,9 +21,9 @@ from ltx.backings import GroupBacking
 from ltx.comm import measure
 from ltx.errors import InputError, RankMismatchError, SyncStateError, UnsupportedError
 from ltx.estimate.autotune import Option, choice_for, choose
-from ltx.gradients.sizes import MIB, bucket_sizes
+from ltx.gradients.planning import MIB, bucket_sizes
 from ltx.runtime.pool import Pool
-from ltx.strategies.candidates import candidates
+from ltx.strategies.ddp import candidates
 from tests.twins.cases import Params, assert_same_bits, own_axis, params_of, seeded
 from tests.twins.training import adamw, mean_step, problem, run
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ltx import comm
 from ltx.gradients.buckets import Bucket
+from ltx.gradients.comm_hook import program_of
 from ltx.gradients.pending import PendingReductions
-from ltx.gradients.programs import program_of
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 
 

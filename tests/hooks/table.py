@@ -69,7 +69,7 @@ def quarter(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def spread(message: tuple[torch.Tensor, torch.Tensor], numel: int) -> torch.Tensor:
     values, places = message
-    return torch.zeros(numel).scatter(0, places.long(), values.float())
+    return torch.zeros(numel, device=values.device).scatter(0, places.long(), values.float())
 
 
 #: Combinations, whose parts have their twins above.

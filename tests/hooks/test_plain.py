@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.hooks import eight_bit, onebit, sparse
-from ltx.hooks.chunks import CHUNK
+from ltx.gradients import packing
+from ltx.gradients.packing import CHUNK
 from ltx.hooks.compressed_all_reduce import CompressedAllReduce
 
 from .table import FED_BACK, HOOKS
@@ -41,8 +41,7 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on codecs take the readable path."""
 
     def turn() -> None:
-        for module in (eight_bit, onebit, sparse):
-            monkeypatch.setattr(module, "is_plain", lambda x: False)
+        monkeypatch.setattr(packing, "IN_PIECES", frozenset())
 
     return turn
 
@@ -132,16 +131,29 @@ def test_greatest_are_those_of_topk(change: Callable[[Tensor], Tensor], ratio: f
     assert torch.equal(left.scatter(1, places, rows.gather(1, places)).nan_to_num(), rows.nan_to_num())
 
 
-SHAPES = {"tall": (40, 6), "wide": (5, 64), "bias": (9,), "square": (12, 12), "row": (1, 8), "kernel": (6, 3, 5)}
+SHAPES = {
+    "tall": (40, 6),
+    "wide": (5, 64),
+    "bias": (9,),
+    "square": (12, 12),
+    "like it": (12, 12),
+    "row": (1, 8),
+    "kernel": (6, 3, 5),
+}
 
 
 @pytest.mark.full(but=5)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("spoilt", [None, "square", "bias"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("name", FED_BACK)
-def test_hooks_with_residuals(name: str, spoilt: str | None, value: float, seed: int) -> None:
-    """A world of one takes the short ways, a simulated rank the readable ones."""
+def test_hooks_with_residuals(
+    name: str, accelerator: bool, spoilt: str | None, value: float, readable: Callable[[], None], seed: int
+) -> None:
+    """A world of one takes the short ways, or those of an accelerator; a simulated rank the readable ones."""
+    if accelerator:
+        readable()
     grads = [{path: torch.randn(shape, dtype=torch.float64) for path, shape in SHAPES.items()} for _ in range(5)]
     grads[1]["tall"] = torch.zeros(40, 6, dtype=torch.float64)
     if spoilt is not None:

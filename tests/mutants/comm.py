@@ -153,7 +153,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: an object's seal isn't checked",
-        file="comm/signed_messages.py",
+        file="comm/pickling.py",
         old="if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):",
         new="if len(seal) != _BYTES:",
         breaks="whoever reaches the port has a rank unpickle anything",
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a seal holds for any issue",
-        file="comm/signed_messages.py",
+        file="comm/pickling.py",
         old='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "',
         new='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} "',
         breaks="an object that was sent once can be sent again",

@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(
         name="hooks: PowerSGD starts anew at every step",
         file="hooks/powersgd.py",
-        old="states[m][Q] = second / norm if regular else _next_start(second, norm, start)",
+        old="states[m][Q] = second / norm if regular else next_start(second, norm, start)",
         new="states[m][Q] = start",
         breaks="the power iteration never converges",
         tests=("tests/hooks/test_bounds.py", "tests/hooks/test_conformance.py"),

@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: the last rank to fail is told",
-        file="runtime/failures.py",
+        file="runtime/collecting.py",
         old="first = min(genuine, key=lambda rank: (failed[rank], rank))",
         new="first = max(genuine, key=lambda rank: (failed[rank], rank))",
         breaks="a consequence is reported in the place of the cause",
@@ -90,11 +90,11 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: a consequence counts as the cause",
-        file="runtime/failure_file.py",
+        file="runtime/failures.py",
         old="genuine = [rank for rank, end in told.items() if end.kind not in _CONSEQUENCES]",
         new="genuine = list(told)",
         breaks="the launcher names a rank that has only lost its peer",
-        tests=("ltx/runtime/failure_file.py",),
+        tests=("ltx/runtime/failures.py",),
     ),
     Mutant(
         name="runtime: tensors that share memory are sent apart",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: torch's generator isn't restored",
-        file="checkpoint/extras.py",
+        file="checkpoint/contents.py",
         old='    torch.set_rng_state(states["torch"])\n',
         new="",
         breaks="dropout goes on with other numbers",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: Python's generator isn't restored",
-        file="checkpoint/extras.py",
+        file="checkpoint/contents.py",
         old='    random.setstate(states["python"])\n',
         new="",
         breaks="what a data loader shuffles goes on with other numbers",

@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a digest takes no note of the order",
-        file="transforms/digests.py",
+        file="transforms/compare.py",
         old="        found.update(_bytes(table.sum(1)))\n        found.update(_bytes(table.sum(0)))\n",
         new="        found.update(_bytes(table.sum()))\n",
         breaks="large parameters whose elements were exchanged count as equal",

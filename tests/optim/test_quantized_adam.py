@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ltx.errors import OptimError
+from ltx.gradients import packing
 from ltx.optim import from_torch, qadam
 
 from .cases import Case, clone, random_grads, random_params, same_bits
@@ -41,7 +42,12 @@ def by_hand(params: Any, given: list[Any], bagua_exact: bool) -> list[Any]:
 
 @pytest.mark.parametrize("bagua_exact", [False, True])
 @pytest.mark.parametrize("how", ["donate", "pure", "leaves", "updates"])
-def test_both_phases(how: str, bagua_exact: bool, seed: int) -> None:
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_both_phases(
+    how: str, bagua_exact: bool, accelerator: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    if accelerator:
+        monkeypatch.setattr(packing, "IN_PIECES", frozenset())
     start = random_params(CASE)
     given = [random_grads(CASE, start) for _ in range(STEPS)]
     optimizer = qadam(warmup_steps=WARMUP, bagua_exact=bagua_exact, **OPTIONS)

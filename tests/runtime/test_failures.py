@@ -19,7 +19,7 @@ import torch
 
 import ltx
 from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
-from ltx.runtime.described import failure_of
+from ltx.runtime.failures import failure_of
 from ltx.runtime.init import init, shutdown, world
 from ltx.runtime.pool import Pool
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from ltx.runtime.pool import Pool
-from ltx.training.completion import BackwardResult
+from ltx.training.backward import BackwardResult
 from ltx.training.update_then_send import UpdateThenSend
 from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 

@@ -11,7 +11,7 @@ import torch
 
 import ltx
 from ltx.errors import StrategyError
-from ltx.training.validation import check_overlap
+from ltx.training.settings import check_overlap
 from tests.comm.conftest import OnFreshAxis
 from tests.strategies.problem import loss, make_problem
 from tests.strategies.table import ROWS

@@ -16,7 +16,8 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.gradients.exchange import Exchange
-from ltx.strategies.update import StepInfo, Update, Updated
+from ltx.optim.update import Update
+from ltx.strategies.update import StepInfo, Updated
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]

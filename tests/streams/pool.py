@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ltx import comm
 from ltx.axis import axes_in_scope, set_world_axes
+from ltx.gradients import packing
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from tests.streams.backend import LOG, NAME, Host, register
@@ -27,8 +28,12 @@ class StreamedPool:
 
 
 def on_streams(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)`` on an axis of its own, which is stream-ordered. Every rank of the world calls it."""
+    """``fn(*args, **kwargs)`` on an axis of its own, which is stream-ordered. Every rank of the world calls it.
+
+    Hooks and optimizers do what they do on accelerators.
+    """
     register()
+    before_pieces, packing.IN_PIECES = packing.IN_PIECES, frozenset()
     before = axes_in_scope()
     group = dist.new_group(backend=NAME)
     axis = comm.open_axis("data", group, timedelta(seconds=30))
@@ -38,6 +43,7 @@ def on_streams(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with Host():
             return fn(*args, **kwargs)
     finally:
+        packing.IN_PIECES = before_pieces
         set_world_axes(before)
         comm.close_axis(axis)
         dist.destroy_process_group(group)

@@ -20,7 +20,7 @@ from ltx.errors import PeerLostError, StepError
 from ltx.runtime.launchers import placement_from_env
 from ltx.runtime.pool import Pool
 from ltx.runtime.world import world_of
-from ltx.training.validation import check_devices
+from ltx.training.settings import check_devices
 
 Ranks = Callable[[int], Pool]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import DonatedStateError, ReplicaDivergedError, StrategyError
-from ltx.transforms.digests import digest, values
+from ltx.transforms.compare import digest, values
 
 Ranks = Callable[[int], ltx.Pool]
 ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)

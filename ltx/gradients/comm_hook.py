@@ -1,4 +1,7 @@
-"""The contract of a communication hook: what is done to a bucket of gradients on its way over the network."""
+"""The contract of a communication hook: what is done to a bucket of gradients on its way over the network.
+
+:mod:`ltx.hooks` has one compressor a file. The contract is here, below them, because plans and schedules use it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from ltx.arguments import brief, check_fields
+from ltx.arguments import check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
+from ltx.gradients.reduction import (
+    BucketInput,
+    LeafState,
+    Program,
+    Reduced,
+    Reduction,
+    Terms,
+    answer_at_once,
+    drive,
+    sum_of_shares,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,9 +95,13 @@ class CommHook:
         return {}
 
     @property
-    def constant_after(self) -> int:
-        """The number of steps after which :meth:`at` gives the same hook at every step."""
-        return 0
+    def constant_after(self) -> int | None:
+        """The number of steps after which :meth:`at` gives the same hook at every step; None if it goes on changing.
+
+        A hook that defines :meth:`at` defines this too. Compiled graphs can hold it from that step on; in them
+        :meth:`reduce` gets the step as a tensor, which will do for randomness.
+        """
+        return 0 if type(self).at is CommHook.at else None
 
     def states_of(self, entries: LeafState) -> LeafState:
         """The part of a leaf's state that this hook reads."""
@@ -96,14 +113,6 @@ class CommHook:
         What the hook in force asks for has the same shapes at every step.
         """
         return self
-
-    def in_graph(self, step: int) -> CommHook | None:
-        """The hook in force at `step` and ever after, which a compiled graph can hold; None if there is none.
-
-        In graphs :meth:`reduce` gets the step as a tensor, which will do for randomness. A hook that defines :meth:`at`
-        defines this too: from when on does it no longer change?
-        """
-        return self if type(self).at is CommHook.at else None
 
     def with_error_feedback(self) -> CommHook | None:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
@@ -162,12 +171,27 @@ class CommHook:
         raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
 
 
-def check_whole(owner: object, least: int, *names: str, most: int = 2**63 - 1) -> None:
-    """Raise unless the fields `names` of a hook or strategy are whole numbers from `least` to `most`."""
-    for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            upper = f", and at most {most}" if most < 2**63 - 1 or (isinstance(value, int) and value > most) else ""
-            raise StrategyError(
-                f"{type(owner).__name__}.{name} must be a whole number of at least {least}{upper}, got {brief(value)}."
-            )
+@dataclass(frozen=True)
+class ExactSum(CommHook):
+    """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
+
+    factor: float
+
+    def scale(self, axis_size: int) -> float:
+        return self.factor
+
+    def derivative_scale(self, axis_size: int) -> float:
+        return self.factor
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        return sum_of_shares(inputs)
+
+
+def program_of(hook: CommHook, inputs: BucketInput) -> Program:
+    """The reduction of one bucket by `hook`."""
+    return Program(hook.reduce(inputs), [inputs.flat, *(x for state in inputs.states for x in state.values())])
+
+
+def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:
+    """Drive one reduction to its end with differentiable collectives: the readable reference for the schedules."""
+    return drive(hook.reduce(inputs), lambda request: answer_at_once(request, axis))

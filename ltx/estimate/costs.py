@@ -1,13 +1,18 @@
-"""What a rank's own core takes for the work around a message, as :func:`ltx.profile.plan` counts it.
+"""What a collective takes: of a link, and of a rank's own core, as :func:`ltx.profile.plan` counts it.
 
-Measured on an AMD EPYC, torch 2.13, by ``python -m benchmarks.plan --codecs`` and ``python -m benchmarks.prices``.
+    T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
+
+and likewise for the other collectives: alpha is the latency of a message, beta the bandwidth of a rank's link (Hockney,
+"The communication challenge for MPP", 1994; Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", 2005, section 4). The figures of cores were measured on an AMD EPYC with torch 2.13, by ``python
+-m benchmarks.plan --codecs`` and ``python -m benchmarks.prices``.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass
 
-from ltx import hooks
+from ltx.comm.operations import OPERATIONS
 from ltx.estimate.requests import Collective
 
 #: Seconds of a core for a float32 number, by hook with its defaults: packing, encoding, adding up, decoding.
@@ -59,21 +64,28 @@ def sending_share(collective: Collective) -> float:
     return SEND_SHARES[collective.operation]
 
 
-def sending_s(bandwidth: float) -> float:
+def sending_s(bandwidth: float, on_core: bool = True) -> float:
     """Seconds of a core for a byte sent over a link of so many bits a second.
 
-    One that is faster than a core can feed through sockets comes with hardware that does it (RDMA, NCCL's).
+    One that is faster than a core can feed through sockets comes with hardware that does it (RDMA, NCCL's). Where the
+    step is an accelerator's, cores have nothing else to do.
     """
-    return SEND_S if 8 / bandwidth >= SEND_S else 0.0
+    return SEND_S if on_core and 8 / bandwidth >= SEND_S else 0.0
 
 
-def codec(hook: hooks.CommHook, unknown: dict[str, None]) -> float:
-    """Seconds a number; the names of hooks that aren't known are entered into `unknown`."""
-    known = next((CODEC_S[c.__name__] for c in type(hook).__mro__ if c.__name__ in CODEC_S), None)
-    if known is not None:
-        return known
-    parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
-    if not parts:
-        unknown.setdefault(repr(hook))
-        return CODEC_S["AllReduce"]
-    return sum(codec(part, unknown) for part in parts)
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks, and what a rank's core takes to feed it with a byte, in seconds."""
+
+    bandwidth: float
+    latency: float
+    send_s: float = 0.0
+
+    def seconds(self, collective: Collective) -> float:
+        """How long a collective takes, alone on the link, which is no faster than the core that feeds it."""
+        messages = OPERATIONS[collective.operation].messages(collective.ranks)
+        return messages * self.latency + max(collective.nbytes * 8 / self.bandwidth, self.core_s(collective))
+
+    def core_s(self, collective: Collective) -> float:
+        """How long it keeps a core busy."""
+        return collective.nbytes * self.send_s * sending_share(collective)

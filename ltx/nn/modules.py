@@ -1,0 +1,93 @@
+"""Batch norm with the statistics of all ranks' batches, as modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ltx.arguments import is_number, is_whole, shown
+from ltx.errors import InputError
+from ltx.nn.sync_batch_norm import sync_batch_norm
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """``nn.BatchNorm1d``, ``2d`` or ``3d`` by :func:`sync_batch_norm`; made by :func:`convert_sync_batch_norm`.
+
+    Parameters, buffers and what they do are those of torch's modules: in training the buffers are updated in place. So
+    call it with ``ltx.functional_call(module, (params, buffers), x, return_buffers=True)``, which gives the next ones.
+
+    Attributes:
+        axis: as in :func:`ltx.psum`, looked up at each call.
+    """
+
+    axis: Any = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        if not is_whole(num_features) or not 0 < num_features < 2**48:
+            raise InputError(f"SyncBatchNorm: num_features must be a number of channels, got {shown(num_features)}.")
+        if not is_number(eps) or eps <= 0:
+            raise InputError(f"SyncBatchNorm: eps must be a number above 0, got {shown(eps)}.")
+        if momentum is not None and not is_number(momentum):
+            raise InputError(f"SyncBatchNorm: momentum must be a number or None, got {shown(momentum)}.")
+        for name, flag in (("affine", affine), ("track_running_stats", track_running_stats), ("bias", bias)):
+            if not isinstance(flag, bool):
+                raise InputError(f"SyncBatchNorm: {name} must be a bool, got {shown(flag)}.")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` of shape ``(N, C, *)``, normalised."""
+        if not self.training:
+            by_batch = self.running_mean is None  # as torch's modules without track_running_stats do
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, by_batch, 0.0, self.eps
+            )
+        momentum: Any = self.momentum
+        if self.running_mean is None:
+            momentum = 0.0
+        elif self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                # Of the statistics' precision: an integer tensor alone would give 1 / n in torch's default dtype.
+                momentum = 1 / self.num_batches_tracked.to(torch.promote_types(self.running_mean.dtype, torch.float32))
+        y, mean, var = sync_batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            momentum=momentum,
+            eps=self.eps,
+            axis=self.axis,
+        )
+        for buffer, moved in ((self.running_mean, mean), (self.running_var, var)):
+            if buffer is not None and moved is not None:
+                buffer.copy_(moved)
+        return y
+
+    def extra_repr(self) -> str:
+        """As torch's, and the axis."""
+        what: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return what if self.axis is None else f"{what}, axis={self.axis!r}"
+
+
+class SyncBatchNormAct(SyncBatchNorm):
+    """timm's ``BatchNormAct2d`` by :func:`sync_batch_norm`: the norm, then `drop`, then `act`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` of shape ``(N, C, H, W)``, normalised, dropped and activated."""
+        drop, act = self.get_submodule("drop"), self.get_submodule("act")
+        y: torch.Tensor = act(drop(super().forward(x)))
+        return y

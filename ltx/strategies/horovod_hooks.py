@@ -1,0 +1,198 @@
+"""What Horovod's strategy does with buckets: sums scaled before and after, and Adasum in delta form.
+
+A scaled sum may run over several backward passes. In delta form parameters go by the adaptive sum of what each rank's
+optimizer would add (Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from ltx import hooks
+from ltx.errors import StrategyError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.packing import plus, unpack
+from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
+from ltx.optim.base import Optimizer
+from ltx.optim.chain import Chain
+from ltx.optim.from_torch import TorchOptimizer
+from ltx.optim.partition import Partition
+from ltx.optim.update import Update
+from ltx.strategies.base import Strategy
+from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
+from ltx.strategies.update import States, StepInfo, Updated
+
+#: In the communication state: the sum of a parameter's gradients in the passes since the last update.
+PASSES = "passes"
+
+
+@dataclass(frozen=True)
+class Scaled(hooks.CommHook):
+    """`hook`, by Horovod's scales and for the gradients of several passes.
+
+    Attributes:
+        hook: what is done to the shares.
+        op: "sum" doesn't divide by n.
+        predivide: the mean is divided by this before the sum, and by n / predivide after it; None: by n before it.
+        passes: whether the gradients of earlier passes, which the communication state holds, are added.
+    """
+
+    hook: hooks.CommHook
+    op: Literal["average", "sum"] = "average"
+    predivide: float | None = None
+    passes: bool = False
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.hook.exact
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return self.hook.elementwise
+
+    @property
+    def reads_step(self) -> bool:  # type: ignore[override]
+        return self.hook.reads_step
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
+
+    @property
+    def bucket_factor(self) -> int:  # type: ignore[override]
+        return self.hook.bucket_factor
+
+    def at(self, step: int) -> hooks.CommHook:
+        return replace(self, hook=self.hook.at(step))
+
+    @property
+    def constant_after(self) -> int | None:
+        return self.hook.constant_after
+
+    def phases_on(self, axis_size: int) -> int:
+        return self.hook.phases_on(axis_size)
+
+    def scale(self, axis_size: int) -> float:
+        whole = self.hook.scale(axis_size) * axis_size
+        if self.op == "sum":
+            return whole
+        return whole / (axis_size if self.predivide is None else self.predivide)
+
+    def derivative_scale(self, axis_size: int) -> float:
+        return self.hook.derivative_scale(axis_size) * (axis_size if self.op == "sum" else 1)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        narrow = self.hook.wire_dtype(dtype)
+        return dtype if self.passes else narrow  # passes are added before anything is rounded
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat
+        if self.passes:
+            earlier = torch.cat([state[PASSES].reshape(-1) for state in states])
+            flat = (flat + earlier * self.scale(inputs.axis_size)).to(self.hook.wire_dtype(dtype))
+            states = [{name: x for name, x in state.items() if name != PASSES} for state in states]
+        total, after = yield from self.hook.reduce(replace(inputs, flat=flat, states=states))
+        if self.passes:
+            zeros = [torch.zeros_like(state[PASSES]) for state in inputs.states]
+            after = [{**state, PASSES: zero} for state, zero in zip(after, zeros, strict=True)]
+        if self.predivide is not None:
+            total = total.to(dtype) * (self.predivide / inputs.axis_size)
+        return total, after
+
+
+def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:
+    return lr(count) * factor
+
+
+@lru_cache(maxsize=64)
+def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
+    """`optimizer` with `factor` times its learning rate.
+
+    Raises:
+        StrategyError: it isn't one of torch's, whose learning rates are known.
+    """
+    match optimizer:
+        case TorchOptimizer(cls=cls, lr=lr, kwargs=kwargs) if callable(lr) or "lr" in optimizer.kernel.group:
+            scaled = partial(_times, lr, factor) if callable(lr) else optimizer.kernel.group["lr"] * factor
+            return TorchOptimizer(cls, scaled, kwargs)
+        case Chain(members=(*front, last)):
+            return Chain((*front, with_scaled_lr(last, factor)))
+        case Partition(members=members, labels=labels):
+            return Partition(tuple((label, with_scaled_lr(member, factor)) for label, member in members), labels)
+    raise StrategyError(
+        "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
+        f"{optimizer!r} isn't one of. Scale its rate yourself."
+    )
+
+
+#: Where a parameter was before its move.
+START = "start"
+
+
+@dataclass(frozen=True)
+class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
+    """The adaptive sum of moves, which the old parameters are moved by."""
+
+    sign: ClassVar[int] = 1
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        total, _ = yield from super().reduce(inputs)
+        return total, ()
+
+    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+        moves = unpack(reduced[0], bucket)
+        if old.may_overwrite:
+            return PostUpdateResult(old.params, old.states, partial(_move, old.params, moves, self.sign))
+        moved = [plus(p, move, self.sign) for p, move in zip(old.params, moves, strict=True)]
+        return PostUpdateResult(moved, old.states)
+
+
+@dataclass(frozen=True)
+class AdasumOfWaysBack(AdasumOfMoves):
+    """The adaptive sum of the ways back: from new parameters to where they were.
+
+    It is that of the moves negated, to the bit, and packing takes one pass over both.
+    """
+
+    sign: ClassVar[int] = -1
+
+    def begun(self, old: Old) -> list[LeafState]:
+        return [{START: start} for start in old.params]
+
+    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
+        return [(state[START], 1.0)]
+
+    def scale(self, axis_size: int) -> float:
+        return -1.0
+
+
+@torch.no_grad()
+def _move(params: Sequence[torch.Tensor], moves: list[torch.Tensor], sign: int) -> None:
+    torch._foreach_add_(list(params), moves, alpha=sign)
+
+
+def moved_together(
+    strategy: Strategy, short: torch.dtype | None, update: Update, states: States, info: StepInfo
+) -> Updated:
+    """Parameters moved by the adaptive sum of what this rank's optimizer would add, and its next state.
+
+    `short`: the dtype that moves travel in, if not their own; `states`: the next communication state.
+    """
+    if info.axis.size == 1 or update.finite is False:
+        return Updated(*update.apply(), states)
+    hook: AdasumOfMoves
+    if update.optimizer.moves_params:
+        # The differences are formed while they are packed.
+        given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
+        hook = AdasumOfWaysBack(short)
+    else:
+        given, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
+        hook = AdasumOfMoves(short)
+    moved = communicate_after_update(strategy.exchange, hook, update, given, opt_state, states, info)
+    kept = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
+    return replace(moved, params=kept[0], opt_state=kept[1])

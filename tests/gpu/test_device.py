@@ -1,0 +1,238 @@
+"""Where things are, when they happen, and what they take: barriers, streams, memory, parameters elsewhere."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import StepError
+from tests.gpu.device import (
+    DEVICE,
+    HALVES,
+    batch,
+    loss_of,
+    model,
+    needs_cuda,
+    on_cpu,
+    params_of,
+    synchronize,
+)
+
+ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+
+
+def train_step(**options: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(loss_of(model()), HALVES), ADAMW, **options)
+
+
+@needs_cuda
+def test_a_barrier_waits_for_the_device(workers: Any) -> None:
+    def run() -> tuple[bool, bool]:
+        ltx.barrier()
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        done = torch.cuda.current_stream().record_event()
+        before = done.query()
+        ltx.barrier()
+        return before, done.query()
+
+    assert list(workers.run(run)) == [(False, True)]
+
+
+def test_everything_is_on_the_device(workers: Any) -> None:
+    def run() -> Any:
+        scale = ltx.DynamicLossScale(init=2.0)
+        step = ltx.data_parallel(loss_of(model()), HALVES)
+        step = ltx.mixed_precision(step, ltx.Precision(compute=torch.bfloat16, loss_scale=scale))
+        optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), ADAMW)
+        train = ltx.train_step(step, optimizer)
+        state, metrics = train(train.init(params_of(model())), *batch(0))
+        told = {
+            "the rank": ltx.axis_index(),
+            "a sum of a number": ltx.psum(1.0),
+            "the loss": metrics.loss,
+            "the norm": metrics.grad_norm,
+            "the loss scale": metrics.loss_scale,
+            "whether it was skipped": metrics.skipped,
+        }
+        leaves = dict(zip(ltx.tree.leaf_paths(state), ltx.tree.flatten(state)[0], strict=True))
+        # These are the host's, which reads them in each step.
+        guards = ("sync_state.uses", "sync_state.clock")
+        return ltx.world().device.type, {
+            name: x.device.type for name, x in {**told, **leaves}.items() if name not in guards
+        }
+
+    ((where, found),) = workers.run(run)
+    assert where == DEVICE
+    assert {name: device for name, device in found.items() if device != DEVICE} == {}
+
+
+@needs_cuda
+def test_parameters_on_the_cpu_are_refused(workers: Any) -> None:
+    def run() -> str:
+        with pytest.raises(StepError) as caught:
+            train_step().init(on_cpu(params_of(model())))
+        return str(caught.value)
+
+    (text,) = workers.run(run)
+    assert "rank 0 computes on cuda:0, and params leaf '0.weight' is on cpu" in text
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def on_streams(streams: Callable[[int], Any], **options: Any) -> dict[str, Tensor]:
+    """Parameters after steps, step k on ``streams(k)``, each behind the one before; None is the current one."""
+    train = train_step(**options)
+    state, given = train.init(params_of(model())), [batch(step) for step in range(6)]
+    for step, arguments in enumerate(given):
+        stream = streams(step)
+        if stream is None:
+            state, _ = train(state, *arguments)
+            continue
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            state, _ = train(state, *arguments)
+        torch.cuda.current_stream().wait_stream(stream)
+    return on_cpu(train.finish(state).params)
+
+
+@needs_cuda
+@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
+def test_steps_on_other_streams(overlap: Any, workers: Any) -> None:
+    """All on a side stream; and each on another one, so that with "step" a bucket completes where it didn't begin."""
+
+    def run() -> list[dict[str, Tensor]]:
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        ways = [lambda step: None, lambda step: one, lambda step: (None, one, two)[step % 3]]
+        return [on_streams(way, overlap=overlap) for way in ways]
+
+    ((expected, aside, in_turns),) = workers.run(run)
+    torch.testing.assert_close(aside, expected, rtol=0, atol=0)
+    torch.testing.assert_close(in_turns, expected, rtol=0, atol=0)
+
+
+@needs_cuda
+def test_memory_that_another_stream_takes_meanwhile(workers: Any) -> None:
+    """A step that completes on one stream while the one that it began on goes on with other work."""
+
+    def run() -> Any:
+        expected = on_streams(lambda step: None, overlap="step")
+        train, side = train_step(overlap="step"), torch.cuda.Stream()
+        state, given = train.init(params_of(model())), [batch(step) for step in range(6)]
+        for step in range(0, 6, 2):
+            state, _ = train(state, *given[step])
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                state, _ = train(state, *given[step + 1])
+                params = train.finish(state).params
+            for size in (1 << 12, 1 << 14, 1 << 16):  # where freed buckets may have lain
+                torch.full((size,), float("nan"), device="cuda")
+            torch.cuda.current_stream().wait_stream(side)
+        return expected, on_cpu(params)
+
+    ((expected, found),) = workers.run(run)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def out_of_memory() -> None:
+    if DEVICE != "cuda":
+        raise torch.OutOfMemoryError("as the device would say")
+    torch.empty(1 << 45, dtype=torch.uint8, device=DEVICE)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory(where: str, workers: Any) -> None:
+    """It is raised as what it is, the state is as before, and training goes on as if nothing had been."""
+
+    def run() -> Any:
+        loss, fails = loss_of(model()), [False]
+
+        def hungry(params: Any, x: Tensor, y: Tensor) -> Tensor:
+            value = loss(params, x, y)
+            if fails[0] and where == "forward":
+                out_of_memory()
+            if fails[0]:
+                value.register_hook(lambda _: out_of_memory())
+            return value
+
+        results = []
+        for at in (None, 2):
+            train = ltx.train_step(ltx.data_parallel(hungry, HALVES), ADAMW)
+            state = train.init(params_of(model()))
+            for step in range(5):
+                if step == at:
+                    fails[0] = True
+                    with pytest.raises(torch.OutOfMemoryError):
+                        train(state, *batch(step))
+                    fails[0] = False
+                state, _ = train(state, *batch(step))
+            results.append(on_cpu(state.params))
+        return results
+
+    ((expected, found),) = workers.run(run)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_cuda
+@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
+def test_donated_steps_take_no_more_memory(overlap: Any, workers: Any) -> None:
+    def run() -> list[int]:
+        train = train_step(overlap=overlap)
+        state, given, taken = train.init(params_of(model())), batch(0), []
+        for step in range(40):
+            state, _ = train(state, *given)
+            if step % 10 == 9:
+                gc.collect()
+                synchronize()
+                taken.append(torch.cuda.memory_allocated())
+        return taken
+
+    (taken,) = workers.run(run)
+    assert len(set(taken[1:])) == 1, taken
+
+
+@needs_cuda
+def test_a_step_takes_one_copy_of_the_gradients(workers: Any) -> None:
+    """At its peak there are parameters, Adam's two moments, and gradients as they were sent and as they came out."""
+
+    def run() -> float:
+        gc.collect()
+        width, layers, before = 1024, 48, torch.cuda.memory_allocated()
+        module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers))).to(DEVICE)
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return ltx.functional_call(module, params, (x,)).square().mean()
+
+        train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook="fp16")), ADAMW)
+        state, x = train.init(module), torch.ones(2, width, device=DEVICE)
+        for _ in range(3):
+            state, _ = train(state, x)
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            state, _ = train(state, x)
+        synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / (4 * width * width * layers)
+
+    (copies,) = workers.run(run)
+    # Three copies, half of one in half precision, and one; the rest is for activations and torch's workspaces.
+    assert copies < 3 + 0.5 + 1 + 0.5, copies
+
+
+@needs_cuda
+def test_a_step_leaves_the_current_stream_as_it_was(workers: Any) -> None:
+    def run() -> bool:
+        before, train = torch.cuda.current_stream(), train_step()
+        train(train.init(params_of(model())), *batch(0))
+        return before == torch.cuda.current_stream()
+
+    assert list(workers.run(run)) == [True]

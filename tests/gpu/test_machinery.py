@@ -1,0 +1,247 @@
+"""Recordings, compiled steps, overlap without torch's priorities, forks: what goes by other ways on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.axis import axes_in_scope
+from ltx.errors import UnsupportedError
+from ltx.gradients import functions
+from ltx.runtime.pool import Pool
+from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of
+
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+#: The compiler's own kernels where there is a GPU; on the CPU the graph is what counts.
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
+STEPS = 4
+
+
+@needs_cuda
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_a_recording(overlap: Any, workers: Any) -> None:
+    def run() -> Any:
+        train = ltx.train_step(ltx.data_parallel(loss_of(model()), HALVES), SGD, overlap=overlap)
+        state = train.init(params_of(model()))
+        state, _ = train(state, *batch(0))
+        with ltx.profile.record() as trace:
+            for step in range(3):
+                state, _ = train(state, *batch(step))
+            train.finish(state)
+        return trace, len(state.params)
+
+    ((trace, _),) = workers.run(run)
+    buckets = trace.buckets
+    assert len(buckets) >= 2 * 3
+    assert sum(event.label == "summary" for event in trace.events) == 3
+    for event in trace.events:
+        assert event.completed_s is not None
+        assert event.issued_s <= event.completed_s
+    if overlap == "backward":
+        completed = [event.completed_s for event in buckets]
+        assert completed == sorted(completed), "one stream does them in the order of their issues"
+    assert 0.0 <= trace.hidden <= 1.0
+    assert trace.waited_s >= 0.0
+
+
+def steps(train: Any, state: Any) -> Any:
+    losses = []
+    for step in range(STEPS):
+        state, metrics = train(state, *batch(step))
+        losses.append(float(metrics.loss))
+    return losses, on_cpu(state.params)
+
+
+def trained(loss: Any, **options: Any) -> Any:
+    train = ltx.train_step(ltx.data_parallel(loss, HALVES), SGD, **options)
+    return steps(train, train.init(params_of(model())))
+
+
+def close(found: Any, expected: Any) -> None:
+    """A compiler's kernels round elsewhere, and gradients may fall on the other side in half precision."""
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_a_compiled_loss(overlap: Any, pool: Pool) -> None:
+    def run() -> Any:
+        torch._dynamo.reset()
+        loss = loss_of(model())
+        return trained(loss), trained(torch.compile(loss, backend=BACKEND), overlap=overlap)
+
+    ((expected, found),) = pool.run(run)
+    close(found, expected)
+
+
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("whole", [False, True])
+def test_collectives_in_a_graph(whole: bool, pool: Pool) -> None:
+    """Gradients, or a whole step, as one compiled graph with its collectives."""
+
+    def run() -> Any:
+        torch._dynamo.reset()
+        step, params = ltx.data_parallel(loss_of(model()), HALVES), params_of(model())
+        if whole:
+            train = ltx.train_step(step, SGD)
+            compiled = torch.compile(train, fullgraph=True, backend=BACKEND)
+            return steps(train, train.init(params)), steps(compiled, train.init(params))
+        both = torch.func.grad_and_value(step)
+        compiled = torch.compile(both, fullgraph=True, backend=BACKEND)
+        return on_cpu(both(params, *batch(0))), on_cpu(compiled(params, *batch(0)))
+
+    ((expected, found),) = pool.run(run)
+    close(found, expected)
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+
+@needs_cuda
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
+def test_a_loss_as_a_cuda_graph(overlap: Any, pool: Pool) -> None:
+    """Its gradients lie in memory that the graph's next replay writes to."""
+
+    def run() -> Any:
+        torch._dynamo.reset()
+        loss = loss_of(model())
+        return trained(loss), trained(torch.compile(loss, mode="reduce-overhead"), overlap=overlap)
+
+    ((expected, found),) = pool.run(run)
+    close(found, expected)
+
+
+@needs_cuda
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+def test_collectives_in_a_cuda_graph(pool: Pool) -> None:
+    """Gradients with their collectives, which the graph replays; an eager optimizer uses them before the next one."""
+
+    def run() -> Any:
+        torch._dynamo.reset()
+        step, both = ltx.data_parallel(loss_of(model()), HALVES), []
+        function = torch.func.grad_and_value(step)
+        for called in (function, torch.compile(function, fullgraph=True, mode="reduce-overhead")):
+            params = params_of(model())
+            state, losses = SGD.init(params), []
+            for number in range(STEPS):
+                grads, value = called(params, *batch(number))
+                losses.append(float(value))
+                params, state = SGD.apply(grads, state, params, donate=True)
+            both.append((losses, on_cpu(params)))
+        return both
+
+    ((expected, found),) = pool.run(run)
+    close(found, expected)
+
+
+@needs_cuda
+@pytest.mark.slow_compile
+@pytest.mark.timeout(150)
+def test_a_whole_step_as_a_cuda_graph(pool: Pool) -> None:
+    """Its state goes from one replay to the next. That works, or torch refuses it and says why."""
+
+    def run() -> Any:
+        torch._dynamo.reset()
+        train = ltx.train_step(ltx.data_parallel(loss_of(model()), HALVES), SGD)
+        expected = steps(train, train.init(params_of(model())))
+        compiled = torch.compile(train, fullgraph=True, mode="reduce-overhead")
+        try:
+            return expected, steps(compiled, train.init(params_of(model())))
+        except RuntimeError as error:
+            return expected, str(error)
+
+    ((expected, found),) = pool.run(run)
+    if isinstance(found, str):
+        assert "accessing tensor output of CUDAGraphs that has been overwritten" in found
+    else:
+        close(found, expected)
+
+
+@needs_cuda
+def test_a_step_in_a_capture(pool: Pool) -> None:
+    """Refused by name. The state is as before."""
+
+    def run() -> Any:
+        train, results = ltx.train_step(ltx.data_parallel(loss_of(model()), HALVES), SGD), []
+        for interrupted in (False, True):
+            state, given = train.init(params_of(model())), batch(1)
+            state, _ = train(state, *batch(0))
+            if interrupted:
+                with pytest.raises(UnsupportedError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    train(state, *given)
+            state, _ = train(state, *given)
+            results.append(on_cpu(state.params))
+        return *results, str(caught.value)
+
+    ((expected, found, text),) = pool.run(run)
+    assert "rank 0: data_parallel" in text
+    assert "in the capture of a CUDA graph" in text
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# --- where torch has other ways ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_buckets_go_out_during_the_backward_pass(hidden: bool, workers: Any) -> None:
+    """By torch's priorities, and where it has none (before 2.13) by hooks of leaves."""
+
+    def run() -> Any:
+        seen: list[int] = []
+        axis_comm: Any = axes_in_scope()[0].comm
+
+        def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+            hidden = torch.tanh(torch.nn.functional.linear(x, params["0.weight"], params["0.bias"]))
+            seen.append(axis_comm.bucket_channel(0).begun)
+            hidden.register_hook(lambda _: seen.append(axis_comm.bucket_channel(0).begun))
+            again = torch.tanh(torch.nn.functional.linear(hidden, params["2.weight"], params["2.bias"]))
+            out = torch.nn.functional.linear(again, params["4.weight"], params["4.bias"])
+            return torch.nn.functional.cross_entropy(out, y)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if hidden:
+                patch.setattr(functions, "can_raise_priority", lambda: False)
+            strategy = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=1 << 11, first_bucket_bytes=1 << 11)
+            train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
+            losses, params = steps(train, train.init(params_of(model())))
+        return [during - before for before, during in zip(seen[::2], seen[1::2], strict=True)], losses, params
+
+    ((issued, losses, params),) = workers.run(run)
+    # The step summary, and at least a bucket of each of the two layers behind.
+    assert min(issued) >= 3, issued
+    ((expected_losses, expected),) = workers.run(lambda: trained(loss_of(model())))
+    torch.testing.assert_close(losses, expected_losses)
+    torch.testing.assert_close(params, expected)
+
+
+FORK = """
+import torch, ltx
+
+def where():
+    x = torch.ones(3, device=ltx.world().device)
+    return x.device.type, float(ltx.psum(x).sum()), ltx.world().backend
+
+print(ltx.launch(where, 1, start_method="fork"))
+"""
+
+
+def test_a_fork_uses_the_gpu() -> None:
+    """Neither ltx's import nor its start of workers begins anything of CUDA's in their parent."""
+    environment = {**os.environ, **({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, timeout=55, check=False
+    )
+    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    assert done.stdout.strip() == str([(DEVICE, 3.0, backend)]), done.stderr[-2000:]

@@ -1,0 +1,140 @@
+"""Two processes on one GPU: over gloo they train there, by way of the host; over NCCL where it takes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ltx
+from tests.gpu.device import DEVICE, batch, loss_of, model, needs_cuda, on_cpu, params_of, plain
+from tests.gpu.processes import on_two
+
+#: name -> (what a rank does with its x of shape (2, 3), that of all ranks' x, stacked)
+COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = {
+    "psum": (ltx.psum, lambda xs: [xs.sum(0)] * 2),
+    "pmax": (ltx.pmax, lambda xs: [xs.amax(0)] * 2),
+    "pmin": (ltx.pmin, lambda xs: [xs.amin(0)] * 2),
+    "all_gather": (ltx.all_gather, lambda xs: [xs] * 2),
+    "psum_scatter": (lambda x: ltx.psum_scatter(x, tiled=False), lambda xs: list(xs.sum(0))),
+    "all_to_all": (lambda x: ltx.all_to_all(x, 0, 0, tiled=True), lambda xs: [xs[:, 0], xs[:, 1]]),
+    "ppermute": (lambda x: ltx.ppermute(x, [(0, 1)]), lambda xs: [torch.zeros_like(xs[0]), xs[0]]),
+    "broadcast": (lambda x: ltx.broadcast(x, 1), lambda xs: [xs[1]] * 2),
+    "gather": (lambda x: ltx.gather(x, 1), lambda xs: [torch.zeros_like(xs), xs]),
+    "scatter": (lambda x: ltx.scatter(x, 1), lambda xs: list(xs[1])),
+    "async_": (lambda x: ltx.async_(ltx.psum)(x).wait(), lambda xs: [xs.sum(0)] * 2),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
+
+
+def drawn(dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, 9, (2, 2, 3), generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def collectives() -> dict[str, tuple[str, Tensor]]:
+    rank, found = ltx.world().rank, {}
+    for name, (collective, _) in COLLECTIVES.items():
+        for dtype in DTYPES:
+            result = collective(drawn(dtype)[rank].to(DEVICE))
+            found[f"{name} of {dtype}"] = result.device.type, result.cpu()
+    return found
+
+
+def test_collectives(tmp_path: Path) -> None:
+    """They go through the host, and come back to where they were given."""
+    for rank, found in enumerate(on_two(collectives, tmp_path)):
+        assert isinstance(found, dict), found
+        for name, (_, reference) in COLLECTIVES.items():
+            for dtype in DTYPES:
+                where, result = found[f"{name} of {dtype}"]
+                assert where == DEVICE
+                expected = reference(drawn(dtype))[rank].to(dtype)
+                torch.testing.assert_close(result, expected, rtol=0, atol=0, msg=f"{name} of {dtype} on rank {rank}")
+
+
+def trained(overlap: Any, objects: bool) -> dict[str, Tensor]:
+    rank = ltx.world().rank
+    step = ltx.data_parallel(loss_of(model()), ltx.DDPStrategy(bucket_bytes=1 << 14))
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2), overlap=overlap)
+    state = train.init(params_of(model()))
+    for number in range(4):
+        x, y = batch(number)
+        state, _ = train(state, x[rank::2], y[rank::2])
+        if objects:
+            told = ltx.all_gather_object({"x": x[:1] + rank})
+            assert [each["x"].device.type for each in told] == [DEVICE] * 2
+            assert ltx.broadcast_object({"x": x[:1] + rank}, 1)["x"].tolist() == (x[:1] + 1).tolist()
+    return on_cpu(train.finish(state).params)
+
+
+def alone() -> dict[str, Tensor]:
+    """One process on the whole batch."""
+
+    def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
+        return list(torch.autograd.grad(loss(params, *batch(step)), list(params.values())))
+
+    return plain(4, grads)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_a_step_on_half_the_batch_each(overlap: str, workers: Any, tmp_path: Path) -> None:
+    (expected,) = workers.run(alone)
+    first, second = on_two(trained, tmp_path, overlap, overlap == "backward")
+    assert isinstance(first, dict), first
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, expected)
+
+
+def under_ddp() -> dict[str, Tensor]:
+    """A hook of ltx in DDP."""
+    module = model()
+    ddp = nn.parallel.DistributedDataParallel(module)
+    ddp.register_comm_hook(None, ltx.hooks.to_torch(ltx.hooks.AllReduce(), ddp))
+    optimizer, rank = torch.optim.AdamW(module.parameters(), lr=1e-2), ltx.world().rank
+    for number in range(4):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x[rank::2]), y[rank::2]).backward()
+        optimizer.step()
+    return on_cpu(params_of(module))
+
+
+def test_a_hook_under_ddp(workers: Any, tmp_path: Path) -> None:
+    (expected,) = workers.run(alone)
+    first, second = on_two(under_ddp, tmp_path)
+    assert isinstance(first, dict), first
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, expected)
+
+
+def nccl_takes_several() -> bool:
+    """Whether this NCCL can have several ranks on one GPU. The library is asked, and no device."""
+    return torch.cuda.nccl.version() >= (2, 30)
+
+
+def one_gpu() -> dict[str, str]:
+    """Each rank is shown one GPU alone, so that it takes the GPU for its own."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
+@needs_cuda
+@pytest.mark.parametrize("told", [False, True])
+def test_ranks_of_nccl_on_one_gpu(told: bool, workers: Any, tmp_path: Path) -> None:
+    """NCCL 2.30 takes them where it is told to; else both are refused by name."""
+    asked = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"} if told else {}
+    found = on_two(trained, tmp_path, "backward", False, backend=None, **one_gpu(), **asked)
+    if told and nccl_takes_several():
+        (expected,) = workers.run(alone)
+        assert isinstance(found[0], dict), found[0]
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        torch.testing.assert_close(found[0], expected)
+        return
+    refused = "are both on one device, and cpu:gloo,cuda:nccl takes one rank a device."
+    assert [text.partition(" Start")[0] for text in found] == [
+        f"WorldError: rank {rank}: ranks 0 and 1 {refused}" for rank in range(2)
+    ]

@@ -1,0 +1,69 @@
+"""Strategies that talk besides reducing gradients, on a backend that orders streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.runtime.pool import Pool
+from ltx.strategies.async_averaging import AsyncAveraging
+from ltx.strategies.decentralized import Decentralized
+from tests.streams.backend import log
+from tests.streams.pool import StreamedPool
+from tests.streams.test_steps import batch, loss_of, model
+
+Ranks = Callable[[int], Pool]
+
+
+def test_nobody_waits_for_a_round_in_the_background(ranks: Ranks) -> None:
+    """Rank 1 stands still in its first step until rank 0 has done all of its own."""
+
+    def run() -> tuple[int, Tensor]:
+        rank = int(ltx.axis_index())
+        blocked = [rank == 1]
+
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            if blocked.pop() if blocked else False:
+                ltx.barrier()
+            return (w * x).sum()
+
+        step = ltx.data_parallel(loss, AsyncAveraging(sync_interval_ms=0))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(torch.zeros(3))
+        for number in range(4):
+            state, _ = train(state, torch.ones(3) * (rank + 1))
+            if rank == 0 and number == 3:
+                ltx.barrier()
+        return state.step, train.finish(state).params + 0
+
+    (steps, params), (others_steps, others) = StreamedPool(ranks(2)).run(run)
+    assert steps == others_steps == 4
+    torch.testing.assert_close(params, others, rtol=0, atol=0)
+    torch.testing.assert_close(params, torch.full((3,), -0.1 * 4 * 1.5))
+
+
+def gossiping(strategy: ltx.Strategy) -> Any:
+    module, rank = model(), int(ltx.axis_index())
+    train = ltx.train_step(
+        ltx.data_parallel(loss_of(module), strategy), ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+    )
+    state = train.init(dict(module.named_parameters()))
+    for step in range(4):
+        log().clear()
+        state, _ = train(state, *batch(rank, step))
+    return {name: x + 0 for name, x in train.finish(state).params.items()}, log().reads
+
+
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+def test_gossip_is_as_over_gloo(mode: Any, ranks: Ranks) -> None:
+    """Each step reads once, whether the ranks were at the same step."""
+    strategy = Decentralized(peer_selection_mode=mode)
+    expected = [params for params, _ in ranks(2).run(gossiping, strategy)]
+    for (params, reads), wanted in zip(StreamedPool(ranks(2)).run(gossiping, strategy), expected, strict=True):
+        torch.testing.assert_close(params, wanted)
+        assert len([line for line in reads if "Decentralized._check" in line]) == 1
