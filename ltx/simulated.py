@@ -10,7 +10,7 @@ import torch
 from torch._C import _functorch
 
 from ltx import tree
-from ltx.arguments import checked, is_whole, shown
+from ltx.arguments import brief, checked, is_whole, shown
 from ltx.axis import DEFAULT_NAME, close_simulated, open_simulated
 from ltx.errors import AxisError, UnsupportedError
 from ltx.typing import Tree
@@ -188,7 +188,7 @@ def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
         )
     except ValueError as error:
         of = "argument" if what == "in_dims" else "output"
-        raise AxisError(f"{what}: {prefix!r} isn't a prefix of its {of}: {error}") from None
+        raise AxisError(f"{what}: {brief(prefix)} isn't a prefix of its {of}: {brief(error, str)}") from None
     return dims
 
 

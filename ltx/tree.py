@@ -103,30 +103,38 @@ def _endless(tree: Tree) -> TreeError:
     )
 
 
-def leaf_paths(tree: Tree) -> list[str]:
-    """The path of each leaf as a person would write it, in the order of :func:`flatten`.
+def leaf_paths(tree: Tree, with_none: bool = False) -> list[str]:
+    """The path of each leaf as a person would write it, in the order of :func:`flatten`; of None, too, if asked for.
 
     >>> leaf_paths({"layers": [1, 2], "bias": 3})
     ['bias', 'layers.0', 'layers.1']
     """
     try:
         flatten(tree)  # which registers classes that are new
-        paths = optree.tree_paths(tree, namespace=NAMESPACE)
+        paths = optree.tree_paths(tree, none_is_leaf=with_none, namespace=NAMESPACE)
     except RecursionError:
         raise _endless(tree) from None
     return [".".join(str(part) for part in path) or "<the tree itself>" for path in paths]
 
 
-def wanted(patterns: str | Sequence[str], paths: Sequence[str], error: type[LtxError], what: str) -> set[str]:
+def wanted(
+    patterns: str | Sequence[str],
+    paths: Sequence[str],
+    error: type[LtxError],
+    what: str,
+    others: Sequence[str] = (),
+) -> set[str]:
     """The paths that fit a pattern (as in :mod:`fnmatch`), or one of several; `what` begins the error.
+
+    A pattern has to fit one of them, or one of the `others`, which are never found.
 
     >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels: "))
     ['head.bias']
     """
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        fitting = [path for path in paths if fnmatchcase(path, pattern)]
-        if not fitting:
+        fitting = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
+        if not fitting and not any(path == pattern or fnmatchcase(path, pattern) for path in others):
             raise error(
                 f"{what}{pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
                 f"{', ...' if len(paths) > 6 else ''}."
@@ -135,7 +143,7 @@ def wanted(patterns: str | Sequence[str], paths: Sequence[str], error: type[LtxE
     return found
 
 
-def plain_paths(tree: Tree) -> list[str]:
+def plain_paths(tree: Tree, with_none: bool = False) -> list[str]:
     """:func:`leaf_paths` of dicts with string keys, lists and tuples, such as torch.compile can trace.
 
     >>> plain_paths({"layers": [1, 2], "bias": 3})
@@ -145,11 +153,13 @@ def plain_paths(tree: Tree) -> list[str]:
         children = [(key, tree[key]) for key in sorted(tree)]
     elif type(tree) in (list, tuple):
         children = [(str(place), child) for place, child in enumerate(tree)]
+    elif tree is None:
+        return ["<the tree itself>"] if with_none else []
     elif isinstance(tree, torch.Tensor) or _leaf_count(tree) == 1:
         return ["<the tree itself>"]
     else:
         raise TreeError(f"in a compiled graph parameters are dicts, lists and tuples, got {type(tree).__name__}.")
-    below = [(key, path) for key, child in children for path in plain_paths(child)]
+    below = [(key, path) for key, child in children for path in plain_paths(child, with_none)]
     return [key if path == "<the tree itself>" else f"{key}.{path}" for key, path in below]
 
 
@@ -200,6 +210,17 @@ def has_none(tree: Tree) -> bool:
     return any(leaf is None for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE))
 
 
+def places_with_none(tree: Tree) -> list[int]:
+    """The place of each leaf if None, which for :func:`flatten` is no leaf, were one too.
+
+    >>> places_with_none({"a": None, "b": [1, None, 2]})
+    [1, 3]
+    """
+    flatten(tree)  # which opens what hasn't been met
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return [place for place, leaf in enumerate(leaves) if leaf is not None]
+
+
 def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     """:func:`check_tensors` for a tree whose leaves are at hand."""
     if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -210,6 +231,11 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
         hint = " Pass dict(module.named_parameters()) and call it with ltx.functional_call."
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+    elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+        known = leaf.dtype.kind in "biufc"
+        hint = (
+            " Pass torch.as_tensor(array)." if known else f" Its dtype is {leaf.dtype}, and torch has no such tensors."
+        )
     raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
 
 

@@ -86,6 +86,12 @@ def test_out_dims_that_do_not_fit(out_dims: Any, text: str) -> None:
     assert text in str(caught.value)
 
 
+def test_an_error_about_outputs_does_not_hold_all_of_them() -> None:
+    with pytest.raises(AxisError, match="isn't a prefix of its output") as caught:
+        ltx.vmap(lambda x: (x, torch.outer(torch.ones(1000), x)), out_dims=(0,))(XS)
+    assert len(str(caught.value)) < 1000
+
+
 def test_keyword_arguments_are_mapped_over_their_first_dimension() -> None:
     def f(x: torch.Tensor, *, scale: torch.Tensor, name: str = "") -> Any:
         return ltx.psum(x * scale), name

@@ -82,6 +82,10 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
     of_numpy = type(x).__module__ == "numpy" and getattr(getattr(x, "dtype", None), "kind", "O") in "biufc"
     if not (of_numpy or isinstance(x, bool | int | float | complex)):
         return x
+    if (
+        of_numpy and x.ndim
+    ):  # torch takes neither strides below 0 nor the other byte order, and warns of what is read-only
+        x = x.astype(x.dtype.newbyteorder("="), order="C")
     try:
         return comm.to_device(torch.as_tensor(x), device)
     except (OverflowError, RuntimeError, TypeError, ValueError):  # more than 64 bits

@@ -6,14 +6,14 @@ ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from ltx import tree
-from ltx.arguments import brief, checked, shown
+from ltx.arguments import brief, checked, is_whole, shown
 from ltx.collectives.calls import collective, grouped
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
@@ -186,14 +186,17 @@ def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
     return tree.map(moved, value)
 
 
+_NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
+
+
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one other.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
         perm: pairs (source, destination) of indices on the axis (not ranks of the world), the same on every rank: a
-            list, or another iterable such as ``zip(sources, destinations)``. No rank may occur
-            twice as a source, or twice as a destination.
+            list, an array of two columns, or another iterable such as ``zip(sources, destinations)``. No rank may
+            occur twice as a source, or twice as a destination.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -213,10 +216,12 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
 
     Source: ``jax.lax.ppermute``.
     """
-    given: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, str | torch.Tensor) else [None]
-    if not all(isinstance(pair, Sequence) for pair in given):
-        raise AxisError(f"ppermute: perm must be a list of pairs (source, destination), got {shown(perm)}.")
-    pairs = [tuple(pair) for pair in given]
+    listed: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, _NO_PAIRS) else [None]
+    if not all(isinstance(pair, Iterable) and not isinstance(pair, _NO_PAIRS) for pair in listed):
+        hint = " Give perm.items()." if isinstance(perm, Mapping) else ""
+        hint = " Give perm.tolist()." if isinstance(perm, torch.Tensor) else hint
+        raise AxisError(f"ppermute: perm must be a list of pairs (source, destination), got {shown(perm)}.{hint}")
+    pairs = [tuple(int(rank) if is_whole(rank) else rank for rank in pair) for pair in listed]
 
     def static(x: torch.Tensor, n: int) -> Static:
         for pair in pairs:

@@ -13,7 +13,7 @@ import torch
 from ltx import comm, tree
 from ltx.arguments import checked
 from ltx.backings import unwrapped
-from ltx.collectives.calls import check_dense, check_sums
+from ltx.collectives.calls import check_dense, check_sums, tensors_of
 from ltx.collectives.psum import axis_size, psum
 from ltx.collectives.ranks import axis_index
 from ltx.errors import WeightError
@@ -29,7 +29,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     """The mean over ranks of every tensor of a tree, in which rank r counts with its weight: sum w_r x_r / sum w_r.
 
     Args:
-        value: tree of tensors, the same structure, shapes and dtypes on every rank: this rank's means, say.
+        value: tree of tensors or numbers, the same structure, shapes and dtypes on every rank: this rank's means, say.
         weight: this rank's weight, a 0-dim tensor or a number, not negative: the number of its samples, say. Where it
             is 0, the rank's values count for nothing, even if they are NaN or infinite.
         axis: as in :func:`ltx.psum`.
@@ -55,6 +55,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
         >>> ltx.vmap(ltx.weighted_mean)(means, counts)
         tensor([1.7500, 1.7500, 1.7500])
     """
+    value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     if not torch.compiler.is_compiling():
         tree.check_leaves(leaves, value, "weighted_mean: its value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -114,8 +115,27 @@ def from_functions(compress: Compress, decompress: Decompress, *, error_feedback
         error_feedback: keep what isn't sent for the next step.
 
     Raises:
-        ltx.errors.StrategyError: the arguments aren't functions; or, in a step, one returns something else.
+        ltx.errors.StrategyError: the arguments aren't functions of these arguments; or, in a step, one returns
+            something else.
     """
     if not callable(compress) or not callable(decompress):
         raise StrategyError(f"hooks.from_functions takes two functions, got {brief(compress)} and {brief(decompress)}.")
+    _check_takes("compress", compress, "vector")
+    _check_takes("decompress", decompress, "message", "numel")
     return FromFunctions(compress, decompress, error_feedback=error_feedback)
+
+
+def _check_takes(role: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Raise unless `function` can be called with these arguments, by position."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise StrategyError(
+            f"hooks.from_functions calls {role}({', '.join(arguments)}), and {name_of(function)} takes {signature}. "
+            "Write compress = lambda vector: ..., and decompress = lambda message, numel: ..., where numel is the "
+            "length of the vector that it returns."
+        ) from None

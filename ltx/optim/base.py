@@ -41,7 +41,10 @@ class Optimizer(ABC):
 
     @property
     def leafwise(self) -> bool:
-        """Whether each leaf is updated from that leaf alone, so that :meth:`apply_leaves` serves any subset of them."""
+        """Whether each leaf is updated from that leaf alone, so that :meth:`apply_leaves` serves any subset of them.
+
+        A transformation of gradients then has :meth:`transform_leaves`, which a chain calls.
+        """
         return False
 
     @property
@@ -86,6 +89,15 @@ class Optimizer(ABC):
 
         Once all leaves have had theirs, :meth:`advance` gives the state of the next step.
         """
+        updates = self.transform_leaves(grads, states, params, count)
+        with torch.no_grad():
+            for param, update in zip(params, updates, strict=True):
+                param.add_(update)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> list[Tensor]:
+        """The gradients of some leaves as :meth:`update` gives them. Only if :attr:`leafwise` and no optimizer."""
         raise OptimError(_NOT_LEAFWISE.format(self))
 
     def advance(self, state: Tree) -> Tree:
@@ -100,16 +112,23 @@ _NOT_LEAFWISE = (
 
 
 class LeafPart(dict[str, Tensor]):
-    """A leaf's part of the state of an optimizer around others, from which their own part can be had again.
+    """A leaf's part of the state of an optimizer around others, from which their own parts can be had again.
 
     Attributes:
-        inner: the part that the optimizer inside has made, with the same tensors.
-        label: which optimizer that is, where there are several.
+        parts: those that the optimizers inside have made, with the same tensors.
+        label: which optimizer the only one is of, where there are several.
+        place: the leaf's place in the tree, for what depends on it.
     """
 
-    def __init__(self, inner: dict[str, Tensor], label: str = "", **own: Tensor) -> None:
-        super().__init__(inner, **own)
-        self.inner, self.label = inner, label
+    def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
+        super().__init__({name: x for part in parts for name, x in part.items()}, **own)
+        self.parts, self.label, self.place = parts, label, place
+
+    @property
+    def inner(self) -> dict[str, Tensor]:
+        """The part of the only optimizer inside."""
+        (part,) = self.parts
+        return part
 
 
 @dataclass(frozen=True)
@@ -225,6 +244,8 @@ def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
 def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
     """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
     for index, (grad, param) in enumerate(zip(grads, params, strict=True)):
+        if not isinstance(param, Tensor):
+            raise OptimError(f"params: {leaf_name(tree, index)} must be a tensor, got {brief(param)}.")
         if grad is None:
             continue
         if not isinstance(grad, Tensor):

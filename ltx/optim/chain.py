@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ltx.arguments import brief
 from ltx.errors import OptimError
-from ltx.optim.base import Optimizer
+from ltx.optim.base import LeafPart, Optimizer
+from ltx.tree import flatten
 from ltx.typing import Tree
 
 
@@ -22,11 +24,26 @@ class Identity(Optimizer):
     def elementwise(self) -> bool:
         return True
 
+    @property
+    def leafwise(self) -> bool:
+        return True
+
     def init(self, params: Tree) -> Tree:
         return ()
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         return grads, state
+
+    def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, Tensor]]:
+        return [{} for _ in flatten(params)[0]]
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> list[Tensor]:
+        return grads
+
+    def advance(self, state: Tree) -> Tree:
+        return state
 
     def __repr__(self) -> str:
         return "identity()"
@@ -50,6 +67,10 @@ class Chain(Optimizer):
     @property
     def elementwise(self) -> bool:
         return all(member.elementwise for member in self.members)
+
+    @property
+    def leafwise(self) -> bool:
+        return all(member.leafwise for member in self.members)
 
     @property
     def moves_params(self) -> bool:
@@ -76,12 +97,43 @@ class Chain(Optimizer):
         new_params, last = self.members[-1].apply(grads, state[-1], params, donate=donate)
         return new_params, (*front, last)
 
+    def leaf_states(self, state: tuple[Tree, ...], params: Tree) -> list[dict[str, Tensor]]:
+        self._check(state)
+        each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
+        return [LeafPart(*parts) for parts in zip(*each, strict=True)]
+
+    def apply_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> None:
+        *front, last = self._members_of(states)
+        for member, own in front:
+            grads = member.transform_leaves(grads, own, params, count)
+        last[0].apply_leaves(grads, last[1], params, count)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> list[Tensor]:
+        for member, own in self._members_of(states):
+            grads = member.transform_leaves(grads, own, params, count)
+        return grads
+
+    def advance(self, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        return tuple(member.advance(own) for member, own in zip(self.members, state, strict=True))
+
+    def _members_of(self, states: list[dict[str, Tensor]]) -> list[tuple[Optimizer, list[dict[str, Tensor]]]]:
+        """Each member with its own parts of the states of some leaves."""
+        parts = cast(list[LeafPart], states)
+        return [(member, [part.parts[i] for part in parts]) for i, member in enumerate(self.members)]
+
+    def _check(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != len(self.members):
+            raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
+
     def _transform(
         self, grads: Tree, state: tuple[Tree, ...], params: Tree, donate: bool
     ) -> tuple[Tree, tuple[Tree, ...]]:
         """Gradients as the last member gets them, and the new states of all members before it."""
-        if not isinstance(state, tuple) or len(state) != len(self.members):
-            raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
+        self._check(state)
         front = []
         for member, own in zip(self.members[:-1], state, strict=False):
             grads, own = member.update(grads, own, params, donate=donate)
@@ -97,7 +149,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     Chains are flattened and identities dropped, so ``chain(a, chain(b, c)) == chain(a, b, c)``,
     ``chain(a, identity()) == a`` and ``chain() == identity()``. ``apply`` updates in place when donated if the last
-    member does. The counterpart of ``optax.chain`` and ``torchopt.chain``.
+    member does. If all members work leaf by leaf, as ``overlap="update"`` needs it, so does their chain. The
+    counterpart of ``optax.chain`` and ``torchopt.chain``.
 
     >>> import torch
     >>> from ltx.optim.clip import clip_by_global_norm

@@ -161,19 +161,37 @@ class ClipByValue(Optimizer):
     def elementwise(self) -> bool:
         return True
 
+    @property
+    def leafwise(self) -> bool:
+        return True
+
     def init(self, params: Tree) -> Tree:
         return ()
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         check_tensors(grads, "grads")
         leaves, spec = flatten(grads)
+        return spec.unflatten(self._clipped(leaves, grads)), state
+
+    def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, Tensor]]:
+        return [{} for _ in flatten(params)[0]]
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> list[Tensor]:
+        return self._clipped(grads, None)
+
+    def advance(self, state: Tree) -> Tree:
+        return state
+
+    def _clipped(self, leaves: list[Tensor], tree: Tree) -> list[Tensor]:
         for index, leaf in enumerate(leaves):
             if leaf.is_complex():
                 raise OptimError(
-                    f"clip_by_value: the gradient of {leaf_name(grads, index)} is complex, and complex numbers have no "
+                    f"clip_by_value: the gradient of {leaf_name(tree, index)} is complex, and complex numbers have no "
                     "order. Use clip_by_global_norm."
                 )
-        return spec.unflatten([leaf.clamp(-float(self.limit), float(self.limit)) for leaf in leaves]), state
+        return [leaf.clamp(-float(self.limit), float(self.limit)) for leaf in leaves]
 
     def __repr__(self) -> str:
         return f"clip_by_value({self.limit})"

@@ -50,6 +50,16 @@ class Kernel:
         return bool(self.group.get("differentiable", False))
 
     @property
+    def traceable(self) -> bool:
+        """Whether a path of it reads no number off a tensor. All of Adagrad's read the count of steps."""
+        return "differentiable" in self.group and not self._is(torch.optim.Adagrad)
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether its foreach path reads no number off a tensor, if it is told so."""
+        return "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD))
+
+    @property
     def dampened(self) -> bool:
         """SGD whose first step differs from the others, which then has to know whether it is the first."""
         return bool(self.group.get("momentum") and self.group.get("dampening"))
@@ -85,10 +95,18 @@ class Kernel:
         lr: Lr,
         fused: bool,
         differentiable: bool = False,
+        traced: bool = False,
         skip: Tensor | None = None,
     ) -> None:
-        """One update of `params` and `states`, in place; none if `skip` is true, which fused kernels look at."""
+        """One update of `params` and `states`, in place; none if `skip` is true, which fused kernels look at.
+
+        `traced`: read no number off a tensor, and take lists of tensors in one operation where the class can do both.
+        """
         changes: dict[str, Any] = {"lr": lr, "fused": fused}
+        if traced and self.takes_lists:
+            changes |= {"foreach": True, "capturable": True}
+        else:
+            differentiable = differentiable or traced
         if differentiable:
             if "differentiable" not in self.group:
                 raise OptimError(

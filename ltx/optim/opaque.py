@@ -33,7 +33,8 @@ class OpaqueOptimizer(Optimizer):
     """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
 
     It updates all parameters together, because its update of one may depend on the others (LAMB's clipping does). So it
-    isn't leafwise: ``overlap="update"``, ZeRO and :func:`ltx.optim.partition` refuse it.
+    isn't leafwise: ``overlap="update"`` and ``"step"`` and ZeRO refuse it. In a :func:`ltx.optim.partition` it updates
+    those of its group together.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -55,7 +56,16 @@ class OpaqueOptimizer(Optimizer):
         # A step on zero gradients shows which state the class keeps; its values begin at the first update.
         probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         instance = self._instance(probes, 0)
-        self._step(instance, probes, [torch.zeros_like(leaf) for leaf in leaves])
+        try:
+            self._step(instance, probes, [torch.zeros_like(leaf) for leaf in leaves])
+        except (OptimError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise OptimError(
+                f"{self}: its step() raised {type(error).__name__} on gradients of zeros: {error} ltx makes an "
+                "instance and calls its step(), and nothing else. What needs more, such as its train() before, can be "
+                "written as a pair of functions: ltx.optim.from_functions."
+            ) from error
         kept = [{name: torch.zeros_like(x) for name, x in self._taken(instance, p).items()} for p in probes]
         return TorchState({"params": spec.unflatten(kept), "group": self._group(instance)})
 

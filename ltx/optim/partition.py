@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -60,18 +60,33 @@ class Partition(Optimizer):
         parts: dict[int, dict[str, Tensor]] = {}
         for label, member in self.members:
             own = member.leaf_states(state[label], _only(spec, leaves, places[label]))
-            parts.update((place, LeafPart(part, label)) for place, part in zip(places[label], own, strict=True))
+            parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
         return [parts[place] for place in range(len(leaves))]
 
     def apply_leaves(
         self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
     ) -> None:
+        for member, at, own in self._members_of(states):
+            member.apply_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+    ) -> list[Tensor]:
+        found = list(grads)
+        for member, at, own in self._members_of(states):
+            news = member.transform_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
+            for i, new in zip(at, news, strict=True):
+                found[i] = new
+        return found
+
+    def _members_of(
+        self, states: list[dict[str, Tensor]]
+    ) -> Iterator[tuple[Optimizer, list[int], list[dict[str, Tensor]]]]:
+        """Each member of some leaves, given their states, with the places of its own among them, and its states."""
         parts = cast(list[LeafPart], states)
         for label, member in self.members:
-            at = [i for i, part in enumerate(parts) if part.label == label]
-            if at:
-                own = [parts[i].inner for i in at]
-                member.apply_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
+            if at := [i for i, part in enumerate(parts) if part.label == label]:
+                yield member, at, [parts[i].inner for i in at]
 
     def advance(self, state: dict[str, Tree]) -> dict[str, Tree]:
         return {label: member.advance(state[label]) for label, member in self.members}
@@ -97,7 +112,7 @@ class Partition(Optimizer):
     def _places(self, params: Tree) -> dict[str, list[int]]:
         """The places of each label's leaves among those of `params`."""
         if torch.compiler.is_compiling():
-            return _places_of(self, tuple(plain_paths(params)))
+            return _places_of(self, tuple(plain_paths(params)), tuple(plain_paths(params, with_none=True)))
         return _remembered(self, flatten(params)[1])
 
     def __repr__(self) -> str:
@@ -115,12 +130,13 @@ def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree
 
 
 @traced.at_trace_time
-def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[int]]:
+def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[str, ...]) -> dict[str, list[int]]:
+    """The places by label among `paths`; `with_none` are also those that hold None, such as frozen parameters'."""
     known = [label for label, _ in partition.members]
     if isinstance(partition.labels, tuple):
         found: dict[str, Any] = {}
         for pattern, label in partition.labels:
-            for path in wanted(pattern, paths, OptimError, "partition: labels: "):
+            for path in wanted(pattern, paths, OptimError, "partition: labels: ", with_none):
                 found.setdefault(path, label)
         if missing := [path for path in paths if path not in found]:
             raise OptimError(
@@ -141,7 +157,8 @@ def _places_of(partition: Partition, paths: tuple[str, ...]) -> dict[str, list[i
 @lru_cache(maxsize=64)
 def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list[int]]:
     """By structure: to write all paths takes longer than some updates."""
-    return _places_of(partition, tuple(leaf_paths(spec.unflatten(range(spec.num_leaves)))))
+    numbered = spec.unflatten(range(spec.num_leaves))
+    return _places_of(partition, tuple(leaf_paths(numbered)), tuple(leaf_paths(numbered, with_none=True)))
 
 
 def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:
@@ -166,12 +183,13 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
         optimizers: by label, a string.
         labels: patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``) with the label of what fits, of which
             the first that fits counts; or a function from a path to a label, of a module if the optimizer is to be
-            pickled. Paths are those of errors and of ``module.named_parameters()``. Shapes aren't given, as a rank may
-            hold parts of parameters: ``{name: "matrix" if p.dim() == 2 else "rest" for name, p in ...}``.
+            pickled. What they fit may be frozen, and then has no optimizer. Paths are those of errors and of
+            ``module.named_parameters()``. Shapes aren't given, as a rank may hold parts of parameters: ``{name:
+            "matrix" if p.dim() == 2 else "rest" for name, p in ...}``.
 
     Raises:
         ltx.errors.OptimError: an argument isn't of these types; and with the first parameters, a pattern fits none of
-            them, one has no label, or one that has no optimizer.
+            them and no frozen one, one has no label, or one that has no optimizer.
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise OptimError(f"partition expected optimizers by label, got {brief(optimizers)}.")

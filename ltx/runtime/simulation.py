@@ -46,7 +46,7 @@ def simulate(
 
     Args:
         f: the function that one rank runs. What it refers to from outside (a closure, a global) is shared by all ranks;
-            if it writes to a module's tensors or their ``.grad`` there, the call raises at its end.
+            if it writes to a tensor there, to a module's or to their ``.grad``, the call raises at its end.
         in_dims: as in :func:`ltx.vmap`: which dimension of the tensors among the arguments is the ranks'; None gives
             each rank the whole. Each rank gets copies, of modules and optimizers too; other objects are passed on as
             they are. A :class:`ltx.PerRank` gives each rank its own value.
@@ -271,13 +271,13 @@ def _state_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _written_from(f: Any) -> list[_Shared]:
-    """The parameters and buffers of modules that `f` refers to, and leaves of its own that require gradients."""
+    """The parameters and buffers of modules that `f` refers to, and the tensors."""
     found = []
     for value in reached_from(f):
         if isinstance(value, torch.nn.Module):
             named = [*value.named_parameters(), *value.named_buffers()]
             found += [(f"{name!r} of {type(value).__name__}", x) for name, x in named]
-        elif isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+        elif isinstance(value, torch.Tensor):
             found.append((f"a tensor of shape {list(value.shape)}", value))
     return [_Shared(name, x, _state_of(x)) for name, x in found]
 
@@ -287,6 +287,6 @@ def _refuse_written(shared: list[_Shared]) -> None:
         if _state_of(x) != state:
             raise UnsupportedError(
                 f"ltx.simulate: f wrote to {name}, or to its .grad. f refers to it from outside, so all ranks share "
-                "it, where each process would have its own. Pass the module to f (each rank gets a copy), make it in "
-                "f, or use ltx.functional_call(module, params, inputs)."
+                "it, where each process would have its own. Pass it to f (each rank gets a copy), make it in f, or, "
+                "for a module, use ltx.functional_call(module, params, inputs). What ranks find, f returns."
             )

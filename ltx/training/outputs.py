@@ -6,6 +6,7 @@ A step that returns gradients counts as one that returns the loss of which those
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -47,6 +48,35 @@ class Outputs(NamedTuple):
 def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
     """The positional arguments of the user's step."""
     return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
+
+
+def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
+    """Raise if the user's step can't be called so, and could be with buffers, or without them."""
+    step = getattr(fn, "fn", fn)  # that of given gradients
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return
+
+    def fits(*before: Any) -> bool:
+        try:
+            signature.bind(*before, *batch.args, **batch.named)
+        except TypeError:
+            return False
+        return True
+
+    with_buffers, without = fits(None, None), fits(None)
+    if buffers is None and with_buffers and not without:
+        raise StepError(
+            f"train_step: the step takes {signature}, one argument more than parameters and batch, and the state has "
+            "no buffers. If these are what it takes: train.init(params, dict(module.named_buffers()))."
+        )
+    if buffers is not None and without and not with_buffers:
+        raise StepError(
+            f"train_step: the step takes {signature}, and is called with parameters, buffers and batch, as the state "
+            "has buffers. Take them and return the next ones, (params, buffers, x) -> (loss, buffers), or leave them "
+            "out of train.init."
+        )
 
 
 def loss_in(output: Any) -> Any:
@@ -173,7 +203,9 @@ class GivenGradients:
             given = spec.flatten_up_to(grads)
         except (ValueError, TypeError) as error:
             raise StepError(
-                f'train_step: a step with returns="grads" returns gradients in the structure of its parameters: {error}'
+                'train_step: a step with returns="grads" returns (grads, loss), with gradients in the structure of its '
+                "parameters and None for those that have none, such as {name: grads.get(name) for name in params}; got "
+                f"another structure: {brief(error, str)}"
             ) from None
         for index, (x, g) in enumerate(zip(leaves, given, strict=True)):
             if g is not None and not (isinstance(g, Tensor) and g.shape == x.shape and g.dtype == x.dtype):

@@ -23,13 +23,16 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
         module: the one whose ``named_parameters()`` the state was made of, or another one of the same names and shapes.
             It is changed, and returned.
         state: a :class:`ltx.TrainState`, or a dict of tensors by name. Names that the module has and `state` hasn't
-            stay as they are; tied parameters have one name and stay tied.
+            stay as they are. Tied parameters have one name in a state and stay tied; a dict may have all of their
+            names, as ``module.state_dict()`` does.
 
     Raises:
-        TreeError: a name or a shape of the state isn't the module's.
+        TreeError: a name or a shape of the state isn't the module's; or two names of one parameter have values that
+            differ.
         DonatedStateError: the state was donated.
 
-    Each rank sees its own state, so it calls this alone. Not differentiable: the copies are new leaves.
+    Each rank sees its own state, so it calls this alone. Not differentiable: the copies are new leaves. What holds the
+    old parameters, such as an optimizer of torch or DDP, has to be made after it.
 
     Example:
         >>> import torch, ltx
@@ -66,17 +69,34 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
                 f"to_module: {name!r} has shape {list(value.shape)} in the state, and {list(table[key].shape)} in the "
                 f"{type(module).__name__}. Give the module that the state was made of."
             )
-    together: dict[int, list[_Slot]] = {}
-    for table, key in slots.values():
-        together.setdefault(id(table[key]), []).append((table, key))
-    for name, value in values.items():
-        table, key = slots[name]
-        old, new = table[key], value.detach().clone()
-        if name in trainable:
-            new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-        for table, key in together[id(old)]:
-            table[key] = new
+    together: dict[int, dict[str, _Slot]] = {}  # by tensor, which is tied where it has several names
+    for name, (table, key) in slots.items():
+        together.setdefault(id(table[key]), {})[name] = table, key
+    with torch.inference_mode(False):  # what is copied in it could never be trained again
+        for tied in together.values():
+            given = [name for name in tied if name in values]
+            if not given:
+                continue
+            _check_equal(given, values)
+            table, key = tied[given[0]]
+            old, new = table[key], values[given[0]].detach().clone()
+            if given[0] in trainable:
+                new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+            for table, key in tied.values():
+                table[key] = new
     return module
+
+
+def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
+    """Raise unless the names of one parameter have one value."""
+    first = values[names[0]]
+    for name in names[1:]:
+        other = values[name]
+        if not bool(((other == first) | (other.isnan() & first.isnan())).all()):
+            raise TreeError(
+                f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their "
+                "values differ in the state. Give one of them alone, or a module in which they aren't tied."
+            )
 
 
 def _slots(module: torch.nn.Module) -> dict[str, _Slot]:

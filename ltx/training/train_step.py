@@ -14,7 +14,7 @@ from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.optim import Optimizer
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import StepInfo
-from ltx.training.outputs import Batch, as_loss
+from ltx.training.outputs import Batch, as_loss, check_call
 from ltx.training.pending_step import step_start
 from ltx.training.placed_state import on_parts
 from ltx.training.pure_step import step_purely
@@ -50,6 +50,7 @@ class TrainStep(StateOperations):
         pending = strategy.begin(state.trained, start.sync.leaves, info, state.pending) if begins else state.pending
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
+        buffers = state.held("buffers")
         try:
             with comm.span("step"):
                 return Step(self, state, batch, start, info, pending, late, hook).run()
@@ -59,6 +60,8 @@ class TrainStep(StateOperations):
                 axis.comm.recovery.abort(error)
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
+            if isinstance(error, TypeError):
+                check_call(self.step.fn, buffers, batch)
             raise
 
     def _compare(self, state: TrainState, axis: Axis) -> None:

@@ -89,6 +89,8 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     The module's trained parameters can't be used any more, and say so.
     """
     parameters = dict(module.named_parameters())
+    if axis.comm is not None:
+        tree.check_values(list(parameters.values()), parameters, "train.init(module)")
     trained, frozen = split(parameters, trainable)
     with torch.no_grad():
         for piece in _pieces(list(parameters.values())) if axis.size > 1 else ():

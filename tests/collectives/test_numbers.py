@@ -61,6 +61,44 @@ def test_compiled(ranks: Callable[[int], Any]) -> None:
     assert ranks(2).run(run).replicated() == [2.0, 2.0]
 
 
+def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def run() -> Any:
+        plain = numpy.arange(6.0, dtype="f4").reshape(2, 3)
+        fixed = plain.copy()
+        fixed.flags.writeable = False
+        arrays = [plain[:, ::-1], plain.T, fixed, numpy.broadcast_to(numpy.float32(2), (2,)), plain.astype(">f4")]
+        before = [x.copy() for x in arrays]
+        sums = ltx.psum(arrays)
+        for x, old, total in zip(arrays, before, sums, strict=True):
+            assert total.dtype == torch.float32
+            assert total.tolist() == (int(ltx.psum(1)) * old).tolist()
+            total.zero_()
+            assert (x == old).all(), "the result has memory of its own"
+
+    run()
+    ranks(2).run(run)
+    for array, text in (
+        (numpy.array(["a"]), "Its dtype is <U1, and torch has no such tensors"),
+        (numpy.array([object()]), "Its dtype is object"),
+        (numpy.datetime64("2020-01-01"), r"Its dtype is datetime64\[D\]"),
+    ):
+        with pytest.raises(TreeError, match=text):
+            ltx.psum({"x": array})
+
+
+def test_weighted_means_of_numbers(ranks: Callable[[int], Any]) -> None:
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        return ltx.weighted_mean({"accuracy": 0.5 + rank, "hits": 2 * rank}, 1 + rank)
+
+    assert run() == {"accuracy": 0.5, "hits": 0.0}
+    for found in ranks(2).run(run):
+        assert found == {"accuracy": pytest.approx((0.5 + 2 * 1.5) / 3), "hits": pytest.approx(4 / 3)}
+    assert ltx.vmap(lambda w: ltx.weighted_mean(3.0, w))(torch.tensor([1.0, 2.0])).tolist() == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("leaf", ["1", None, object()], ids=["str", "None", "object"])
 def test_what_is_no_number(leaf: Any) -> None:
     if leaf is None:

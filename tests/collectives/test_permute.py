@@ -81,6 +81,31 @@ def test_ppermute(ranks: Ranks, perm: list[tuple[int, int]], shape: tuple[int, .
         assert torch.equal(simulated[rank], want[rank])
 
 
+def test_pairs_of_any_kind(ranks: Ranks) -> None:
+    numpy = pytest.importorskip("numpy")
+    pairs = [(0, 1), (1, 0)]
+    kinds: dict[str, Callable[[], Any]] = {
+        "zip": lambda: zip([0, 1], [1, 0], strict=True),
+        "generator": lambda: (pair for pair in pairs),
+        "set": lambda: set(pairs),
+        "items": lambda: {0: 1, 1: 0}.items(),
+        "lists": lambda: [[0, 1], [1, 0]],
+        "array": lambda: numpy.array(pairs),
+        "numbers of NumPy": lambda: [(numpy.int64(a), numpy.int32(b)) for a, b in pairs],
+        "rows of an array": lambda: list(numpy.array(pairs)),
+    }
+
+    def run(x: Tensor) -> Any:
+        return [ltx.ppermute(x, make()) for make in kinds.values()]
+
+    xs = torch.tensor([3.0, 4.0])
+    real = ranks(2).run(lambda: run(xs[ltx.axis_index()]))
+    for kind, simulated, *both in zip(kinds, ltx.vmap(run)(xs), *real, strict=True):
+        assert torch.equal(simulated, xs.flip(0)), kind
+        assert torch.equal(torch.stack(both), xs.flip(0)), kind
+    assert ltx.ppermute(xs, numpy.zeros((1, 2), int)).tolist() == xs.tolist()  # alone
+
+
 @pytest.mark.full
 @pytest.mark.covering(1, of=lambda perm: ())
 @pytest.mark.parametrize("perm", [[(0, 1), (1, 0)], [(0, 1)]], ids=["all", "some"])
@@ -123,6 +148,9 @@ def test_trees(ranks: Ranks) -> None:
         (lambda x: ltx.ppermute(x, [(0, 1), (0, 0)]), "rank 0 is the source of more than one pair"),
         (lambda x: ltx.ppermute(x, [(0, 1), (1, 1)]), "rank 1 is the destination of more than one pair"),
         (lambda x: ltx.ppermute(x, [(0, 1, 1)]), "perm holds (0, 1, 1)"),
+        (lambda x: ltx.ppermute(x, [(0, 1.0)]), "perm holds (0, 1.0)"),
+        (lambda x: ltx.ppermute(x, {0: 1, 1: 0}), "got {0: 1, 1: 0} of type dict. Give perm.items()."),
+        (lambda x: ltx.ppermute(x, torch.tensor(1)), "got tensor(1) of type Tensor. Give perm.tolist()."),
     ],
 )
 def test_arguments(call: Callable[[Tensor], Tensor], message: str) -> None:

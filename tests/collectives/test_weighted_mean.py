@@ -135,7 +135,7 @@ def test_weights_of_another_shape_and_values_that_are_no_tensors() -> None:
     with pytest.raises(WeightError, match=r"the weight must be a number or a 0-dim tensor, got shape \[1\]\. Sum it\."):
         ltx.weighted_mean(torch.ones(2), torch.ones(1))
     with pytest.raises(TreeError, match=r"weighted_mean: its value must be a tree of tensors, but leaf 'a' is of type"):
-        ltx.weighted_mean({"a": 1.0}, 1)
+        ltx.weighted_mean({"a": "1.0"}, 1)
 
 
 @pytest.mark.full

@@ -75,6 +75,8 @@ def test_messages_whose_length_depends_on_the_values_are_refused(ranks: Ranks, s
         (lambda x: x, lambda message, numel: message[1:], "decompress must return"),
         (lambda x: x, lambda message, numel: message.int(), "decompress must return"),
         (None, spread, "takes two functions, got None and"),
+        (lambda x: x, lambda message: message, "calls decompress(message, numel), and <lambda> takes (message)"),
+        (lambda x, numel: x, spread, "calls compress(vector), and <lambda> takes (x, numel)"),
     ],
 )
 def test_refused(compress: Any, decompress: Any, text: str) -> None:

@@ -72,4 +72,20 @@ MUTANTS = (
         breaks="with NCCL the ranks of a process set wait for those that aren't in it",
         tests=("tests/streams/test_backends.py::test_a_bound_world_isn_t_split",),
     ),
+    Mutant(
+        name="streams: elastic doesn't wait for its peers before the optimizer runs",
+        file="gradients/process_schedule.py",
+        old="        if stream is None:\n            return\n        channel = self.among",
+        new="        if stream is not None:\n            return\n        channel = self.among",
+        breaks="after a loss there is no state to go on from",
+        tests=("tests/streams/test_failures.py::test_elastic_goes_on_from_the_state_before",),
+    ),
+    Mutant(
+        name="streams: lists of tensors get the states of others",
+        file="hooks/low_rank.py",
+        old="zip(places, products, strict=True)",
+        new="zip(reversed(places), products, strict=True)",
+        breaks="on GPUs PowerSGD mixes up parameters of one shape",
+        tests=("tests/hooks/test_low_rank.py",),
+    ),
 )

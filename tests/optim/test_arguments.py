@@ -101,3 +101,10 @@ def test_schedulers_of_torch_are_refused_as_rates() -> None:
     for lr, named in ((schedulers.CosineAnnealingLR, "CosineAnnealingLR"), (instance, "a StepLR")):
         with pytest.raises(OptimError, match=rf"from_torch\(AdamW\): lr is {named}.* Give a function of the number"):
             from_torch(AdamW, lr=lr)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grad", [None, torch.ones(1)], ids=["none", "tensor"])
+def test_parameters_must_be_tensors(grad: Any) -> None:
+    optimizer = from_torch(torch.optim.SGD)
+    with pytest.raises(OptimError, match=r"params: leaf .* must be a tensor, got 2\."):
+        optimizer.apply({"w": grad}, optimizer.init({"w": torch.ones(1)}), {"w": 2})

@@ -11,7 +11,7 @@ import torch
 
 import ltx
 from ltx.errors import OptimError, StrategyError, UnsupportedError
-from ltx.optim import add_noise, chain, from_torch
+from ltx.optim import add_noise, chain, from_torch, partition
 from ltx.runtime.pool import Pool
 
 from .cases import same_bits
@@ -96,3 +96,15 @@ def test_not_in_a_compiled_step() -> None:
     refused = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
     with pytest.raises(refused, match="add_noise can't be traced"):
         torch.compile(train, fullgraph=True, backend="eager")(train.init({"w": torch.zeros(2)}))
+
+
+def test_groups_of_one_seed_draw_different_noise_and_a_missing_gradient_moves_nobodys_place() -> None:
+    zeros = {"a": torch.zeros(100), "b": torch.zeros(100)}
+    alike = chain(noisy, from_torch(torch.optim.SGD, lr=1.0))
+    groups = partition({"a": alike, "b": alike}, {"a": "a", "b": "b"})
+    found, _ = groups.apply(zeros, groups.init(zeros), zeros)
+    assert not torch.equal(found["a"], found["b"])
+    whole, _ = alike.apply(zeros, alike.init(zeros), zeros)
+    assert same_bits(found, whole)
+    lacking = {"a": None, "b": zeros["b"]}
+    assert torch.equal(alike.apply(lacking, alike.init(zeros), zeros)[0]["b"], whole["b"])

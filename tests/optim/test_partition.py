@@ -19,6 +19,7 @@ from ltx.optim import chain, clip_by_global_norm, from_functions, from_torch, id
 from ltx.runtime.pool import Pool
 
 from .cases import clone, same_bits
+from .test_opaque import Lion
 
 Ranks = Callable[[int], Pool]
 
@@ -264,3 +265,71 @@ def test_masked() -> None:
         masked(double, 3)  # type: ignore[arg-type]
     with pytest.raises(OptimError, match="fits no parameter"):
         masked(double, "tail").init(grads)
+
+
+def by_shape(params: Params) -> dict[str, str]:
+    return {name: "matrices" if p.dim() == 2 else "rest" for name, p in params.items()}
+
+
+def test_labels_may_name_frozen_parameters(ranks: Ranks, seed: int) -> None:
+    def trained() -> Any:
+        params, x, y = problem()
+        made = partition({"matrices": sgd, "rest": adamw}, by_shape(params))
+        train = ltx.train_step(ltx.data_parallel(loss_fn), made, trainable=["3.*"])
+        state, _ = train(train.init(params), *ltx.shard((x, y)))
+        grads = torch.func.grad(loss_fn)(params, x, y)
+        expected = {**params}
+        for name, optimizer in (("3.weight", sgd), ("3.bias", adamw)):
+            expected[name], _ = optimizer.apply(grads[name], optimizer.init(params[name]), params[name])
+        return dict(state.params), expected
+
+    for found, expected in (trained(), *ranks(2).run(trained)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(OptimError, match=r"labels: '4\.weight' fits no parameter"):
+        partition({"matrices": sgd, "rest": adamw}, {"4.weight": "rest", "*": "rest"}).init(
+            {"a": None, "b": torch.ones(1)}
+        )
+
+
+@pytest.mark.slow_compile
+@pytest.mark.full
+def test_frozen_parameters_in_a_compiled_step(seed: int) -> None:
+    params, x, y = problem()
+    made = partition({"matrices": sgd, "rest": adamw}, by_shape(params))
+    train = ltx.train_step(ltx.data_parallel(loss_fn), made, trainable=["3.*"])
+    torch._dynamo.reset()  # else it may count other tests' train steps as this one compiled too often
+    compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
+    eager, _ = train(train.init(params), x, y)
+    torch.testing.assert_close(dict(compiled.params), dict(eager.params), rtol=1e-4, atol=1e-6)
+
+
+def test_a_name_with_brackets_is_that_name() -> None:
+    params = {"layers[0]": torch.zeros(1), "layers[1]": torch.zeros(1)}
+    made = partition({"0": sgd, "1": adamw}, {"layers[0]": "0", "layers[1]": "1"})
+    assert set(made.init(params)) == {"0", "1"}
+
+
+def trained_by_lion(made: Any) -> tuple[Params, Params]:
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
+    state, leaves = train.init(params), {name: p.clone().requires_grad_() for name, p in params.items()}
+    each: list[Any] = [
+        Lion([p for name, p in leaves.items() if label(name) == "others"]),
+        AdamW([p for name, p in leaves.items() if label(name) == "biases"], lr=1e-2, weight_decay=0.1),
+    ]
+    for _ in range(3):
+        state, _ = train(state, *ltx.shard((x, y)))
+        loss_fn(leaves, x, y).backward()
+        for optimizer in each:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(state.params), {name: p.detach() for name, p in leaves.items()}
+
+
+def test_a_class_of_another_author_for_a_group(ranks: Ranks, seed: int) -> None:
+    made = partition({"others": from_torch(Lion), "biases": adamw}, BIASES)
+    assert not made.leafwise
+    for found, expected in (trained_by_lion(made), *ranks(2).run(trained_by_lion, made)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(StrategyError, match="needs all of them"):
+        ltx.train_step(ltx.data_parallel(loss_fn), made, overlap="update")

@@ -277,6 +277,9 @@ def test_what_ranks_write_into_a_shared_module_raises() -> None:
             ltx.simulate(f)(XS)
     with pytest.raises(UnsupportedError, match=r"f wrote to a tensor of shape \[2\]"):
         ltx.simulate(into_a_tensor)(XS)
+    total = torch.zeros(2)
+    with pytest.raises(UnsupportedError, match=r"f wrote to a tensor of shape \[2\].* What ranks find, f returns"):
+        ltx.simulate(lambda x: total.add_(x))(XS)  # a sum that each process would have of its own
     frozen = nn.Linear(2, 1).requires_grad_(False)
     assert len(ltx.simulate(lambda x: frozen(x))(XS)) == 2  # reading is fine
 

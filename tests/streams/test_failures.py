@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor
 import ltx
 from ltx.errors import InvalidStateError, LtxError, ReplicaDivergedError
 from ltx.runtime.pool import Pool
+from tests.chaos import rounds
+from tests.chaos.schedule import Trouble
 from tests.forks import Ranks
 from tests.streams.pool import StreamedPool, on_streams
 
@@ -106,3 +109,15 @@ def test_a_rank_that_dies_or_stops(by: signal.Signals, started: Callable[..., Ra
         assert said.startswith(("PeerLostError: ", "DeadlockDetectedError: ")), said
         assert "rank 1" in said, said
         assert "invalid" in held or held == "usable"
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["kill", "stop", "join"])
+def test_elastic_goes_on_from_the_state_before(kind: Any, tmp_path: Path) -> None:
+    """Ranks agree, every sample counts once in each epoch, and there are snapshots."""
+    ended = rounds._train(tmp_path, [Trouble(kind, 1, 4)], sockets=True, streams=True)
+    assert [end["size"] for end in ended] == ([4] * 4 if kind == "join" else [2] * 2)
+    rounds._check_agreement(ended)
+    rounds._check_samples(tmp_path)
+    rounds._check_snapshots(tmp_path / "snapshots")

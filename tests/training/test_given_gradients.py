@@ -168,6 +168,34 @@ def test_evolution_strategies_need_no_derivative(seed: int) -> None:
     assert metrics.loss <= 1
 
 
+def antithetic(params: Params, noise: Tensor) -> tuple[Params, Tensor]:
+    """Evolution strategies' estimate from pairs of perturbations; `noise` has one a row."""
+    scores = [
+        torch.vmap(lambda e, sign=sign: (params["w"] + sign * e - 3.0).abs().sum())(noise) for sign in (0.1, -0.1)
+    ]
+    estimate = (scores[0] - scores[1])[:, None] * noise / 0.2
+    return {"w": estimate.mean(0)}, torch.cat(scores).mean()
+
+
+def evolved(noises: Tensor) -> Params:
+    """Three steps, in which each rank tries perturbations of its own."""
+    train = ltx.train_step(ltx.data_parallel(antithetic, returns="grads"), from_torch(torch.optim.SGD, lr=0.3))
+    state = train.init({"w": torch.zeros(2, dtype=noises.dtype)})
+    for noise in noises:
+        state, _ = train(state, noise)
+    return dict(state.params)
+
+
+def test_ranks_that_try_perturbations_of_their_own_are_as_one_that_tries_all(ranks: Ranks, seed: int) -> None:
+    noises = torch.randn(3, 2, 5, 2, dtype=torch.float64)  # step, rank, pair
+    alone = evolved(noises.flatten(1, 2))
+    together = ranks(2).run(lambda: evolved(noises[:, ltx.axis_index()])).replicated()
+    simulated = ltx.vmap(evolved, in_dims=1)(noises)["w"]
+    in_turns = ltx.simulate(evolved, in_dims=1)(noises).replicated()
+    for found in (together["w"], *simulated, in_turns["w"]):
+        torch.testing.assert_close(found, alone["w"])
+
+
 def test_buffers_aux_and_frozen_parameters(seed: int) -> None:
     def step(params: Params, buffers: Params, x: Tensor) -> Any:
         grads, loss = grad_and_value(lambda p: (p["w"] * x * p["frozen"]).sum())(params)
@@ -222,6 +250,11 @@ def test_a_modules_own_parameters_are_refused() -> None:
         (lambda p: (p, p["w"]), "a 0-dim tensor or ltx.Weighted as its loss, got"),
         (lambda p: (p, 3.0), "a 0-dim tensor or ltx.Weighted as its loss, got 3.0"),
         (lambda p: ([p["w"]], p["w"].sum()), "gradients in the structure of its parameters"),
+        (
+            lambda p: ({}, p["w"].sum()),
+            "None for those that have none, such as {name: grads.get(name) for name in params}",
+        ),
+        (lambda p: (p["w"].sum(), p), "returns (grads, loss), with gradients in the structure"),
         (lambda p: ({"w": p["w"][:1]}, p["w"].sum()), "the gradient of 'w' must be"),
         (lambda p: ({"w": p["w"].double()}, p["w"].sum()), "the gradient of 'w' must be"),
         (lambda p: ({"w": 1.0}, p["w"].sum()), "the gradient of 'w' must be"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.errors import StepError
 from tests.test_containers import Output
 
 Ranks = Callable[[int], ltx.Pool]
@@ -129,3 +130,31 @@ def test_detached_outputs_stay_detached(ranks: Ranks) -> None:
         return [loss.requires_grad, seen.requires_grad]
 
     assert [run(), *ranks(2).run(run)] == [[True, False]] * 3
+
+
+def test_a_step_that_takes_buffers_and_a_state_that_has_none(ranks: Ranks) -> None:
+    def with_buffers(w: Tensor, buffer: Tensor, x: Tensor) -> Any:
+        return (w * x).sum(), buffer + 1
+
+    def without(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).sum()
+
+    def fails(w: Tensor, x: Tensor) -> Any:
+        raise TypeError("of the step's own")
+
+    def run() -> None:
+        w, buffer, x = torch.ones(2), torch.zeros(()), torch.ones(2, 2)
+        for wrap in (lambda step: step, lambda step: ltx.accumulate(step, steps=2)):
+            train = ltx.train_step(wrap(ltx.data_parallel(with_buffers)), SGD)
+            with pytest.raises(StepError, match=r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"):
+                train(train.init(w), x)
+            train = ltx.train_step(wrap(ltx.data_parallel(without)), SGD)
+            with pytest.raises(StepError, match=r"takes \(w.*as the state has buffers"):
+                train(train.init(w, buffer), x)
+            with pytest.raises(TypeError, match="positional argument"):
+                train(train.init(w), x, x, x)
+            with pytest.raises(TypeError, match="of the step's own"):
+                ltx.train_step(wrap(ltx.data_parallel(fails)), SGD)(train.init(w), x)
+
+    run()
+    ranks(2).run(run)

@@ -217,3 +217,39 @@ def test_to_module_refuses_another_model() -> None:
         ltx.to_module(torch.nn.Linear(2, 2), {"x": torch.ones(2)})
     with pytest.raises(TreeError, match=r"'bias' has shape \[3\] in the state, and \[2\] in the Linear"):
         ltx.to_module(torch.nn.Linear(2, 2), {"bias": torch.ones(3)})
+
+
+def test_to_module_takes_a_state_dict_with_all_names_of_tied_parameters() -> None:
+    net, given = Tied(), {name: torch.full((5, 3), torch.nan) for name in ("embedding.weight", "head.weight")}
+    for values in ({name: torch.full((5, 3), 2.0) for name in given}, dict(Tied().state_dict()), given):
+        back = ltx.to_module(net, values)
+        assert back.head.weight is back.embedding.weight
+        torch.testing.assert_close(back.head.weight.detach(), values["head.weight"], equal_nan=True)
+    given["head.weight"] = torch.zeros(5, 3)
+    with pytest.raises(
+        TreeError, match=r"'embedding\.weight' and 'head\.weight' are one parameter of the module .* Give one of them"
+    ):
+        ltx.to_module(net, given)
+
+
+def test_a_module_given_its_values_in_inference_mode_can_be_trained() -> None:
+    net = torch.nn.Linear(2, 2)
+    with torch.inference_mode():
+        ltx.to_module(net, {"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+    net(torch.ones(1, 2)).sum().backward()
+    assert net.weight.grad is not None
+
+
+def test_values_of_the_meta_device_are_named(ranks: Ranks) -> None:
+    def run() -> None:
+        with torch.device("meta"):
+            net = torch.nn.Linear(2, 2)
+        train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd())
+        for given, text in (
+            (net, r"train\.init\(module\): leaf 'bias'"),
+            (dict(net.named_parameters()), "leaf 'bias'"),
+        ):
+            with pytest.raises(TreeError, match=f"{text} is on the meta device, and its values are needed"):
+                train.init(given)
+
+    ranks(2).run(run)
