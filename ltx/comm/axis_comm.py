@@ -160,6 +160,10 @@ class AxisComm:
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
 
+    def is_of_buckets(self, place: str) -> bool:
+        """Whether ranks that compare something at `place` do so for a bucket channel."""
+        return any(place.startswith(f"{channel.address}/") for channel in self._phases)
+
     def is_later_phase(self, channel: Channel) -> bool:
         """Whether `channel` is that of a second or later collective of each bucket."""
         return channel in self._phases[1:]
@@ -304,8 +308,13 @@ class AxisComm:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
         elif known is None:
             signature = describe()
-            known = Agreement(signature, signature.fingerprint, self.negotiation.compare(channel, signature, offer()))
-            self._known[key] = known
+            if channel in self._phases:
+                phase = self._phases.index(channel)
+                with self.recovery.leaving_with_peers():
+                    value = self.negotiation.compare(self._phases[phase], signature, offer())
+            else:
+                value = self.negotiation.compare(channel, signature, offer())
+            known = self._known[key] = Agreement(signature, signature.fingerprint, value)
         return known
 
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:

@@ -108,7 +108,7 @@ class Negotiation:
         self._refuse_silent()
         self._refuse_elsewhere(place, post)
         self._refuse_lost(place, post)
-        if self._recovery.inside:
+        if self._recovery.inside or self._comm.is_of_buckets(place):
             self._recovery.check_aborted()
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)

@@ -99,14 +99,32 @@ class Recovery:
     def enter(self) -> BackwardPass:
         """A pass begins. If the engine has dropped an earlier one, it is found here."""
         entered = BackwardPass()
+        self._find_dropped(entered.task)
+        self._under_way.append(entered)
+        return entered
+
+    def _find_dropped(self, task: int) -> None:
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
         # One that is under way in the same run of the engine, or in one around it, goes on beside this one.
-        alive = (entered.task, *_enclosing)
+        alive = (task, *_enclosing)
         if any(earlier.task == -1 or earlier.task not in alive for earlier in self._under_way):
             self.leave("something was raised in it")
             self._under_way = []
-        self._under_way.append(entered)
-        return entered
+
+    @contextmanager
+    def leaving_with_peers(self) -> Iterator[None]:
+        """Surrounds a comparison on a bucket channel.
+
+        Ranks compare by the number of collectives that they have issued, which differ where some have left the last
+        pass halfway. So all recover first. A rank that learns in the comparison that its peers have left leaves too.
+        """
+        self._find_dropped(torch._C._current_graph_task_id())
+        self.recover()
+        try:
+            yield
+        except DeadlockDetectedError as error:
+            self.abort(error)
+            raise
 
     def flush_others(self, mine: BackwardPass) -> None:
         """Wait for what other passes have issued, before `mine` issues more.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ltx
 from ltx import comm
-from ltx.errors import CollectiveTimeoutError, LtxError, ReplicaDivergedError
+from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
 from tests.forks import Ranks
 
 from .conftest import OnFreshAxis
@@ -107,3 +107,48 @@ def test_left_again_and_again(torn: OnFreshAxis) -> None:
     for found, counts in torn(run):
         assert found == [1.5] * 5
         assert len(set(counts[1:])) == 1
+
+
+def _of_two_buckets(fails: bool) -> float:
+    """The gradient of a step of two buckets; if `fails`, the backward pass raises between them."""
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = (1.0 + ltx.axis_index()) * params["first"]
+        if fails:
+            hidden.register_hook(lambda _: 1 // 0)
+        return (hidden + params["last"]).sum()
+
+    strategy = ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)
+    step = ltx.data_parallel(loss, strategy)
+    params = {name: torch.ones(2, requires_grad=True) for name in ("first", "last")}
+    step(params).backward()
+    return float(params["first"].grad[0])  # type: ignore[index]
+
+
+def test_a_new_plan_after_ranks_have_issued_unequal_numbers(torn: OnFreshAxis) -> None:
+    def run() -> tuple[str, float]:
+        _of_two_buckets(fails=False)
+        with pytest.raises((ZeroDivisionError, DeadlockDetectedError)) as caught:
+            _of_two_buckets(fails=_axis_comm().rank == 1)
+        return type(caught.value).__name__, _gradient()
+
+    results = torn(run)
+    assert [name for name, _ in results] == ["DeadlockDetectedError", "ZeroDivisionError"]
+    assert [gradient for _, gradient in results] == [1.5, 1.5]
+
+
+def test_a_new_plan_on_a_rank_that_does_not_know_that_its_peer_has_left(torn: OnFreshAxis) -> None:
+    def run() -> tuple[str, float]:
+        _of_two_buckets(fails=False)
+        said = ""
+        if _axis_comm().rank == 1:
+            _axis_comm().recovery.leave("an interrupt")
+        else:
+            with pytest.raises(DeadlockDetectedError) as caught:
+                _gradient()
+            said = str(caught.value)
+        return said, _gradient()
+
+    (said, mine), (_, other) = torn(run)
+    assert "rank 1 has left a backward pass on axis 'data' halfway (an interrupt)" in said
+    assert (mine, other) == (1.5, 1.5)
