@@ -5,6 +5,7 @@ Ranks that save because the store is gone exchange values through a file in the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -108,7 +109,9 @@ class Together:
                 f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
                 f"{said_of(error)[1]}"
             ) from error
-        self._exchange = self.comm.exchange_in(self._folder)
+        # Through a file, for when the store is gone.
+        name = hashlib.sha1(f"{self.comm.label} of {self.comm.heartbeat.world}".encode()).hexdigest()[:12]
+        self._exchange = self.comm.store_exchange.in_file(self._folder / f".ltx-exchange-{name}", self.comm.lost)
         told = self._exchange.exchange(place, [what, value], self.operation)
         if any(theirs != what for theirs, _ in told):
             values = {rank: theirs for rank, (theirs, _) in enumerate(told)}

@@ -10,9 +10,8 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ltx.backings import GroupBacking, Part
 from ltx.comm.backends import backends_of
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
+from ltx.comm.communicator import BUCKETS
 from ltx.comm.debug import under_way
 from ltx.comm.drain_background import drain_background
 from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
@@ -34,9 +34,9 @@ from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Later, Recovery, Unread
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.streams import CommStream, HostCopy, is_captured
+from ltx.comm.streams import CommStream, HostCopy, refuse_capture
 from ltx.comm.transports.open_shared_memory import open_transport
-from ltx.errors import LtxError, PeerLostError, UnsupportedError, WorldError
+from ltx.errors import LtxError, PeerLostError, WorldError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 _HISTORY = 1024  # collectives in the background that are remembered
@@ -127,7 +127,7 @@ class AxisComm:
     def open_phases(self, count: int) -> None:
         """Open bucket channels until there are `count`. Opening waits for all ranks, so all must call this together."""
         while len(self._phases) < count:
-            name = f"buckets {len(self._phases)}"
+            name = f"{BUCKETS}{len(self._phases)}"
             made = self._open_channel(name, transports=True, generation=self.recovery.generation, in_turn=True)
             self._phases.append(made)
 
@@ -159,10 +159,6 @@ class AxisComm:
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
-
-    def is_of_buckets(self, place: str) -> bool:
-        """Whether ranks that compare something at `place` do so for a bucket channel."""
-        return any(place.startswith(f"{channel.address}/") for channel in self._phases)
 
     def is_later_phase(self, channel: Channel) -> bool:
         """Whether `channel` is that of a second or later collective of each bucket."""
@@ -296,24 +292,16 @@ class AxisComm:
             UnsupportedError: a CUDA graph is captured.
         """
         self.check_not_forked()
-        if is_captured():
-            raise UnsupportedError(
-                f"rank {self.rank}: {describe().brief} on axis {self.name!r} was called in the capture of a CUDA "
-                "graph. ltx compares what ranks issue, and reads their step summary, on the host; replays of a graph "
-                "would leave that out. Capture what computes alone: "
-                'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
-            )
+        refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
         elif known is None:
             signature = describe()
-            if channel in self._phases:
-                phase = self._phases.index(channel)
-                with self.recovery.leaving_with_peers():
-                    value = self.negotiation.compare(self._phases[phase], signature, offer())
-            else:
-                value = self.negotiation.compare(channel, signature, offer())
+            phase = self._phases.index(channel) if channel in self._phases else None
+            with nullcontext() if phase is None else self.recovery.leaving_with_peers():
+                on = channel if phase is None else self._phases[phase]  # which may be a new one
+                value = self.negotiation.compare(on, signature, offer())
             known = self._known[key] = Agreement(signature, signature.fingerprint, value)
         return known
 
@@ -347,11 +335,6 @@ class AxisComm:
         )
         for channel in self.channels:
             channel.failed = self._fork_error
-
-    def exchange_in(self, folder: Path) -> StoreExchange:
-        """An exchange through a file in `folder`, which all ranks see, for when the store is gone."""
-        name = hashlib.sha1(f"{self.label} of {self.heartbeat.world}".encode()).hexdigest()[:12]
-        return self.store_exchange.in_file(folder / f".ltx-exchange-{name}", self.lost)
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""

@@ -11,6 +11,9 @@ from ltx.comm.recovery import Later, Recovery
 from ltx.comm.signature import Agreement
 from ltx.comm.store_exchange import StoreExchange
 
+#: How the names and addresses of bucket channels begin.
+BUCKETS = "buckets "
+
 
 class ComparedChannel(Protocol):
     """:class:`ltx.comm.channel.Channel`, as far as its collectives are compared."""
@@ -47,8 +50,6 @@ class Communicator(Protocol):
 
     @property
     def channels(self) -> Sequence[ComparedChannel]: ...
-
-    def is_of_buckets(self, place: str) -> bool: ...
 
     def is_later_phase(self, channel: Any) -> bool: ...
 

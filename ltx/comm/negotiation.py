@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ltx.comm.communicator import Communicator, ComparedChannel
+from ltx.comm.communicator import BUCKETS, Communicator, ComparedChannel
 from ltx.comm.deadlock import FREE_THREAD, PATIENCE_S
 from ltx.comm.debug import CHECKS, called, caller, under_way
 from ltx.comm.signature import Post, Signature, explain_posts
@@ -108,7 +108,7 @@ class Negotiation:
         self._refuse_silent()
         self._refuse_elsewhere(place, post)
         self._refuse_lost(place, post)
-        if self._recovery.inside or self._comm.is_of_buckets(place):
+        if self._recovery.inside or place.startswith(BUCKETS):
             self._recovery.check_aborted()
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from ltx.comm import ledger
+from ltx.errors import UnsupportedError
 
 
 class Fence(Protocol):
@@ -109,6 +110,15 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def is_captured() -> bool:
-    """Whether what is enqueued on the current stream now goes into a CUDA graph, and isn't done."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def refuse_capture(what: Callable[[], str]) -> None:
+    """Raise if what is enqueued on the current stream now goes into a CUDA graph, and isn't done.
+
+    Raises:
+        UnsupportedError: so it is; `what` says what was called.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{what()} was called in the capture of a CUDA graph. ltx compares what ranks issue, and reads their step "
+            "summary, on the host; replays of a graph would leave that out. Capture what computes alone: "
+            'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
+        )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.comm.deadlock import FREE_THREAD, Told, Wait, stuck
+from ltx.comm.deadlock import FREE_THREAD, Told, ThreadWait, stuck
 from ltx.errors import RankMismatchError
 
 Started = Callable[..., Any]
@@ -158,11 +158,11 @@ def test_ranks_that_are_slow(sockets: bool, started: Started) -> None:
 # --- what is told, and what follows ----------------------------------------------------------------------------------
 
 
-def waiting(thread: int, key: str, number: int, ranks: int = 2) -> Wait:
-    return Wait(thread, 0, key, number, list(range(ranks)), f"{key} {number}")
+def waiting(thread: int, key: str, number: int, ranks: int = 2) -> ThreadWait:
+    return ThreadWait(thread, 0, key, number, list(range(ranks)), f"{key} {number}")
 
 
-def told(*waits: Wait, **counts: tuple[int, list[int]]) -> Told:
+def told(*waits: ThreadWait, **counts: tuple[int, list[int]]) -> Told:
     return Told(list(waits), counts)
 
 
@@ -201,7 +201,7 @@ def test_threads_that_wait_crosswise() -> None:
 def test_a_ring_of_three() -> None:
     def rank(i: int, **more: tuple[int, list[int]]) -> Told:
         mine, next_one = f"axis{i}", (i + 1) % 3
-        wait = Wait(1, 0, mine, 1, sorted([i, next_one]), mine)
+        wait = ThreadWait(1, 0, mine, 1, sorted([i, next_one]), mine)
         return told(wait, **{mine: (1, [1]), f"axis{(i - 1) % 3}": (0, [1])})
 
     ring = {i: rank(i) for i in range(3)}
@@ -216,7 +216,7 @@ def test_a_third_that_computes_does_not_help_the_other_two() -> None:
 
 
 def test_who_waits_for_those_in_a_deadlock_is_in_it() -> None:
-    third = Told([Wait(1, 0, "c", 1, [0, 2], "c")], {"c": (1, [1])})
+    third = Told([ThreadWait(1, 0, "c", 1, [0, 2], "c")], {"c": (1, [1])})
     first = Told(IN_A.waits, {**IN_A.counts, "c": (0, [1])})
     assert set(stuck({0: first, 1: IN_B, 2: third})) == {(0, 1), (1, 1), (2, 1)}
 

@@ -13,9 +13,8 @@ norm of its own gradient.
 clipping and weight decay. `zero` is one seed only, to see that it is `ddp`. `alone` sends nothing: each rank trains on
 its own part of every batch, and the models' mean is taken at the end.
 
-Bytes are those that rank 0 sends in all, from ltx.profile.explain. Every run is written to the results file as it ends,
-and one that stands there with the same settings isn't repeated; `--fresh` begins anew. The notebook 03_strategies reads
-that file.
+Bytes are those that rank 0 sends in all, from ltx.profile.explain. A run that stands in the results file with the same
+settings isn't repeated; `--fresh` begins anew. The notebook 03_strategies reads that file.
 """
 
 from __future__ import annotations
@@ -47,13 +46,12 @@ SEEDS = (0, 1)
 RANKS = (8, 64)
 STUDIED = ("digits", "digits by label", "gpt")
 RESULTS = Path(__file__).parent / "strategies.json"
+KEYS = ("task", "ranks", "strategy", "made", "settings")  # of bytes sent
 
-#: Validation losses are taken every so many steps.
-EVERY = 10
+EVERY = 10  # steps between validation losses
 #: On every so many of the held-out samples, but after the last step.
 PART = {"digits": 1, "digits by label": 1, "gpt": 4}
-#: The target of a task and world, by ddp's last loss.
-TARGET = 1.05
+TARGET = 1.05  # by ddp's last loss
 
 #: Peak learning rates of Adam, without weight decay and clipping. Its eps is large because qadam freezes the second
 #: moment after the warm-up: where that is next to nothing (pixels that are always white), a small one lets rounding
@@ -219,9 +217,6 @@ def _settings(case: Case) -> dict[str, Any]:
     return {**asdict(case), "made": repr(row.make(settings, case.ranks)), "settings": asdict(settings), **more}
 
 
-# --- the results file -------------------------------------------------------------------------------------------------
-
-
 def load(path: Path = RESULTS) -> dict[str, Any]:
     """The results file: torch's version, the runs, and bytes sent by task, ranks and strategy."""
     found: dict[str, Any] = json.loads(path.read_text())
@@ -338,11 +333,7 @@ def main() -> None:
         _save(arguments.out, runs, traffic)
 
     for case in wanted:
-        key = {
-            name: value
-            for name, value in _settings(case).items()
-            if name in ("task", "ranks", "strategy", "made", "settings")
-        }
+        key = {name: value for name, value in _settings(case).items() if name in KEYS}
         if not _of(traffic, **json.loads(json.dumps(key))):
             total = sent(task_of(case.task), case.strategy, case.ranks)
             where = {name: key[name] for name in ("task", "ranks", "strategy")}
