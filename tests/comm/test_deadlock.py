@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.comm.deadlock import FREE_THREAD, Told, ThreadWait, stuck
+from ltx.comm.deadlock import FREE_THREAD, ThreadWait, Told, stuck
 from ltx.errors import RankMismatchError
 
 Started = Callable[..., Any]
