@@ -48,6 +48,9 @@ def elastic(
     given state and position, and have the world that :func:`ltx.world` tells then. Where there is no room (`max_ranks`,
     or a step's samples can't be shared out among so many and all fewer) a newcomer waits until there is.
 
+    On accelerators the host doesn't run ahead: before the optimizer of a step runs, it waits until all ranks have all
+    gradients. So the state before the step is whole where they haven't.
+
     They regroup through the store of the first world. The launcher hosts it under torchrun and ``ltx run``, else rank
     0's process: without that one the others can't go on, and say so. ``ltx run`` and torchrun end all ranks
     when one of them dies, and start them anew with ``--max-restarts``; then, as after any other new start, training
