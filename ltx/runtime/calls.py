@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -42,7 +42,7 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
     Warns:
         UserWarning: the function itself carries more than :data:`LARGE_BYTES` along.
     """
-    pickler = _Pickler(_module_name(fn))
+    pickler = _Pickler(number, _module_name(fn))
     try:
         pickler.dump(Call(number))
         pickler.dump(fn)
@@ -76,22 +76,24 @@ class _Pickler(Pickler):
         sources: what is in no file: by name, what to call it and its lines.
     """
 
-    def __init__(self, own_module: str):
+    def __init__(self, number: int, own_module: str):
         super().__init__()
+        self._number = number
         self.sources: dict[str, tuple[str, list[str]]] = {}
         self._seen: set[str] = set()
         self._registered: list[str] = []
         self._look_at(own_module, importable=False)
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _Globals):
+            return _new_globals, (self._number, dict(obj))
         if isinstance(obj, FunctionType | type):
             self._look_at(getattr(obj, "__module__", None) or "")
         if isinstance(obj, functools._lru_cache_wrapper) and self._goes_by_value(obj):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, FunctionType):
             if self._goes_by_value(obj):
-                # Without __name__: torch.compile would look for globals in a module of that name, which lacks them.
-                self.globals_ref.setdefault(id(obj.__globals__), {"__package__": obj.__globals__.get("__package__")})
+                self.globals_ref.setdefault(id(obj.__globals__), _Globals(obj.__globals__))
             name = obj.__code__.co_filename
             entry = linecache.cache.get(name)
             if entry is not None and len(entry) == 4 and entry[1] is None:  # no time of change: it isn't a file
@@ -120,6 +122,32 @@ class _Pickler(Pickler):
         if not importable and name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self._registered.append(name)
+
+
+class _Globals(dict[str, Any]):
+    """The globals of functions that go by value: none yet. On the worker they are those of a new module."""
+
+    def __init__(self, of: dict[str, Any]):
+        super().__init__({key: of.get(key) for key in ("__name__", "__package__", "__path__", "__file__") if key in of})
+
+
+#: How the names of such modules begin.
+_SENT = "ltx_call_"
+
+
+def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
+    """The globals of a module for the functions that call `number` brings along; `said`: what theirs say of theirs.
+
+    torch.compile looks for a function's globals in the module that they name. It finds these there, and would find
+    others, or none, in the worker's own module of that name. Modules of earlier calls go.
+    """
+    mine = f"{_SENT}{number}_"
+    for other in [other for other in sys.modules if other.startswith(_SENT) and not other.startswith(mine)]:
+        del sys.modules[other]
+    module = ModuleType(mine + str(said.get("__name__")).replace(".", "_"))
+    vars(module).update({key: value for key, value in said.items() if key != "__name__"})
+    sys.modules[module.__name__] = module
+    return vars(module)
 
 
 def _cell_of(name: str) -> str:

@@ -97,12 +97,16 @@ def test_what_goes_by_value_can_be_compiled(
     """Dynamo looks for the globals of a function that it inlines in its module, which workers don't have."""
     own = modules(
         "there_own",
-        "import torch, ltx\nSCALE = 2.0\ndef loss(x): return ltx.psum(SCALE * x.square().sum())\n"
+        "import functools, torch, ltx\nSCALE = 2.0\n"
+        "def loss(x):\n    @functools.wraps(max)\n    def square(x): return SCALE * x.square()\n"
+        "    return ltx.psum(square(x).sum())\n"
+        "def file(): return __file__\n"
         "def f(x): return torch.compile(torch.func.grad(loss), fullgraph=True, backend='eager')(x)\n",
     )
     for scale in (2.0, 3.0):
         vars(own)["SCALE"] = scale
         assert ranks(2).run(own.f, torch.ones(1)).replicated() == 4 * scale
+    assert ranks(2).run(own.file).replicated() == own.__file__
 
 
 def test_what_a_function_carries_along_is_warned_about() -> None:
