@@ -107,7 +107,9 @@ def measured(hook: hooks.CommHook, device: torch.device, shape: tuple[int, int] 
 
     try:
         once()
-    except Exception:  # a strategy's hook, of more than gradients
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a strategy's hook, of more than gradients: :func:`codec` names it
         return None
     return _median(once, device) / grad.numel()
 

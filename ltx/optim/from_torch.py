@@ -278,7 +278,7 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
     params = [x.clone() for x in tensors[count : 2 * count]]
     # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's other paths.
     news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
-    # Compilers make one kernel of an operation on lists, in a third of the time. Transforms have no rules for them.
+    # Compilers make one kernel of an operation on lists, and take less time for it. Transforms have no rules for them.
     traced_in_lists = torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
     with torch.no_grad():
         # Neither path reads a number off a tensor.
