@@ -56,8 +56,8 @@ from ltx.collectives import (
 from ltx.comm import axis_from_group, debug_checks
 
 # --- world and running
-from ltx.runtime.init import init, shutdown, to_device, world
-from ltx.runtime.world import World
+from ltx.runtime.init import init, to_device
+from ltx.runtime.world import World, shutdown, world
 from ltx.simulated import vmap
 
 # --- strategies

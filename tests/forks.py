@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.runtime.init import forget
 from ltx.runtime.membership import Membership
+from ltx.runtime.world import forget
 from tests.streams import backend
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from ltx.runtime.placement import LOOPBACK, loopback_listener
+from ltx.runtime.environments import LOOPBACK, loopback_listener
 
 #: The name under which torch's launcher finds :class:`LoopbackRendezvous`.
 LOOPBACK_RENDEZVOUS = "ltx-loopback"

@@ -28,10 +28,9 @@ import torch.distributed as dist
 
 from ltx import collectives
 from ltx.errors import LtxError
-from ltx.runtime import slurm
+from ltx.runtime.environments import Placement, why_no_slurm_task
 from ltx.runtime.init import init
 from ltx.runtime.launchers import LAUNCHERS, launcher_of, placement_from_env
-from ltx.runtime.placement import Placement
 from ltx.runtime.pool import Pool
 from ltx.runtime.world import world_of
 
@@ -107,7 +106,7 @@ def _world(environ: Mapping[str, str], placement: Placement) -> list[Finding]:
     why = f"{placement.launcher}, by {', '.join(found)}" if found else "none, so a world of one"
     absent = dict.fromkeys(mark for row in LAUNCHERS for mark in row.marks if mark not in environ)
     findings = [Finding("world", "launcher", why), Finding("world", "not set", ", ".join(absent))]
-    if launcher is None and (no_task := slurm.why_no_task(environ)):
+    if launcher is None and (no_task := why_no_slurm_task(environ)):
         findings.append(Finding("world", "slurm", no_task))
     world = world_of(placement)
     on_node = f"node {world.node_rank} of {world.num_nodes}, local rank {world.local_rank} of {placement.local_size}"

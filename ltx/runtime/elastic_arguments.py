@@ -11,9 +11,9 @@ from typing import Any
 from ltx import tree
 from ltx.comm.signature import Signature
 from ltx.errors import InputError, StrategyError, UnsupportedError
-from ltx.runtime import init
-from ltx.runtime.placement import Placement
-from ltx.runtime.world import World
+from ltx.runtime import world as worlds
+from ltx.runtime.environments import Placement
+from ltx.runtime.world import World, settings_of_world
 from ltx.training.data_position import DataPosition
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.train_step import TrainStep
@@ -45,7 +45,7 @@ class Arguments:
 
     def check(self, state: TrainState, position: DataPosition) -> None:
         """Raise where a loss of ranks would find that training can't go on."""
-        world, joins = init.world(), _joins()
+        world, joins = worlds.world(), _joins()
         for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
             value = getattr(self, name)
             if value is None and name == "max_ranks":
@@ -69,7 +69,7 @@ class Arguments:
             raise UnsupportedError(
                 f"elastic: the step is on {axis!r}, which a new world doesn't have. Leave axis= out, or give its name."
             )
-        mesh = init.settings().get("mesh", ())
+        mesh = settings_of_world().get("mesh", ())
         if len(mesh) > 1:
             raise UnsupportedError(
                 f"elastic: the world has the axes {dict(mesh)}, and those that are left after a loss don't fill such a "
@@ -91,7 +91,7 @@ class Arguments:
 
     def entrance(self, state: TrainState, position: DataPosition) -> Signature:
         """What newcomers have to agree on with those that are there, besides the program."""
-        settings = init.settings()
+        settings = settings_of_world()
         parts = ("params", "frozen", "buffers", "opt_state")
         leaves = zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True)
         found = {path: leaf for path, leaf in leaves if path.partition(".")[0] in parts}
@@ -116,7 +116,7 @@ def ones_own(state: TrainState) -> list[str]:
 
 def _joins() -> bool:
     """Whether this process is to be taken into a run of others."""
-    return init.settings().get("placement", Placement("none")).joins is not None
+    return settings_of_world().get("placement", Placement("none")).joins is not None
 
 
 def check_same_data(saved: DataPosition, given: DataPosition) -> None:

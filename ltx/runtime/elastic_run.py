@@ -22,11 +22,12 @@ from ltx.errors import (
     ReplicaDivergedError,
     WorldError,
 )
-from ltx.runtime import init
 from ltx.runtime.elastic_arguments import Arguments, check_same_data, ones_own
+from ltx.runtime.environments import Placement
 from ltx.runtime.groups import store_of, use_store, worlds_so_far
+from ltx.runtime.init import reform
 from ltx.runtime.membership import Membership, begin_run
-from ltx.runtime.placement import Placement
+from ltx.runtime.world import abandon, settings_of_world, world
 from ltx.training.data_position import DataPosition
 from ltx.training.replicas import fingerprint
 from ltx.training.train_state import TrainState
@@ -77,7 +78,7 @@ class ElasticRun(Arguments):
 
     def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
         """Train, and make a new world after each loss."""
-        settings = init.settings()
+        settings = settings_of_world()
         place = settings.get("placement", Placement("none"))
         way = _Way(_At(state, position), settings, place, has_state=place.joins is None)
         over = False
@@ -96,7 +97,7 @@ class ElasticRun(Arguments):
                 except (*LOSSES, _NewcomersError) as loss:
                     self._regroup(way, loss)
         except BaseException as error:  # the others shall not wait for this rank
-            init.abandon(error)
+            abandon(error)
             raise
         finally:
             if way.membership is not None:
@@ -149,9 +150,9 @@ class ElasticRun(Arguments):
             way.place, entrance, self.meeting_timeout.total_seconds(), _heartbeat_s(way)
         )
         place = way.membership.be_taken(way.place)
-        if place.local_rank != way.place.local_rank and init.world().device.type == "cuda":
+        if place.local_rank != way.place.local_rank and world().device.type == "cuda":
             raise WorldError(
-                f"rank {place.rank}: this newcomer computes on {init.world().device}, as another rank of its node "
+                f"rank {place.rank}: this newcomer computes on {world().device}, as another rank of its node "
                 f"does. Set LOCAL_RANK to one that is free, such as {place.local_rank}."
             )
         way.begun = True
@@ -215,7 +216,7 @@ class ElasticRun(Arguments):
         if membership is None or way.futile > _PATIENCE:
             raise loss
         before = set(membership.members)
-        init.abandon(loss)
+        abandon(loss)
         _let_go_of_frames(loss)
         place = membership.regroup(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
         if place is None:
@@ -237,9 +238,9 @@ class ElasticRun(Arguments):
         assert way.membership is not None
         use_store(way.membership.world_store(), place)
         way.place = place
-        world = init.reform(way.settings, way.membership.worlds, place)
+        new_world = reform(way.settings, way.membership.worlds, place)
         for callback in self.on_reset:
-            callback(world)
+            callback(new_world)
         hold: tuple[str, str | None] = ("", None)
         if way.hold is not None:
             from ltx.checkpoint import runs  # takes a while
@@ -308,7 +309,7 @@ def _let_go_of_frames(loss: BaseException | None) -> None:
 
 def _lost_on(axis: Any) -> Callable[[], list[int]]:
     """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
-    if not init.settings():
+    if not settings_of_world():
         return list
     axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
     return list if axis_comm is None else axis_comm.gone

@@ -22,14 +22,13 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.axis import Axis
-from ltx.comm import open_axis
+from ltx.comm import close_axis, open_axis
 from ltx.comm.backends import HOST_BLOCKING
 from ltx.comm.process_groups import connect_limit, set_error_handling
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.errors import WorldError
+from ltx.runtime.environments import Placement, is_loopback, loopback_listener
 from ltx.runtime.launchers import UNSURE
-from ltx.runtime.placement import Placement, is_loopback, loopback_listener
-from ltx.runtime.release_groups import _close, _destroy, _destroy_subgroup
 from ltx.runtime.world import World, world_of
 
 #: The sizes of a world's axes by name, outermost first.
@@ -284,10 +283,29 @@ def open_axes(
                     undo.callback(_destroy_subgroup, made)
         assert group is not None
         axes.append(open_axis(name, group, timeout, heartbeat.total_seconds()))
-        undo.callback(_close, axes[-1], dist.group.WORLD)
+        undo.callback(close_ended, axes[-1], dist.group.WORLD)
     whole = next((axis for axis in axes if axis.size == world.size), None)
     if whole is None and dist.group.WORLD is not None:
         name = f"({', '.join(name for name, _ in mesh)})"
         whole = open_axis(name, dist.group.WORLD, timeout, heartbeat.total_seconds())
-        undo.callback(_close, whole, dist.group.WORLD)
+        undo.callback(close_ended, whole, dist.group.WORLD)
     return tuple(axes), whole if len(axes) > 1 else None
+
+
+def _destroy(group: Any) -> None:
+    if dist.is_initialized() and dist.group.WORLD is group:  # else the user has destroyed it
+        dist.destroy_process_group()
+
+
+def close_ended(axis: Axis, world_group: Any) -> None:
+    """Close an axis whose process groups may have been destroyed."""
+    try:
+        close_axis(axis)
+    except ValueError:  # its process groups are gone: right if the user has destroyed them all
+        if dist.is_initialized() and dist.group.WORLD is world_group:
+            raise
+
+
+def _destroy_subgroup(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)

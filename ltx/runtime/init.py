@@ -8,11 +8,13 @@ what was done.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
-import warnings
+import sys
+import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,45 +23,34 @@ import torch.distributed as dist
 
 from ltx import comm
 from ltx import tree as trees
-from ltx.arguments import checked
+from ltx.arguments import brief, checked
 from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
-from ltx.errors import PeerLostError, TreeError, WorldError, message_of
-from ltx.runtime.failures import note_failure, note_uncaught
-from ltx.runtime.groups import adopted_world, check_mesh, finish_setup, make_group, number_next_world, open_axes
-from ltx.runtime.init_arguments import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, asked_settings, check_same
+from ltx.errors import TreeError, WorldError
+from ltx.runtime.environments import Placement
+from ltx.runtime.failures import note_uncaught
+from ltx.runtime.groups import (
+    adopted_world,
+    check_mesh,
+    close_ended,
+    finish_setup,
+    make_group,
+    number_next_world,
+    open_axes,
+)
 from ltx.runtime.launchers import (
     JOIN_VARIABLE,
     placement_beside_group,
     placement_from_arguments,
     placement_from_env,
 )
-from ltx.runtime.placement import Placement
-from ltx.runtime.release_groups import close_others, let_go
-from ltx.runtime.world import World, world_of
+from ltx.runtime.world import Session, World, abandon, forget, process, shutdown, world, world_of
 from ltx.typing import Tree
 
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+DEFAULT_HEARTBEAT = timedelta(seconds=comm.DEFAULT_HEARTBEAT_S)
 
-@dataclass
-class _Session:
-    """What one ``init`` set up: its world and settings, how to undo it, and how many ``init()`` calls share it."""
-
-    world: World
-    settings: dict[str, Any]
-    teardown: ExitStack
-    holds: int = 1
-    before: tuple[World, ...] = ()  # the worlds that this one replaced: a `with` block on one of them holds this one
-    pid: int = field(default_factory=os.getpid)
-
-
-@dataclass
-class _Process:
-    """What is up in this process: process-wide, because process groups and axes are."""
-
-    session: _Session | None = None
-    replaced: _Session | None = None  # its successor couldn't be set up
-
-
-_process = _Process()
+# How long letting go of process groups may hold a rank up (see `_let_go`).
+_LET_GO_S = 2.0
 
 
 @checked("backend")
@@ -119,13 +110,13 @@ def init(
         ...     world.size, ltx.psum(torch.tensor(3.0))
         (1, tensor(3.))
     """
-    asked = asked_settings(strategy, backend, timeout, mesh, heartbeat_timeout)
+    asked = _asked_settings(strategy, backend, timeout, mesh, heartbeat_timeout)
     told = placement_from_arguments(rank, size, master, local_rank, local_size)
     if told is not None and told.master is not None and JOIN_VARIABLE in os.environ:
         told = None  # a newcomer runs the program of the ranks that are there, and has no rank yet
     if told is not None:
         asked["placement"] = told
-    session = _process.session
+    session = process.session
     if session is not None and session.pid != os.getpid():
         if dist.is_initialized():
             raise WorldError(
@@ -136,39 +127,15 @@ def init(
         session = None
         forget()
     if session is None:
-        session = _process.session = _start(asked)
-        _process.replaced = None
+        session = process.session = _start(asked)
+        process.replaced = None
         note_uncaught(abandon)
         atexit.unregister(shutdown)  # once, and before anything registered earlier
         atexit.register(shutdown)
     else:
-        check_same(asked, session.settings, session.world.rank)
+        _check_same(asked, session.settings, session.world.rank)
         session.holds += 1
     return session.world
-
-
-def shutdown() -> None:
-    """Take down what :func:`init` set up: axes, and the process group unless it was adopted. Does nothing otherwise.
-
-    It runs by itself when a process ends, since one that ends without it is aborted by gloo. :func:`init` works again
-    afterwards.
-    """
-    session, _process.session = _process.session, None
-    if session is not None and session.pid == os.getpid():  # a fork has none of the groups' threads
-        session.teardown.close()
-
-
-def abandon(error: BaseException) -> None:
-    """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
-    for axis in comm.open_axes():
-        if axis.comm is not None:
-            why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
-            axis.comm.recovery.abandon(why, lost)
-
-
-def forget() -> None:
-    """In a fork: the world that is up is the parent's."""
-    _process.session = _process.replaced = None
 
 
 def renew(count: int) -> None:
@@ -178,19 +145,14 @@ def renew(count: int) -> None:
         count: which world of this process it is, a number above all before, equal on all ranks. They may have counted
             differently.
     """
-    session = _process.session
+    session = process.session
     settings = dict(session.settings) if session is not None else {}
     settings.pop("placement", None)  # as the environment says
     shutdown()
     if dist.is_initialized():  # the user's own, which failed too
         dist.destroy_process_group()
     number_next_world(count)
-    _process.session = _start(settings)
-
-
-def settings() -> dict[str, Any]:
-    """What the world that is up was set up with; empty if none is."""
-    return dict(_process.session.settings) if _process.session is not None else {}
+    process.session = _start(settings)
 
 
 def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
@@ -201,26 +163,15 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
         count: as in :func:`renew`.
         placement: where this process is in the new one.
     """
-    old = _process.replaced = _process.session or _process.replaced
+    old = process.replaced = process.session or process.replaced
     shutdown()
     number_next_world(count)
     mesh = ((asked["mesh"][0][0], placement.size),)
-    _process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
+    process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
     if old is not None:
         session.before, session.holds = (*old.before, old.world), old.holds
-    _process.replaced = None
+    process.replaced = None
     return session.world
-
-
-def world() -> World:
-    """The world that :func:`init` set up; a world of one if it hasn't.
-
-    Example:
-        >>> import ltx
-        >>> ltx.world().rank
-        0
-    """
-    return _process.session.world if _process.session else world_of(Placement("none"))
 
 
 def to_device(tree: Tree) -> Tree:
@@ -245,35 +196,7 @@ def to_device(tree: Tree) -> Tree:
     return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
 
 
-def check_current(entered: World) -> None:
-    """Raise unless `entered` is the world that is up: one that was pickled, or has ended, can't be entered."""
-    if _process.session is None or _process.session.world is not entered:
-        raise WorldError(
-            f"rank {entered.rank}: this World isn't the one that is initialised now, so it can't be entered. "
-            "Write `with ltx.init(...) as world:`."
-        )
-
-
-def release(left: World, error: BaseException | None = None) -> None:
-    """The end of a ``with`` block on `left`, by `error` or not: take the world down unless another call holds it."""
-    session = _process.session
-    if session is not None and any(known is left for known in (session.world, *session.before)):
-        session.holds -= 1
-        if session.holds == 0:
-            if error is not None:
-                note_failure(error)
-                abandon(error)
-            elif getattr(session.settings.get("placement"), "joins", None) is not None:
-                warnings.warn(
-                    "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
-                    "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            shutdown()
-
-
-def _start(asked: Mapping[str, Any]) -> _Session:
+def _start(asked: Mapping[str, Any]) -> Session:
     with ExitStack() as undo:
         timeout = asked.get("timeout", DEFAULT_TIMEOUT)
         heartbeat = asked.get("heartbeat_timeout", DEFAULT_HEARTBEAT)
@@ -291,7 +214,7 @@ def _start(asked: Mapping[str, Any]) -> _Session:
         if world.device.index is not None:
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
-        undo.callback(let_go, held)  # what is pushed first is undone last
+        undo.callback(_let_go, held)  # what is pushed first is undone last
         store = None
         if not dist.is_initialized() and placement.master is not None:
             store = make_group(placement, world, timeout, undo)
@@ -301,7 +224,7 @@ def _start(asked: Mapping[str, Any]) -> _Session:
             axes, whole = tuple(Axis(name, size) for name, size in mesh), None
         undo.callback(set_world_axes, ())
         set_world_axes(axes, whole)
-        undo.callback(close_others, axes if whole is None else (*axes, whole), held)
+        undo.callback(_close_others, axes if whole is None else (*axes, whole), held)
         if store is not None:
             finish_setup(store, world, placement, timeout)
         settings = {
@@ -311,4 +234,103 @@ def _start(asked: Mapping[str, Any]) -> _Session:
             "mesh": mesh,
             "placement": placement,
         }
-        return _Session(world, settings, undo.pop_all())
+        return Session(world, settings, undo.pop_all())
+
+
+def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
+    """Note what of every open axis has a process group in `held`, and close those axes that aren't among `axes`.
+
+    Collectives that are given a process group or a DeviceMesh open an axis for it.
+    """
+    everything = comm.open_axes()
+    communicators = [axis.comm for axis in everything if axis.comm is not None]
+    held.extend(one for axis_comm in communicators for one in (axis_comm, *axis_comm.channels))
+    for axis in everything:
+        if all(axis is not other for other in axes):
+            close_ended(axis, dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _let_go(held: list[Any]) -> None:
+    """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
+
+    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
+    that are left when Python ends abort the process now and then. So each of `held` loses its group here, whatever
+    still refers to it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception
+    that ended the world.
+
+    A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
+    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not
+    hang in that. So a thread waits, and is left behind after a few seconds; the end of this process then breaks the
+    connections, which the peers see at once.
+    """
+    groups = []
+    while held:
+        one = held.pop()
+        groups.extend(one.release())
+    one = None
+    if not groups:
+        return
+
+    def drop() -> None:
+        known = [weakref.ref(group) for group in groups]
+        groups.clear()
+        if any(group() is not None for group in known):
+            gc.collect()  # not without need: it keeps all threads waiting, those too that show signs of life
+
+    waiter = threading.Thread(target=drop, name="ltx-teardown", daemon=True)
+    try:
+        waiter.start()
+    except RuntimeError:  # some versions of Python start no threads while they end
+        drop()
+        return
+    waiter.join(_LET_GO_S)
+    if waiter.is_alive():
+        print(
+            "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in it "
+            "get an error when this process ends.",
+            file=sys.stderr,
+        )
+
+
+def _asked_settings(
+    strategy: Any,
+    backend: str | None,
+    timeout: timedelta,
+    mesh: Mapping[str, int] | None,
+    heartbeat: timedelta,
+) -> dict[str, Any]:
+    """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
+    if timeout is DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
+        timeout = getattr(strategy, "timeout", None) or DEFAULT_TIMEOUT
+    for name, duration in {"timeout": timeout, "heartbeat_timeout": heartbeat}.items():
+        if not isinstance(duration, timedelta) or duration <= timedelta(0):
+            raise WorldError(
+                f"{name}={brief(duration)}: expected a positive datetime.timedelta, such as timedelta(minutes=5)."
+            )
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise WorldError(
+            f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
+        )
+    asked: dict[str, Any] = {"backend": backend or getattr(strategy, "process_group_backend", None)}
+    asked["timeout"] = None if timeout is DEFAULT_TIMEOUT else timeout
+    asked["heartbeat_timeout"] = None if heartbeat is DEFAULT_HEARTBEAT else heartbeat
+    asked["mesh"] = None if mesh is None else tuple(mesh.items())
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _check_same(asked: Mapping[str, Any], settings: Mapping[str, Any], rank: int) -> None:
+    """Raise :class:`ltx.errors.WorldError` unless what is `asked` for are the `settings` of the world that is up."""
+    for name, new in asked.items():
+        old = settings[name]
+        if name == "placement":
+            name, old, new = "(rank, size, master)", _place(old), _place(new)
+        if new != old:
+            old, new = (dict(value) if name == "mesh" else value for value in (old, new))
+            raise WorldError(
+                f"rank {rank}: ltx.init was called before with {name}={old!r} and now with "
+                f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
+            )
+
+
+def _place(placement: Placement) -> tuple[Any, ...]:
+    return placement.rank, placement.size, placement.master and f"{placement.master[0]}:{placement.master[1]}"

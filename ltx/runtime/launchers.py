@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from ltx.arguments import brief
 from ltx.errors import WorldError
-from ltx.runtime import mpi, slurm
-from ltx.runtime.placement import Placement, Variables, node_of
+from ltx.runtime.environments import Placement, Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
 
 #: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
@@ -120,20 +119,23 @@ def placement_from_arguments(
             "environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT."
         )
-    where = _master_address(master, said) if master is not None or total > 1 else None
+    where = None
+    if master is not None or total > 1:
+        where = _host_and_port(master)
+        if where is None:
+            raise WorldError(
+                f'ltx.init({said}): expected master to be "host:port", the name or address of rank 0\'s node and a '
+                f'free port there, as in "10.0.0.1:29500" or "[fd00::1]:29500", got {brief(master)}.'
+            )
     return Placement("arguments", index, total, local, on_node, *node, where)
 
 
-def _master_address(master: str | None, said: str) -> tuple[str, int]:
-    """The host and port in ``"host:port"``; an IPv6 address stands in brackets."""
-    host, _, port = master.rpartition(":") if isinstance(master, str) else ("", "", "")
+def _host_and_port(text: str | None) -> tuple[str, int] | None:
+    """Those in ``"host:port"``; an IPv6 address stands in brackets. None if it isn't that."""
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
-        raise WorldError(
-            f'ltx.init({said}): expected master to be "host:port", the name or address of rank 0\'s node and a free '
-            f'port there, as in "10.0.0.1:29500" or "[fd00::1]:29500", got {brief(master)}.'
-        )
-    return host, int(port)
+    valid = host and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+    return (host, int(port)) if valid else None
 
 
 def _torchrun_placement(variables: Variables) -> Placement:
@@ -166,20 +168,19 @@ def _torchrun_placement(variables: Variables) -> Placement:
 def _joining_placement(variables: Variables) -> Placement:
     """A process that is alone until :func:`ltx.elastic` has it taken into a run."""
     said = variables.environ[JOIN_VARIABLE]
-    host, _, port = said.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
+    joins = _host_and_port(said)
+    if joins is None:
         raise WorldError(
             f'environment variable {JOIN_VARIABLE}={said!r}: expected "host:port", the MASTER_ADDR and MASTER_PORT of '
             'the ranks that train, as in "10.0.0.1:29500". Unset it to run as a world of one.'
         )
     local_rank = variables.number("LOCAL_RANK", 0, None, "the index of this process' device", 0)
-    return Placement(variables.launcher, local_rank=local_rank, joins=(host, int(port)))
+    return Placement(variables.launcher, local_rank=local_rank, joins=joins)
 
 
 _BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 _BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
-_pmi = mpi.placement(
+_pmi = mpi_placement(
     "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 )
 
@@ -208,7 +209,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "openmpi",
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         lambda env: "OMPI_COMM_WORLD_RANK" in env,
-        mpi.placement(
+        mpi_placement(
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_SIZE",
             ("OMPI_COMM_WORLD_LOCAL_RANK",),
@@ -221,7 +222,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "mvapich2",
         ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
         lambda env: "MV2_COMM_WORLD_RANK" in env,
-        mpi.placement(
+        mpi_placement(
             "MV2_COMM_WORLD_RANK",
             "MV2_COMM_WORLD_SIZE",
             ("MV2_COMM_WORLD_LOCAL_RANK",),
@@ -237,7 +238,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         _pmi,
         _BY_MPIRUN,
     ),
-    Launcher("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), slurm.is_task, slurm.placement, _BY_SRUN),
+    Launcher("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), is_slurm_task, slurm_placement, _BY_SRUN),
     Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), lambda env: "PMI_RANK" in env, _pmi, _BY_MPIRUN),
     # Job scripts set this one for what srun starts, so it alone says least.
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "WORLD_SIZE" in env, _torchrun_placement, _BY_TORCHRUN),

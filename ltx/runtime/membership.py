@@ -25,7 +25,7 @@ from ltx.comm.pickling import KEY, proof
 from ltx.comm.signature import Signature, explain_mismatch
 from ltx.comm.store_exchange import poll_until
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
-from ltx.runtime.placement import Placement
+from ltx.runtime.environments import Placement
 from ltx.runtime.regroup import Decision, Member, Regroup
 from ltx.runtime.watched import WatchedStore
 

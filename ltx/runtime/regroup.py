@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ltx.comm.store_exchange import poll_until
-from ltx.runtime.placement import Placement
+from ltx.runtime.environments import Placement
 
 
 @dataclass(frozen=True)

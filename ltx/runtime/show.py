@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ltx.arguments import checked
+from ltx.runtime.world import world
 
 T = TypeVar("T")
 
@@ -67,8 +68,6 @@ def show(*values: Any, rank: int | None = None) -> None:
         >>> ltx.show({"loss": 0.5}, rank=0)
         {'loss': 0.5}
     """
-    from ltx.runtime.init import world
-
     if rank is not None and world().rank != rank:
         return
     for value in values:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from ltx.axis import set_world_axes
 from ltx.comm.pickling import KEY
 from ltx.errors import WorkerError
-from ltx.runtime import init, worker
+from ltx.runtime import worker
 from ltx.runtime.calls import LTX_HOME
-from ltx.runtime.world import POOL_VARIABLE, accelerators
+from ltx.runtime.world import POOL_VARIABLE, accelerators, forget
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
@@ -148,7 +148,7 @@ def _serve(end: Connection, environment: dict[str, str], copies: Sequence[int], 
         os.close(fd)
     os.environ.clear()
     os.environ.update(environment)
-    init.forget()
+    forget()
     set_world_axes(())
     worker.serve(end, inherited)
 

@@ -18,11 +18,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from ltx.runtime import init, packing, show
+from ltx.runtime.environments import LOOPBACK, loopback_listener
 from ltx.runtime.failures import failure_of, places_of
 from ltx.runtime.messages import At, Call, Cancel, Failure, Ready, Rendezvous, Renew, Result, Setup, Stop
 from ltx.runtime.output import Writer
-from ltx.runtime.placement import LOOPBACK, loopback_listener
 from ltx.runtime.refresh import Modules
+from ltx.runtime.world import abandon
 
 
 def main(fd: int) -> None:
@@ -164,7 +165,7 @@ class _WorkerLoop:
             return reply
         except BaseException as error:
             self.running = None
-            init.abandon(error)
+            abandon(error)
             return packing.pack(failure_of(error, doing, cancelled=self.cancelled == call.number))
 
     def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

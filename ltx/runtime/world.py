@@ -1,22 +1,28 @@
-"""Which process this is among how many, and what it computes on.
+"""Which process this is among how many, and what it computes on; the world that is up in it, and how that ends.
 
-Everything here is a pure function of the environment variables it is given, plus the number of accelerators. Who may
-have set them is in :mod:`ltx.runtime.launchers`.
+What :func:`world_from_env` gives is a function of the environment variables alone, plus the number of accelerators. Who
+may have set them is in :mod:`ltx.runtime.launchers`.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 
+from ltx import comm
 from ltx.comm.backends import default_backend
-from ltx.errors import WorldError
+from ltx.errors import PeerLostError, WorldError, message_of
+from ltx.runtime.environments import Placement
+from ltx.runtime.failures import note_failure
 from ltx.runtime.launchers import POOL_VARIABLE as POOL_VARIABLE
 from ltx.runtime.launchers import placement_from_env
-from ltx.runtime.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -77,21 +83,105 @@ class World:
 
     def __enter__(self) -> World:
         """This world. Raises :class:`ltx.errors.WorldError` if it isn't the one that is initialised now."""
-        from ltx.runtime import init
-
-        init.check_current(self)
+        if process.session is None or process.session.world is not self:  # this was pickled, or has ended
+            raise WorldError(
+                f"rank {self.rank}: this World isn't the one that is initialised now, so it can't be entered. "
+                "Write `with ltx.init(...) as world:`."
+            )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        from ltx.runtime import init
-
         try:
-            init.release(self, error)
+            _release(self, error)
         except Exception:
             if error is None:  # else what ended the block is the news, and peers lost along the way are not
                 raise
+
+
+@dataclass
+class Session:
+    """What one ``init`` set up: its world and settings, how to undo it, and how many ``init()`` calls share it."""
+
+    world: World
+    settings: dict[str, Any]
+    teardown: ExitStack
+    holds: int = 1
+    before: tuple[World, ...] = ()  # the worlds that this one replaced: a `with` block on one of them holds this one
+    pid: int = field(default_factory=os.getpid)
+
+
+@dataclass
+class _Process:
+    """What is up in this process: process-wide, because process groups and axes are."""
+
+    session: Session | None = None
+    replaced: Session | None = None  # its successor couldn't be set up
+
+
+process = _Process()
+
+
+def settings_of_world() -> dict[str, Any]:
+    """What the world that is up was set up with; empty if none is."""
+    return dict(process.session.settings) if process.session is not None else {}
+
+
+def world() -> World:
+    """The world that :func:`init` set up; a world of one if it hasn't.
+
+    Example:
+        >>> import ltx
+        >>> ltx.world().rank
+        0
+    """
+    return process.session.world if process.session else world_of(Placement("none"))
+
+
+def shutdown() -> None:
+    """Take down what :func:`init` set up: axes, and the process group unless it was adopted. Does nothing otherwise.
+
+    It runs by itself when a process ends, since one that ends without it is aborted by gloo. :func:`init` works again
+    afterwards.
+    """
+    session, process.session = process.session, None
+    if session is not None and session.pid == os.getpid():  # a fork has none of the groups' threads
+        session.teardown.close()
+
+
+def abandon(error: BaseException) -> None:
+    """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
+    for axis in comm.open_axes():
+        if axis.comm is not None:
+            why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
+            axis.comm.recovery.abandon(why, lost)
+
+
+def forget() -> None:
+    """In a fork: the world that is up is the parent's."""
+    process.session = process.replaced = None
+
+
+def _release(left: World, error: BaseException | None) -> None:
+    """The end of a ``with`` block on `left`, by `error` or not: take the world down unless another call holds it."""
+    session = process.session
+    if session is None or not any(known is left for known in (session.world, *session.before)):
+        return
+    session.holds -= 1
+    if session.holds:
+        return
+    if error is not None:
+        note_failure(error)
+        abandon(error)
+    elif getattr(session.settings.get("placement"), "joins", None) is not None:
+        warnings.warn(
+            "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
+            "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    shutdown()
 
 
 def world_from_env(environ: Mapping[str, str], *, backend: str | None = None, cuda_devices: int | None = None) -> World:

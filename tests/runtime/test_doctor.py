@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import ltx.cli
-from ltx.runtime import doctor, slurm
+from ltx.runtime import doctor
 from ltx.runtime.doctor import Finding
+from ltx.runtime.environments import Placement, why_no_slurm_task
 from ltx.runtime.launchers import LAUNCHERS
-from ltx.runtime.placement import Placement
 from tests.forks import free_port
 
 
@@ -156,13 +156,13 @@ def test_problems_of_other_ranks_are_shown() -> None:
 
 def test_why_a_process_in_an_allocation_is_alone() -> None:
     job = {"SLURM_JOB_ID": "1"}
-    assert slurm.why_no_task({}) is None
-    assert slurm.why_no_task(job | {"SLURM_STEP_ID": "0"}) is None
-    assert slurm.why_no_task(job) == (
+    assert why_no_slurm_task({}) is None
+    assert why_no_slurm_task(job | {"SLURM_STEP_ID": "0"}) is None
+    assert why_no_slurm_task(job) == (
         "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
     )
     terminal = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "1"}
-    assert "a terminal of srun --pty" in str(slurm.why_no_task(job | terminal))
-    assert "job script" in str(slurm.why_no_task(job | {"SLURM_STEP_ID": "4294967291"}))
+    assert "a terminal of srun --pty" in str(why_no_slurm_task(job | terminal))
+    assert "job script" in str(why_no_slurm_task(job | {"SLURM_STEP_ID": "4294967291"}))
     findings = doctor._world(job, Placement("none"))
-    assert [finding.text for finding in findings if finding.name == "slurm"] == [slurm.why_no_task(job)]
+    assert [finding.text for finding in findings if finding.name == "slurm"] == [why_no_slurm_task(job)]

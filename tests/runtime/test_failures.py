@@ -20,8 +20,9 @@ import torch
 import ltx
 from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
 from ltx.runtime.failures import failure_of
-from ltx.runtime.init import init, shutdown, world
+from ltx.runtime.init import init
 from ltx.runtime.pool import Pool
+from ltx.runtime.world import shutdown, world
 
 Ranks = Callable[[int], Pool]
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import ltx
 from ltx.axis import axes_in_scope
 from ltx.errors import WorldError
-from ltx.runtime.init import init, shutdown, to_device, world
+from ltx.runtime.init import init, to_device
 from ltx.runtime.launchers import LAUNCHERS, placement_beside_group
+from ltx.runtime.world import shutdown, world
 from tests.forks import free_port
 
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import ltx
 from ltx.errors import WorkerError
-from ltx.runtime.init import init, shutdown, world
+from ltx.runtime.init import init
 from ltx.runtime.pool import Pool
+from ltx.runtime.world import shutdown, world
 
 Ranks = Callable[[int], Pool]
 

@@ -18,7 +18,8 @@ PREAMBLE = """
 import glob, sys, time, torch, ltx
 import torch.distributed as dist
 from datetime import timedelta
-from ltx.runtime.init import init, shutdown, world
+from ltx.runtime.init import init
+from ltx.runtime.world import shutdown, world
 def total():
     return float(ltx.psum(torch.tensor(1.0 + world().rank)))
 def name_of(thread):

@@ -1,0 +1,348 @@
+"""Where a launcher put a process, and how SLURM and MPI say it in environment variables."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ltx.errors import WorldError
+
+#: Ports that are derived from a job's id: below those that Linux gives to connections by itself, 32768 to 60999.
+DERIVED_PORTS = range(15000, 25000)
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+
+# Longer numbers than any launcher's; beyond some thousand digits Python refuses them in words of its own.
+_MAX_DIGITS = 20
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a launcher put this process, and where its processes meet.
+
+    Attributes:
+        launcher: see :class:`ltx.World`.
+        rank, size, local_rank, node_rank, num_nodes: see :class:`ltx.World`.
+        local_size: the number of processes on this node.
+        master: the address and port of the store through which they find each other; None for a process that is alone.
+        own_devices: how many CUDA devices the launcher shows to this process alone; None if it shows the same ones to
+            all processes of a node.
+        joins: the address and port of the store of a run that this process, which is alone until then, is to be taken
+            into by :func:`ltx.elastic`.
+        agreed: whether all ranks know this placement from the same source, so that they needn't compare it.
+    """
+
+    launcher: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master: tuple[str, int] | None = None
+    own_devices: int | None = None
+    joins: tuple[str, int] | None = None
+    agreed: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The environment, read for one launcher.
+
+    Attributes:
+        environ: the environment.
+        launcher: its name.
+        marks: the variables by which it is recognised.
+        start: how one starts processes with it, for error messages.
+    """
+
+    environ: Mapping[str, str]
+    launcher: str
+    marks: Sequence[str]
+    start: str
+
+    def first(self, *names: str) -> str:
+        """The first of `names` that is set; the first one if none is."""
+        return next((name for name in names if name in self.environ), names[0])
+
+    def number(self, name: str, low: int, high: int | None, relation: str, default: int | None = None) -> int:
+        """The integer in variable `name`, from `low` to `high`. `relation` says where these come from."""
+        text = self.environ.get(name)
+        if text is None and default is not None:
+            return default
+        allowed = f"an integer {f'of at least {low}' if high is None else f'from {low} to {high}'}, {relation}"
+        if text is None:
+            raise self.missing(name, allowed)
+        value = int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else -1
+        if value < low or (high is not None and value > high):
+            raise self.wrong(name, allowed)
+        return value
+
+    def missing(self, name: str, allowed: str) -> WorldError:
+        found = [f"{mark}={self.environ[mark]!r}" for mark in self.marks if mark in self.environ]
+        return WorldError(
+            f"environment variable {name} is missing (launcher {self.launcher}): expected {allowed}, since "
+            f"{' and '.join(found)} is set. {self.start}, or unset them all to run as a world of one."
+        )
+
+    def wrong(self, name: str, allowed: str) -> WorldError:
+        return WorldError(
+            f"environment variable {name}={self.environ[name]!r} (launcher {self.launcher}): expected {allowed}. "
+            "Launchers set it; unset it and the launcher's other variables to run as a world of one."
+        )
+
+    def check_agrees(self, name: str, value: int, because: str) -> None:
+        """Raise unless variable `name` is absent, or says `value`."""
+        if name in self.environ:
+            self.number(name, value, value, because)
+
+    def master_port(self, default: int) -> int:
+        """The port where the ranks meet."""
+        return self.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet", default)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` is this machine's to itself."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def loopback_listener(address: str, port: int) -> socket.socket:
+    """A socket that listens at `port` for this machine alone; at a free port if that is 0. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    host = LOOPBACK if address == "localhost" else address
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def derived_port(seed: int) -> int:
+    """One of :data:`DERIVED_PORTS`, another one for the next `seed`."""
+    return DERIVED_PORTS[seed % len(DERIVED_PORTS)]
+
+
+def node_of(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int] | None:
+    """The index of a process' node and the number of nodes, if these have equal numbers of processes; else None.
+
+    Ranks are dealt out to nodes by slot, one node after the other; else by node, in turns.
+
+    Example:
+        >>> node_of(5, 8, 1, 4), node_of(5, 8, 2, 4), node_of(4, 5, 1, 2)
+        ((1, 2), (1, 2), None)
+    """
+    num_nodes, rest = divmod(size, local_size)
+    if rest == 0 and rank % local_size == local_rank:
+        return rank // local_size, num_nodes
+    if rest == 0 and rank // num_nodes == local_rank:
+        return rank % num_nodes, num_nodes
+    return None
+
+
+# --- SLURM: what it says to the tasks of a job step, that is, to what ``srun`` starts ---------------------------------
+#
+# Only these are ranks. A job script, the shell of ``salloc`` and what is typed into it see the variables of the whole
+# allocation too, but are one process: their step's id is a reserved one, or they have none.
+#
+# Source: srun's manual page, "OUTPUT ENVIRONMENT VARIABLES"; slurm.h for the reserved ids.
+
+# Ids from here on are those of the shell of salloc (0xfffffffa), of a job script (0xfffffffb) and the like.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+_RESERVED_NAMES = ("batch", "extern", "interactive", "pending")
+
+# The port takes steps of one job apart if their ids differ by less than the range has ports; and jobs with ids in a row
+# if each has less than this many steps.
+_STEPS_BETWEEN_JOBS = 101
+
+_GROUP = re.compile(r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]")
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task; ``srun --pty``, with one task, is there to type into."""
+    return "SLURM_STEP_ID" in environ and why_no_slurm_task(environ) is None
+
+
+def why_no_slurm_task(environ: Mapping[str, str]) -> str | None:
+    """Why a process that sees variables of SLURM is no task of srun; None if it sees none, or is one."""
+    step = environ.get("SLURM_STEP_ID")
+    if step is None:
+        no_step = "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
+        return no_step if "SLURM_JOB_ID" in environ else None
+    if "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1":
+        return f"SLURM_STEP_ID={step!r} and SLURM_PTY_PORT is set: a terminal of srun --pty or salloc"
+    if step in _RESERVED_NAMES or (step.isdecimal() and len(step) <= 10 and int(step) >= _FIRST_RESERVED_STEP):
+        return f"SLURM_STEP_ID={step!r} is that of a job script, or of the shell of salloc"
+    return None
+
+
+def slurm_placement(variables: Variables) -> Placement:
+    """The place of a task in its step. Nodes may have unequal numbers of tasks."""
+    environ = variables.environ
+    step = variables.number("SLURM_STEP_ID", 0, _FIRST_RESERVED_STEP - 1, "the id of a job step")
+    sizes = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = variables.number(sizes, 1, None, "the number of tasks of the step")
+    if "SLURM_PTY_PORT" in environ and size > 1:
+        raise WorldError(
+            f"environment variable SLURM_PTY_PORT={environ['SLURM_PTY_PORT']!r} (launcher {variables.launcher}): "
+            f"expected it unset, since the step has {sizes}={size} tasks: under `srun --pty` only one of them is there "
+            "to type into, while `srun` called from such a shell, or from that of salloc, starts them all, and leaves "
+            "this variable as it was. To run as the ranks of a world: env -u SLURM_PTY_PORT srun ... To run this "
+            "process alone: ltx.init(rank=0, size=1)."
+        )
+    below = f"below {sizes}={size}"
+    rank = variables.number("SLURM_PROCID", 0, size - 1, below)
+    nodes = variables.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    num_nodes = variables.number(nodes, 1, size, f"at most {sizes}={size}")
+    node_rank = variables.number("SLURM_NODEID", 0, num_nodes - 1, f"below {nodes}={num_nodes}")
+    local_size = _local_size(variables, size, num_nodes, node_rank, f"{sizes}={size}", f"{nodes}={num_nodes}")
+    at_most = min(local_size - 1, rank)
+    local_rank = variables.number(
+        "SLURM_LOCALID", 0, at_most, f"below the node's {local_size} tasks and at most SLURM_PROCID={rank}"
+    )
+    variables.check_agrees("WORLD_SIZE", size, f"as {sizes}={size}; unset WORLD_SIZE, or start as many tasks")
+    master = (_slurm_address(variables), _slurm_port(variables, step)) if size > 1 else None
+    own = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
+    own_devices = int(own) if own.isdecimal() and len(own) < 5 else None
+    return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, master, own_devices)
+
+
+def _local_size(variables: Variables, size: int, num_nodes: int, node_rank: int, of: str, on: str) -> int:
+    """The number of tasks on a node, from a list of them such as ``4(x2),3``."""
+    name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    allowed = f"the tasks of each node, such as 4(x2),3, which agrees with {of} on {on}"
+    text = variables.environ.get(name)
+    if text is None:
+        if num_nodes == 1:
+            return size
+        raise variables.missing(name, allowed)
+    counts: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part)
+        repeated = int(found[2] or 1) if found else 0
+        if found is None or len(counts) + repeated > num_nodes:
+            raise variables.wrong(name, allowed)
+        counts += [int(found[1])] * repeated
+    if len(counts) != num_nodes or sum(counts) != size or 0 in counts:
+        raise variables.wrong(name, allowed)
+    return counts[node_rank]
+
+
+def _slurm_address(variables: Variables) -> str:
+    """The node of task 0: the step's first one, unless MASTER_ADDR says otherwise."""
+    if address := variables.environ.get("MASTER_ADDR"):
+        return address
+    name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    allowed = "the names of the step's nodes, such as a[01-03,07],b1, or MASTER_ADDR set"
+    if name not in variables.environ:
+        raise variables.missing(name, allowed)
+    host = first_host(variables.environ[name])
+    if host is None:
+        raise variables.wrong(name, allowed)
+    return host
+
+
+def first_host(hosts: str) -> str | None:
+    """The first of a list of hosts in SLURM's short form; None if it isn't one.
+
+    Example:
+        >>> first_host("a[01-03,07],b1"), first_host("rack[0-3]node[08,11]"), first_host("a[1")
+        ('a01', 'rack0node08', None)
+    """
+    first = _GROUP.sub(r"\1", hosts).split(",")[0]
+    return first if _HOST.fullmatch(first) else None
+
+
+def _slurm_port(variables: Variables, step: int) -> int:
+    """MASTER_PORT, else one that follows from the ids of the job and of the step."""
+    name = variables.first("SLURM_JOB_ID", "SLURM_JOBID")
+    if "MASTER_PORT" in variables.environ:
+        return variables.master_port(0)
+    job = variables.number(name, 0, None, "the id of the job, or MASTER_PORT set")
+    return derived_port(job * _STEPS_BETWEEN_JOBS + step)
+
+
+# --- MPI: what its launchers say to the processes that they start -----------------------------------------------------
+#
+# All of them say rank and size, in all and on the node, and none says which node it is or where to meet. Nodes are
+# numbered by how ranks are dealt out to them, where that is sure; ranks compare what they found when they meet.
+#
+# Source: Open MPI's documentation, "Environment variables set for MPI applications"; the sources of MPICH's hydra,
+# which is Intel MPI's launcher too, and of MVAPICH2's mpirun_rsh.
+
+
+def mpi_placement(
+    rank: str, size: str, local_rank: tuple[str, ...], local_size: tuple[str, ...], job: tuple[str, ...] = ()
+) -> Callable[[Variables], Placement]:
+    """How to read a launcher that has these variables for these things; the first that is set of several."""
+
+    def read(variables: Variables) -> Placement:
+        world_size = variables.number(size, 1, None, "the number of processes")
+        my_rank = variables.number(rank, 0, world_size - 1, f"below {size}={world_size}")
+        alone = world_size == 1
+        local_sizes, local_ranks = variables.first(*local_size), variables.first(*local_rank)
+        mine = variables.number(
+            local_sizes,
+            1,
+            world_size,
+            f"the number of processes of the node, at most {size}={world_size}",
+            alone or None,
+        )
+        local = variables.number(
+            local_ranks, 0, min(mine - 1, my_rank), f"below {local_sizes}={mine} and at most {rank}={my_rank}",
+            0 if alone else None,
+        )  # fmt: skip
+        variables.check_agrees(
+            "WORLD_SIZE", world_size, f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes"
+        )
+        node, num_nodes = _mpi_node(variables, my_rank, world_size, local, mine, (rank, size, local_ranks, local_sizes))
+        master = (
+            None if alone else (_mpi_address(variables, num_nodes), variables.master_port(_mpi_port(variables, job)))
+        )
+        return Placement(variables.launcher, my_rank, world_size, local, mine, node, num_nodes, master)
+
+    return read
+
+
+def _mpi_node(
+    variables: Variables, rank: int, size: int, local_rank: int, local_size: int, names: tuple[str, ...]
+) -> tuple[int, int]:
+    """The index of this process' node and the number of nodes."""
+    if "GROUP_RANK" in variables.environ or "GROUP_WORLD_SIZE" in variables.environ:
+        num_nodes = variables.number(
+            "GROUP_WORLD_SIZE", 1, size - local_size + 1, f"the number of nodes for {size - local_size} other processes"
+        )
+        return variables.number("GROUP_RANK", 0, num_nodes - 1, f"below GROUP_WORLD_SIZE={num_nodes}"), num_nodes
+    found = node_of(rank, size, local_rank, local_size)
+    if found is not None:
+        return found
+    values = (rank, size, local_rank, local_size)
+    said = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    raise WorldError(
+        f"environment variables {said} (launcher {variables.launcher}): expected nodes with equal numbers of "
+        "processes, dealt out by slot or by node; these don't tell which node this is. Set GROUP_RANK to the index of "
+        "the node and GROUP_WORLD_SIZE to the number of nodes, as torchrun does, in what mpirun starts on each node."
+    )
+
+
+def _mpi_address(variables: Variables, num_nodes: int) -> str:
+    if address := variables.environ.get("MASTER_ADDR"):
+        return address
+    if num_nodes == 1:
+        return LOOPBACK
+    raise WorldError(
+        f"environment variable MASTER_ADDR={variables.environ.get('MASTER_ADDR')!r} (launcher {variables.launcher}): "
+        f"expected the name or address of rank 0's node, since there are {num_nodes} nodes and MPI doesn't say where "
+        "they are. Open MPI: mpirun -x MASTER_ADDR=$(hostname) ...; MPICH and Intel MPI: mpiexec -genv MASTER_ADDR "
+        "$(hostname) ..., on the node of rank 0."
+    )
+
+
+def _mpi_port(variables: Variables, job: tuple[str, ...]) -> int:
+    """A port that follows from the job's id, where there is one: another for another job on the same nodes."""
+    found = [variables.environ[name] for name in job if variables.environ.get(name)]
+    return derived_port(zlib.crc32(found[0].encode("utf-8", "surrogateescape"))) if found else DEFAULT_PORT
