@@ -85,9 +85,8 @@ if _collects:
 if TYPE_CHECKING:
     from ltx import checkpoint, profile
     from ltx.runtime.elastic import elastic
-    from ltx.runtime.launch import launch
     from ltx.runtime.per_rank import PerRank
-    from ltx.runtime.pool import Pool
+    from ltx.runtime.pool import Pool, launch
     from ltx.runtime.show import progress, show
     from ltx.runtime.simulation import simulate
     from ltx.strategies.bagua import BaguaStrategy
@@ -111,7 +110,7 @@ _LATER = {
     "Precision": "ltx.transforms.precision",
     "ZeroStrategy": "ltx.strategies.zero",
     "elastic": "ltx.runtime.elastic",
-    "launch": "ltx.runtime.launch",
+    "launch": "ltx.runtime.pool",
     "mixed_precision": "ltx.training.mixed_precision",
     "progress": "ltx.runtime.show",
     "show": "ltx.runtime.show",

@@ -16,7 +16,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ltx.errors import CallFailedError, LtxError
 from ltx.notebook.cells import run_cell
-from ltx.runtime.packing import pack
+from ltx.runtime.messages import pack
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from ltx.runtime.show import Shown

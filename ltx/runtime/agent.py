@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -14,7 +13,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from ltx.runtime.environments import LOOPBACK, loopback_listener
+from ltx.runtime.environments import LOOPBACK
+from ltx.runtime.groups import loopback_store
 
 #: The name under which torch's launcher finds :class:`LoopbackRendezvous`.
 LOOPBACK_RENDEZVOUS = "ltx-loopback"
@@ -27,17 +27,9 @@ class LoopbackRendezvous(RendezvousHandler):
     """
 
     def __init__(self, port: int, run_id: str):
-        listener = loopback_listener(LOOPBACK, port)
-        self.port = listener.getsockname()[1]
+        self._store = loopback_store(port)
+        self.port = self._store.port
         self._run_id, self._rounds = run_id, 0
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
 
     def get_backend(self) -> str:
         return LOOPBACK_RENDEZVOUS

@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, WorkerError
-from ltx.runtime.messages import At, Failure, Idle, Result
-from ltx.runtime.packing import Message
+from ltx.runtime.messages import At, Failure, Idle, Message, Result
 from ltx.runtime.worker_group import WorkerGroup
 
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.

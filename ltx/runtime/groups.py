@@ -27,7 +27,7 @@ from ltx.comm.backends import HOST_BLOCKING
 from ltx.comm.process_groups import connect_limit, set_error_handling
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.errors import WorldError
-from ltx.runtime.environments import Placement, is_loopback, loopback_listener
+from ltx.runtime.environments import LOOPBACK, Placement, is_loopback, loopback_listener
 from ltx.runtime.launchers import UNSURE
 from ltx.runtime.world import World, world_of
 
@@ -187,6 +187,22 @@ def _open_store(address: str, port: int, world: World, timeout: timedelta) -> St
         address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=True, **listening
     )
     return store
+
+
+def loopback_store(port: int) -> Any:
+    """A new store that this process holds at `port`, or at a free one if that is 0, for this machine alone.
+
+    Its port is bound at once, so no other process can take it in between.
+    """
+    listener = loopback_listener(LOOPBACK, port)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _exchange(store: Any, world: World, timeout: timedelta) -> StoreExchange:

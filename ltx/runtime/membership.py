@@ -26,8 +26,7 @@ from ltx.comm.signature import Signature, explain_mismatch
 from ltx.comm.store_exchange import poll_until
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 from ltx.runtime.environments import Placement
-from ltx.runtime.regroup import Decision, Member, Regroup
-from ltx.runtime.watched import WatchedStore
+from ltx.runtime.regroup import Decision, Member, Regroup, WatchedStore
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
 # How long ranks that have regrouped may take to connect: threads that are late with a beat are late with this.

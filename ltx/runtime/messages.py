@@ -1,13 +1,33 @@
-"""What a pool's driver and its workers send each other, pickled in messages of :mod:`ltx.runtime.packing`.
+"""What a pool's driver and its workers send each other, and how.
 
 The driver sends one :class:`Setup`, then calls; the worker answers each with a :class:`Result` or a :class:`Failure`,
 and may send what is to be seen meanwhile: anything with a method ``shown(rank, size)``, see :mod:`ltx.runtime.show`.
+
+A message is pickles and the buffers that belong to them: the storages of tensors, the memory of arrays. Up to
+:data:`INLINE_BYTES` of buffers are written to the socket. Larger buffers are written once into anonymous shared memory
+(``memfd_create``: no name, no file, nothing that outlives its last user), and the socket carries its handle. The
+receiver maps that memory copy on write: the buffers are its own, and cost no copy until they are written to. So few
+bytes go through the socket that sending never waits for the receiver, which may have been stopped.
+
+Only the two ends of an anonymous pair of sockets exchange messages, so bytes of other processes are never unpickled.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
+
+from ltx.comm.pickling import TensorPickler
 
 
 @dataclass(frozen=True)
@@ -103,3 +123,158 @@ class Failure:
     where: str = ""
     pickled: bytes | None = None
     cancelled: bool = False
+
+
+#: A message with more bytes of buffers than these sends them through shared memory.
+INLINE_BYTES = 1 << 16
+_ALIGNMENT = 64
+_MAY_SHARE = hasattr(os, "memfd_create")
+_COUNTS = struct.Struct("<II?")  # buffers of storages, other buffers, whether they are in shared memory
+_SIZE = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class Message:
+    """Pickled objects with their buffers: those of tensors' storages, and `others`. It can be sent more than once."""
+
+    pickled: bytes
+    storages: Sequence[Any] = ()
+    others: Sequence[Any] = ()
+    _shared: list[int] = field(default_factory=list)
+
+    def send(self, connection: Connection) -> None:
+        """Write it to `connection`. Raises OSError if the other end is closed."""
+        views = [*self.storages, *self.others, memoryview(self.pickled)]
+        sizes = [view.nbytes for view in views]
+        shares = _MAY_SHARE and sum(sizes) > INLINE_BYTES
+        if shares and not self._shared:
+            self._shared.append(_written(views))
+        head = [_COUNTS.pack(len(self.storages), len(self.others), shares), *map(_SIZE.pack, sizes)]
+        connection.send_bytes(b"".join([*head, *([] if shares else views)]))
+        if shares:
+            reduction.send_handle(connection, self._shared[0], 0)
+
+    def close(self) -> None:
+        """Let go of the shared memory; receivers keep theirs."""
+        while self._shared:
+            os.close(self._shared.pop())
+
+
+def pack(value: Any) -> Message:
+    """`value` as a message. Functions and classes of ``__main__`` and of the like travel by value (cloudpickle)."""
+    pickler = Pickler()
+    pickler.dump(value)
+    return pickler.message()
+
+
+def receive(connection: Connection) -> Callable[[], Any]:
+    """Read a message; the result unpickles its next object. Raises EOFError or OSError if the sender is gone."""
+    received = memoryview(connection.recv_bytes())
+    storages, others, shared = _COUNTS.unpack_from(received)
+    place = _COUNTS.size
+    sizes = [_SIZE.unpack_from(received, place + _SIZE.size * i)[0] for i in range(storages + others + 1)]
+    place += _SIZE.size * len(sizes)
+    if shared:
+        handle = reduction.recv_handle(connection)
+        try:
+            buffers = _mapped(handle, sizes)
+        finally:
+            os.close(handle)
+    else:
+        buffers = []
+        for size in sizes:
+            buffers.append(memoryview(bytearray(received[place : place + size])))
+            place += size
+    pickled = buffers.pop()
+    unpickler = _Unpickler(io.BytesIO(pickled), buffers=buffers[storages:])
+    unpickler.storages = [_storage(buffer) for buffer in buffers[:storages]]
+    return unpickler.load
+
+
+class Pickler(TensorPickler):
+    """cloudpickle's pickler, except that the memory of tensors and arrays becomes buffers of the message."""
+
+    def __init__(self) -> None:
+        self._stream = io.BytesIO()
+        self._others: list[memoryview] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._places: dict[int, int] = {}
+        super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._others.append(buffer.raw()))
+
+    def persistent_id(self, obj: Any) -> Any:
+        """A storage, which tensors may share, is pickled as its index among the message's storages."""
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype = obj, None
+        else:
+            return None
+        if storage.device.type != "cpu":
+            return None
+        if storage._cdata not in self._places:
+            self._places[storage._cdata] = len(self._storages)
+            self._storages.append(storage)  # kept until the message is made, so that no other gets its address
+        return self._places[storage._cdata], dtype
+
+    def message(self) -> Message:
+        """The objects pickled so far."""
+        return Message(self._stream.getvalue(), [_bytes_of(storage) for storage in self._storages], self._others)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what was pickled so far."""
+        buffers = sum(s.nbytes() for s in self._storages) + sum(view.nbytes for view in self._others)
+        return self._stream.tell() + buffers
+
+
+class _Unpickler(pickle.Unpickler):
+    storages: list[torch.UntypedStorage]
+
+    def persistent_load(self, pid: Any) -> Any:
+        place, dtype = pid
+        storage = self.storages[place]
+        return (
+            storage if dtype is None else torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    flat: Any = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return memoryview(flat.numpy())
+
+
+def _storage(buffer: memoryview) -> torch.UntypedStorage:
+    if not buffer.nbytes:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each buffer begins in the shared memory, and where the last one ends."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def _written(views: Sequence[memoryview]) -> int:
+    """The handle of new shared memory that holds `views`."""
+    offsets = _offsets([view.nbytes for view in views])
+    handle = os.memfd_create("ltx-message", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(handle, offsets[-1])
+        for view, offset in zip(views, offsets, strict=False):
+            done = 0
+            while done < view.nbytes:
+                done += os.pwrite(handle, view[done:], offset + done)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _mapped(handle: int, sizes: Sequence[int]) -> list[memoryview]:
+    """Buffers of `sizes` bytes in the shared memory `handle`, copy on write."""
+    offsets = _offsets(sizes)
+    whole = memoryview(mmap.mmap(handle, offsets[-1], access=mmap.ACCESS_COPY))
+    return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]

@@ -17,20 +17,34 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from ltx.runtime import init, packing, show
-from ltx.runtime.environments import LOOPBACK, loopback_listener
+import torch
+
+from ltx.runtime import show
+from ltx.runtime.calls import Modules
+from ltx.runtime.environments import LOOPBACK
 from ltx.runtime.failures import failure_of, places_of
-from ltx.runtime.messages import At, Call, Cancel, Failure, Ready, Rendezvous, Renew, Result, Setup, Stop
+from ltx.runtime.groups import loopback_store
+from ltx.runtime.init import init, renew
+from ltx.runtime.messages import (
+    At,
+    Call,
+    Cancel,
+    Message,
+    Ready,
+    Rendezvous,
+    Renew,
+    Result,
+    Setup,
+    Stop,
+    pack,
+    receive,
+)
 from ltx.runtime.output import Writer
-from ltx.runtime.refresh import Modules
 from ltx.runtime.world import abandon
 
 
 def main(fd: int) -> None:
-    """What a fresh interpreter runs: :func:`serve` the connection `fd`.
-
-    The driver has the garbage collector disabled before ltx is imported, which takes a fifth less time so.
-    """
+    """What a fresh interpreter runs, with the garbage collector disabled: :func:`serve` the connection `fd`."""
     serve(Connection(fd))
 
 
@@ -41,7 +55,7 @@ def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None 
         connection: this process' end.
         inherited: (function, arguments) of the call that a fork does.
     """
-    setup: Setup = packing.receive(connection)()
+    setup: Setup = receive(connection)()
     sys.path[:] = setup.sys_path
     loop = _WorkerLoop(connection, inherited)
     signal.signal(signal.SIGINT, loop.interrupt)
@@ -64,7 +78,11 @@ def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None 
         if isinstance(message, Stop):
             return
         if isinstance(message, Renew):
-            loop.send(_renewed(message))
+            try:
+                renew(message.count)
+                loop.send(Ready())
+            except Exception as error:
+                loop.send(failure_of(error))
         elif isinstance(message, Call):
             loop.answer(message, load)
 
@@ -96,7 +114,7 @@ class _WorkerLoop:
     def read(self) -> None:
         while True:
             try:
-                load = packing.receive(self._connection)
+                load = receive(self._connection)
             except (EOFError, OSError):
                 os._exit(1)
             message = load()
@@ -120,7 +138,7 @@ class _WorkerLoop:
 
     def _tell_place(self, number: int, caught: bool = False) -> None:
         """Say where call `number` is, unless its answer is on its way: that comes last."""
-        place = packing.pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
+        place = pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
         with self._sending, suppress(OSError):  # the driver is gone
             if self.running == number:
                 place.send(self._connection)
@@ -134,7 +152,7 @@ class _WorkerLoop:
             raise KeyboardInterrupt
 
     def send(self, message: Any) -> None:
-        self._deliver(packing.pack(message))
+        self._deliver(pack(message))
 
     def answer(self, call: Call, load: Callable[[], Any]) -> None:
         """Do a call, and send what came of it."""
@@ -142,13 +160,13 @@ class _WorkerLoop:
             reply = self._reply(call, load)
         except KeyboardInterrupt as error:  # it came just when the call had ended
             self.running = None
-            reply = packing.pack(failure_of(error, cancelled=True))
+            reply = pack(failure_of(error, cancelled=True))
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # broken or closed: no reason to lose the answer
                 stream.finish() if isinstance(stream, Writer) else stream.flush()
         self._deliver(reply)
 
-    def _reply(self, call: Call, load: Callable[[], Any]) -> packing.Message:
+    def _reply(self, call: Call, load: Callable[[], Any]) -> Message:
         """The message with a call's result. BaseException: a worker outlives ``sys.exit`` in a call."""
         doing = "unpickling the function and its arguments: "
         self.running = call.number
@@ -160,13 +178,13 @@ class _WorkerLoop:
             value = fn(*args, **kwargs)
             self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
-            reply = packing.pack(Result(value))
+            reply = pack(Result(value))
             self.running = None
             return reply
         except BaseException as error:
             self.running = None
             abandon(error)
-            return packing.pack(failure_of(error, doing, cancelled=self.cancelled == call.number))
+            return pack(failure_of(error, doing, cancelled=self.cancelled == call.number))
 
     def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The function and its arguments."""
@@ -179,7 +197,7 @@ class _WorkerLoop:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, label)
         return fn, args, kwargs
 
-    def _deliver(self, message: packing.Message) -> None:
+    def _deliver(self, message: Message) -> None:
         shields = threading.current_thread() is threading.main_thread()
         with self._sending:
             self._delivering = shields
@@ -195,40 +213,19 @@ class _WorkerLoop:
             raise KeyboardInterrupt
 
 
-def _renewed(asked: Renew) -> Ready | Failure:
-    try:
-        init.renew(asked.count)
-    except Exception as error:
-        return failure_of(error)
-    return Ready()
-
-
 def _start_world(connection: Connection, threads: int) -> None:
     """Make a world with the other workers."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(threads)
     if os.environ["RANK"] == "0":
-        # Port 0: the system picks a free one and binds it at once, so no other process can take it in between.
         # The store that ltx.init, or the user, opens at this address finds this server (multi_tenant).
-        # It listens for this machine alone.
-        listener = loopback_listener(LOOPBACK, 0)
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
+        store = loopback_store(0)
         _hosted.append(store)
         port = store.port
-        packing.pack(Rendezvous(port)).send(connection)
+        pack(Rendezvous(port)).send(connection)
     else:
-        port = packing.receive(connection)().port
+        port = receive(connection)().port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(port)
-    init.init()
+    init()
 
 
 _hosted: list[Any] = []  # the store's server lives as long as this process

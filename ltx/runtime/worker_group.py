@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ltx.errors import WorkerError
-from ltx.runtime import packing
 from ltx.runtime.failures import failure_of
-from ltx.runtime.messages import Cancel, Failure, Ready, Rendezvous, Renew, Setup, Stop
+from ltx.runtime.messages import Cancel, Failure, Message, Ready, Rendezvous, Renew, Setup, Stop, pack, receive
 from ltx.runtime.output import Output, Printed, open_pipe, together
 from ltx.runtime.show import Bar
 from ltx.runtime.starting import Process, Starter
@@ -83,7 +82,7 @@ class WorkerGroup:
         details = self._end.peek()
         return details is not None and details[2][0] == os.getpid()
 
-    def send(self, rank: int, message: packing.Message) -> bool:
+    def send(self, rank: int, message: Message) -> bool:
         """Send `message` to a worker; False if it is gone."""
         try:
             message.send(self._connections[rank])
@@ -94,7 +93,7 @@ class WorkerGroup:
     def cancel(self, ranks: Collection[int], number: int) -> None:
         """Have `ranks` give up call `number`."""
         for rank in ranks:
-            self.send(rank, packing.pack(Cancel(number)))
+            self.send(rank, pack(Cancel(number)))
 
     def receive(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
         """What `ranks` have answered; words on how its process ended for one that is gone, or has been stopped.
@@ -131,7 +130,7 @@ class WorkerGroup:
         self._worlds += 1
         for rank in range(self.size):
             # Far above what a user's own calls of ltx.init may have counted up to.
-            self.send(rank, packing.pack(Renew(self._worlds * 1_000_000)))
+            self.send(rank, pack(Renew(self._worlds * 1_000_000)))
         deadline, waiting = time.monotonic() + self._start_timeout_s, set(range(self.size))
         while waiting:
             answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
@@ -179,7 +178,7 @@ class WorkerGroup:
             finally:
                 for writing in streams:
                     os.close(writing)
-        self.send(rank, packing.pack(Setup([path or os.getcwd() for path in sys.path], threads, shows_output)))
+        self.send(rank, pack(Setup([path or os.getcwd() for path in sys.path], threads, shows_output)))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
         """Read what has come of `rank`: show it, or put it among `answers`. Many printed lines are shown together."""
@@ -200,7 +199,7 @@ class WorkerGroup:
     def _read(self, rank: int) -> Any:
         """A message of `rank`, or how its process has ended."""
         try:
-            load: Callable[[], Any] = packing.receive(self._connections[rank])
+            load: Callable[[], Any] = receive(self._connections[rank])
         except (EOFError, OSError):
             return self.exit_text(rank)
         try:
@@ -230,7 +229,7 @@ class WorkerGroup:
             for rank, message in answers.items():
                 if isinstance(message, Rendezvous):
                     for other in range(1, self.size):
-                        self.send(other, packing.pack(message))
+                        self.send(other, pack(message))
                 elif isinstance(message, Ready):
                     waiting.discard(rank)
                 elif isinstance(message, Failure):
@@ -260,7 +259,7 @@ def _end(owner: int, processes: list[Process], connections: list[Connection], ou
     try:
         for connection in connections if grace_s else ():
             with suppress(OSError):
-                packing.pack(Stop()).send(connection)
+                pack(Stop()).send(connection)
         for process in processes if grace_s else ():
             process.ended(max(0.0, deadline - time.monotonic()))
     finally:

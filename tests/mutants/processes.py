@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: tensors that share memory are sent apart",
-        file="runtime/packing.py",
+        file="runtime/messages.py",
         old="if storage._cdata not in self._places:",
         new="if True:",
         breaks="views come out as copies on the workers",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ltx.runtime.packing import INLINE_BYTES, Message, Pickler, pack, receive
+from ltx.runtime.messages import INLINE_BYTES, Message, Pickler, pack, receive
 
 Send = Callable[[Any], Any]
 SMALL, LARGE = 10, INLINE_BYTES
