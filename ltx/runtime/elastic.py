@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from ltx.runtime.elastic_arguments import Batch
-from ltx.runtime.elastic_run import ElasticRun
-from ltx.runtime.world import World
+from ltx.errors import InputError, StrategyError, UnsupportedError
+from ltx.runtime.elastic_run import Batch, ElasticRun, ones_own
+from ltx.runtime.environments import Placement
+from ltx.runtime.world import World, settings_of_world
+from ltx.runtime.world import world as current_world
 from ltx.training.data_position import DataPosition
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.train_step import TrainStep
@@ -109,5 +111,52 @@ def elastic(
     run = ElasticRun(
         train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, meeting_timeout, snapshots, every, keep
     )
-    run.check(state, position)
+    _check(run, state, position)
     return replace(run, train=replace(train, confirms=True)).to_the_end(state, position)
+
+
+def _check(run: ElasticRun, state: TrainState, position: DataPosition) -> None:
+    """Raise where a loss of ranks would find that training can't go on."""
+    world, joins = current_world(), settings_of_world().get("placement", Placement("none")).joins
+    for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
+        value = getattr(run, name)
+        if value is None and name == "max_ranks":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"elastic: expected {name} to be an integer of at least 1, got {value!r}.")
+    if not isinstance(run.meeting_timeout, timedelta) or run.meeting_timeout <= timedelta(0):
+        raise InputError(
+            f"elastic: expected meeting_timeout to be a positive datetime.timedelta, got {run.meeting_timeout!r}."
+        )
+    if not run.min_ranks <= world.size <= (run.max_ranks or world.size) and not joins:
+        limits = f"min_ranks={run.min_ranks}" + f", max_ranks={run.max_ranks}" * (run.max_ranks is not None)
+        raise InputError(f"elastic: {limits}, and there are {world.size} ranks.")
+    if run.train.overlap != "backward":
+        raise UnsupportedError(
+            f"elastic: the train step has overlap={run.train.overlap!r}, which doesn't commit a step whole: a "
+            'loss in the middle would leave an invalid state. Make it with overlap="backward".'
+        )
+    axis = run.axis
+    if axis is not None and not isinstance(axis, str):
+        raise UnsupportedError(
+            f"elastic: the step is on {axis!r}, which a new world doesn't have. Leave axis= out, or give its name."
+        )
+    mesh = settings_of_world().get("mesh", ())
+    if len(mesh) > 1:
+        raise UnsupportedError(
+            f"elastic: the world has the axes {dict(mesh)}, and those that are left after a loss don't fill such a "
+            "mesh. Use ltx.init() without mesh=."
+        )
+    if world.size > 1 and world.launcher == "user":
+        raise UnsupportedError(
+            "elastic: the process group was initialised before ltx, so ltx can't make another in its place. Leave "
+            "that to ltx.init()."
+        )
+    if not joins:
+        position.check_sizes(run.min_ranks, world.size)
+    if (own := ones_own(state)) and run.snapshots is None and world.size > 1:
+        raise StrategyError(
+            f"elastic: with {state.layout.strategy} the {' and '.join(own)} of a lost rank {'is' * (len(own) < 2)}"
+            f"{'are' * (len(own) > 1)} lost with it, so the others can't go on. Give a directory for snapshots=, "
+            "from which a new start of all ranks goes on."
+        )

@@ -6,52 +6,47 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ltx import collectives, comm
+from ltx import collectives, comm, tree
+from ltx.comm.signature import Signature
 from ltx.errors import (
     CheckpointError,
     CollectiveTimeoutError,
     DeadlockDetectedError,
+    InputError,
     LtxError,
     PeerLostError,
     ReplicaDivergedError,
     WorldError,
 )
-from ltx.runtime.elastic_arguments import Arguments, check_same_data, ones_own
 from ltx.runtime.environments import Placement
 from ltx.runtime.groups import store_of, use_store, worlds_so_far
 from ltx.runtime.init import reform
 from ltx.runtime.membership import Membership, begin_run
-from ltx.runtime.world import abandon, settings_of_world, world
+from ltx.runtime.world import World, abandon, settings_of_world, world
 from ltx.training.data_position import DataPosition
 from ltx.training.replicas import fingerprint
-from ltx.training.train_state import TrainState
+from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_step import TrainStep
+
+#: ``data(indices)`` gives a rank's batch.
+Batch = Callable[[Any], Any]
 
 #: What the loss of a peer, or of the connection with it, shows as.
 LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaDivergedError)
 
-
 # After so many new worlds in a row without a whole step in between, a loss isn't the reason.
 _PATIENCE = 3
-
 
 # What ranks tell in a new world: steps done, of which saved, fingerprint of the state, position, whether it has looked
 # for a snapshot; and the token of the hold on the snapshots' directory, with the run of which those are. A newcomer has
 # done -1 steps.
 _Told = tuple[int, int, str, DataPosition, bool, tuple[str, str | None]]
-
-
-@dataclass(frozen=True)
-class _At:
-    """A state, and the position in the data that belongs to it."""
-
-    state: TrainState
-    position: DataPosition
 
 
 class _NewcomersError(LtxError):
@@ -62,7 +57,8 @@ class _NewcomersError(LtxError):
 class _Way:
     """How far this process is, and where among its peers."""
 
-    at: _At
+    state: TrainState
+    position: DataPosition  # that belongs to the state
     settings: dict[str, Any]
     place: Placement
     membership: Membership | None = None
@@ -73,14 +69,32 @@ class _Way:
     futile: int = 0  # new worlds since the last whole step
 
 
-class ElasticRun(Arguments):
-    """One call of :func:`elastic`."""
+@dataclass(frozen=True)
+class ElasticRun:
+    """One call of :func:`elastic`: its arguments, and training in one world after the other."""
+
+    train: TrainStep
+    data: Batch
+    epochs: int
+    on_step: Callable[[TrainState, Metrics, DataPosition], object] | None
+    on_reset: tuple[Callable[[World], object], ...]
+    min_ranks: int
+    max_ranks: int | None
+    meeting_timeout: timedelta
+    snapshots: str | os.PathLike[str] | None
+    every: int
+    keep: int
+
+    @property
+    def axis(self) -> Any:
+        """The axis of the train step."""
+        return self.train.step.axis
 
     def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
         """Train, and make a new world after each loss."""
         settings = settings_of_world()
         place = settings.get("placement", Placement("none"))
-        way = _Way(_At(state, position), settings, place, has_state=place.joins is None)
+        way = _Way(state, position, settings, place, has_state=place.joins is None)
         over = False
         try:
             if not way.place.joins:
@@ -93,9 +107,9 @@ class ElasticRun(Arguments):
                     way.begun = True
                     self._train(way)
                     over = True
-                    return way.at.state, way.at.position
+                    return way.state, way.position
                 except (*LOSSES, _NewcomersError) as loss:
-                    self._regroup(way, loss)
+                    self._go_on(way, self._new_place(way, loss))
         except BaseException as error:  # the others shall not wait for this rank
             abandon(error)
             raise
@@ -135,20 +149,37 @@ class ElasticRun(Arguments):
         if store is None:
             return
         size, rank = comm.size_and_rank(self.axis)
-        own = ones_own(way.at.state)
+        own = ones_own(way.state)
         refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
-        entrance = self.entrance(way.at.state, way.at.position)
+        entrance = self._entrance(way.state, way.position)
         begun = begin_run(store, size, worlds_so_far(), entrance, refusal) if rank == 0 else (0, "")
         run = collectives.broadcast_object(begun, 0, self.axis)
-        way.membership = Membership.of_member(store, run, rank, size, worlds_so_far(), _heartbeat_s(way))
+        heartbeat_s = way.settings["heartbeat_timeout"].total_seconds()
+        way.membership = Membership.of_member(store, run, rank, size, worlds_so_far(), heartbeat_s)
         collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
+
+    def _entrance(self, state: TrainState, position: DataPosition) -> Signature:
+        """What newcomers have to agree on with those that are there, besides the program."""
+        settings = settings_of_world()
+        parts = ("params", "frozen", "buffers", "opt_state")
+        leaves = zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True)
+        found = {path: leaf for path, leaf in leaves if path.partition(".")[0] in parts}
+        said = {
+            "strategy": state.layout.strategy,
+            "data": replace(position, epoch=0, done=0),
+            "epochs": self.epochs,
+            "snapshots": self.every if self.snapshots is not None else None,
+            "axis": settings["mesh"][0][0],
+            "backend": settings["backend"],
+        }
+        static = ", ".join(f"{name}={value}" for name, value in said.items())
+        return Signature.of("elastic", list(found), list(found.values()), static)
 
     def _join(self, way: _Way) -> None:
         """Be taken into a run that has begun, and given its state."""
-        entrance = self.entrance(way.at.state, way.at.position)
-        way.membership = Membership.of_newcomer(
-            way.place, entrance, self.meeting_timeout.total_seconds(), _heartbeat_s(way)
-        )
+        entrance = self._entrance(way.state, way.position)
+        limit_s, heartbeat_s = self.meeting_timeout.total_seconds(), way.settings["heartbeat_timeout"].total_seconds()
+        way.membership = Membership.of_newcomer(way.place, entrance, limit_s, heartbeat_s)
         place = way.membership.be_taken(way.place)
         if place.local_rank != way.place.local_rank and world().device.type == "cuda":
             raise WorldError(
@@ -156,26 +187,21 @@ class ElasticRun(Arguments):
                 f"does. Set LOCAL_RANK to one that is free, such as {place.local_rank}."
             )
         way.begun = True
-        try:
-            done = self._taken_over(way, self._in_new_world(way, place))
-        except (*LOSSES, WorldError) as loss:
-            self._regroup(way, loss)
-        else:
-            self._check_taken_over(done, place)
+        self._go_on(way, place)
 
     def _train(self, way: _Way) -> None:
         size, rank = comm.size_and_rank(self.axis)
-        while way.at.position.epoch < self.epochs:
+        while way.position.epoch < self.epochs:
             if way.membership is not None and way.membership.waiting and self._room(way, size, way.membership.waiting):
                 raise _NewcomersError(f"rank {rank}: newcomers are to be taken in.")
-            batch = self.data(way.at.position.indices(rank, size))
-            state, metrics = self.train(way.at.state, *(batch if isinstance(batch, tuple) else (batch,)))
-            way.at, way.futile = _At(state, way.at.position.after_step()), 0
+            batch = self.data(way.position.indices(rank, size))
+            state, metrics = self.train(way.state, *(batch if isinstance(batch, tuple) else (batch,)))
+            way.state, way.position, way.futile = state, way.position.after_step(), 0
             if self.on_step is not None:
-                self.on_step(state, metrics, way.at.position)
+                self.on_step(state, metrics, way.position)
             if state.step % self.every == 0:
                 self._save(way)
-        if way.saved != way.at.state.step:  # a loss may have come in between
+        if way.saved != way.state.step:  # a loss may have come in between
             self._save(way)
         # A rank that ended now would be lost to one that hasn't done the last step.
         collectives.barrier("the end of elastic", self.axis)
@@ -185,24 +211,17 @@ class ElasticRun(Arguments):
         most = here + asking if self.max_ranks is None else min(here + asking, self.max_ranks)
         # A loss of any of them has to leave a number that can go on.
         sizes = range(self.min_ranks, most + 1)
-        return max(0, next((size - 1 for size in sizes if not way.at.position.fits(size)), most) - here)
+        return max(0, next((size - 1 for size in sizes if not way.position.fits(size)), most) - here)
 
-    def _regroup(self, way: _Way, loss: Exception) -> None:
-        """Make a world with the ranks that are left, and take over the state of the last whole step."""
-        if own := ones_own(way.at.state):
-            loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
-            raise loss
+    def _go_on(self, way: _Way, place: Placement) -> None:
+        """Make a world at `place`, or the next one if that fails, and take over the state of the last whole step."""
         while True:
-            place = self._new_place(way, loss)
             try:
                 done = self._taken_over(way, self._in_new_world(way, place))
-            except (*LOSSES, WorldError) as another:  # while the new world was made
-                loss = another
-            else:
-                return self._check_taken_over(done, place)
-
-    @staticmethod
-    def _check_taken_over(done: bool, place: Placement) -> None:
+                break
+            except (*LOSSES, WorldError) as error:  # while the new world was made
+                loss = error
+            place = self._new_place(way, loss)
         if not done:
             raise ReplicaDivergedError(
                 f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of them "
@@ -211,6 +230,9 @@ class ElasticRun(Arguments):
 
     def _new_place(self, way: _Way, loss: Exception) -> Placement:
         """This rank's place among those that are left; raises if it can't go on."""
+        if own := ones_own(way.state):
+            loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
+            raise loss
         membership, lost = way.membership, _lost_on(self.axis)
         way.futile += 1
         if membership is None or way.futile > _PATIENCE:
@@ -247,9 +269,9 @@ class ElasticRun(Arguments):
 
             hold = (way.hold.token, runs.run_in(self._base))
         if not way.has_state:
-            mine: _Told = (-1, -1, "", way.at.position, True, hold)
+            mine: _Told = (-1, -1, "", way.position, True, hold)
         else:
-            mine = (way.at.state.step, way.saved, fingerprint(way.at.state), way.at.position, way.begun, hold)
+            mine = (way.state.step, way.saved, fingerprint(way.state), way.position, way.begun, hold)
         told = list(collectives.all_gather_object(mine, self.axis))
         if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
             from ltx.checkpoint import runs
@@ -272,7 +294,7 @@ class ElasticRun(Arguments):
             return way.has_state
         if len({(step, digest) for step, _, digest, *_ in told}) > 1:
             src = next(rank for rank in there if told[rank][2] == most)
-            way.at = _At(self.train.broadcast(way.at.state, src), told[src][3])
+            way.state, way.position = self.train.broadcast(way.state, src), told[src][3]
         way.saved, way.has_state = min(told[rank][1] for rank in there), True
         return True
 
@@ -280,9 +302,9 @@ class ElasticRun(Arguments):
         if self.snapshots is not None:
             from ltx import checkpoint  # takes a while
 
-            data = asdict(way.at.position)
-            checkpoint.save(self.snapshots, way.at.state, data=data, keep=self.keep, axis=self.axis)
-        way.saved = way.at.state.step
+            data = asdict(way.position)
+            checkpoint.save(self.snapshots, way.state, data=data, keep=self.keep, axis=self.axis)
+        way.saved = way.state.step
 
     def _restore(self, way: _Way) -> bool:
         """Go on from the last snapshot. Whether there is one."""
@@ -293,11 +315,22 @@ class ElasticRun(Arguments):
         # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
         if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self.axis):
             return False
-        restored = checkpoint.load(self.snapshots, way.at.state, rng="same ranks", axis=self.axis)
+        restored = checkpoint.load(self.snapshots, way.state, rng="same ranks", axis=self.axis)
         saved = DataPosition(**restored.data)
-        check_same_data(saved, way.at.position)
-        way.at, way.saved = _At(restored.state, saved), restored.step
+        if replace(saved, epoch=0, done=0) != replace(way.position, epoch=0, done=0):
+            raise InputError(
+                f"elastic: the snapshot is of a run over other data or in another order: {saved}, and now "
+                f"{way.position}. Give the position that the run began with, or another directory for snapshots."
+            )
+        way.state, way.position, way.saved = restored.state, saved, restored.step
         return True
+
+
+def ones_own(state: TrainState) -> list[str]:
+    """The parts of `state` that a lost rank takes with it. Buffers aren't among them: any rank's will do."""
+    layout = state.layout
+    parts = {"params": state.trained, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
+    return [name for name, part in parts.items() if getattr(layout, name) != "replicated" and tree.flatten(part)[0]]
 
 
 def _let_go_of_frames(loss: BaseException | None) -> None:
@@ -313,8 +346,3 @@ def _lost_on(axis: Any) -> Callable[[], list[int]]:
         return list
     axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
     return list if axis_comm is None else axis_comm.gone
-
-
-def _heartbeat_s(way: _Way) -> float:
-    found: timedelta = way.settings["heartbeat_timeout"]
-    return found.total_seconds()
