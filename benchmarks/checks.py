@@ -30,7 +30,7 @@ import ltx
 from benchmarks.ranks import found_by_ranks, interleaved, ratio
 from ltx import arguments, comm, tree
 from ltx.comm.channel import Channel
-from ltx.demo.model import GPT
+from ltx.demo.gpt import GPT
 from ltx.transforms.closure_check import refuse_captured
 from ltx.transforms.run import refuse_gradients
 from ltx.transforms.sync_state import SyncState

@@ -32,7 +32,7 @@ from benchmarks import links
 from benchmarks.models import Transformer, cross_entropy
 from benchmarks.ranks import found_by_ranks
 from ltx import hooks
-from ltx.demo.text import Corpus, read_topics
+from ltx.demo.gpt import Corpus, read_topics
 
 BATCH, CONTEXT, HELD_OUT = 4, 64, 64
 

@@ -18,11 +18,9 @@ from torch.nn.functional import cross_entropy
 
 import ltx
 from ltx.comm import Trace
-from ltx.demo.model import GPT
+from ltx.demo.gpt import GPT, Corpus, read_topics, unigram_entropy
 from ltx.demo.options import Configuration, Options, parse
-from ltx.demo.progress import Progress, Reading
-from ltx.demo.report import Curve, JsonLines, Result, draw, format_table
-from ltx.demo.text import Corpus, read_topics, unigram_entropy
+from ltx.demo.report import Curve, JsonLines, Progress, Reading, Result, draw, format_table
 
 Params = dict[str, Tensor]
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import ltx
-from ltx.demo.model import GPT
+from ltx.demo.gpt import GPT, PARAGRAPH, Corpus
 from ltx.demo.options import CONFIGURATIONS, Options
-from ltx.demo.progress import Progress
-from ltx.demo.report import JsonLines
-from ltx.demo.text import PARAGRAPH, Corpus
+from ltx.demo.report import JsonLines, Progress
 from ltx.demo.train import CONTEXT, PEAK_LR, Lesson, schedule
 
 

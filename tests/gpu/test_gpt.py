@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import ltx
-from ltx.demo.model import GPT
+from ltx.demo.gpt import GPT
 from tests.gpu.device import DEVICE
 
 BIG = DEVICE == "cuda"

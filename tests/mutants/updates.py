@@ -152,11 +152,11 @@ MUTANTS = (
     ),
     Mutant(
         name="demo: validation windows overlap the training text's order",
-        file="demo/text.py",
+        file="demo/gpt.py",
         old="targets = self.validation[1 : count * context + 1].view(count, context)",
         new="targets = self.validation[: count * context].view(count, context)",
         breaks="the model is asked for the character that it has just seen",
-        tests=("tests/demo/test_text.py",),
+        tests=("tests/demo/test_gpt.py",),
     ),
     Mutant(
         name="notebook: names of the notebook aren't sent",

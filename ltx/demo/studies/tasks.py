@@ -14,8 +14,7 @@ from torch.nn import attention
 from torch.nn.functional import cross_entropy
 
 import ltx
-from ltx.demo.model import GPT
-from ltx.demo.text import Corpus, read_topics
+from ltx.demo.gpt import GPT, Corpus, read_topics
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
