@@ -25,10 +25,9 @@ from ltx.errors import (
     WorldError,
 )
 from ltx.runtime.environments import Placement
-from ltx.runtime.groups import store_of, use_store, worlds_so_far
 from ltx.runtime.init import reform
 from ltx.runtime.membership import Membership, begin_run
-from ltx.runtime.world import World, abandon, settings_of_world, world
+from ltx.runtime.world import World, abandon, process, settings_of_world, world
 from ltx.training.data_position import DataPosition
 from ltx.training.replicas import fingerprint
 from ltx.training.train_state import Metrics, TrainState
@@ -145,17 +144,17 @@ class ElasticRun:
 
     def _open(self, way: _Way) -> None:
         """Begin a run with all ranks, so that they can regroup after a loss."""
-        store = store_of(way.place)
+        store = process.stores.get(way.place)
         if store is None:
             return
         size, rank = comm.size_and_rank(self.axis)
         own = ones_own(way.state)
         refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
         entrance = self._entrance(way.state, way.position)
-        begun = begin_run(store, size, worlds_so_far(), entrance, refusal) if rank == 0 else (0, "")
+        begun = begin_run(store, size, process.worlds, entrance, refusal) if rank == 0 else (0, "")
         run = collectives.broadcast_object(begun, 0, self.axis)
         heartbeat_s = way.settings["heartbeat_timeout"].total_seconds()
-        way.membership = Membership.of_member(store, run, rank, size, worlds_so_far(), heartbeat_s)
+        way.membership = Membership.of_member(store, run, rank, size, process.worlds, heartbeat_s)
         collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
 
     def _entrance(self, state: TrainState, position: DataPosition) -> Signature:
@@ -258,7 +257,7 @@ class ElasticRun:
     def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
         """How far each rank of a new world is."""
         assert way.membership is not None
-        use_store(way.membership.world_store(), place)
+        process.stores[place] = way.membership.world_store()
         way.place = place
         new_world = reform(way.settings, way.membership.worlds, place)
         for callback in self.on_reset:

@@ -174,7 +174,7 @@ def told_failures(logs: Path, failures: Mapping[int, Any]) -> str:
         logs: where the launcher has the ranks leave word.
         failures: torch's, by rank: of those that had ended when the launcher looked.
     """
-    ended = {rank: Ended(_exit_text(failure.exitcode)) for rank, failure in failures.items()}
+    ended = {rank: Ended(exit_text(failure.exitcode)) for rank, failure in failures.items()}
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     for file in attempts[-1].glob("*/error.json") if attempts else ():
         with suppress(OSError, ValueError, LookupError, TypeError):
@@ -189,7 +189,8 @@ def told_failures(logs: Path, failures: Mapping[int, Any]) -> str:
     return f"ltx run: rank {first} {ended[first].text}{rest}"
 
 
-def _exit_text(code: int) -> str:
+def exit_text(code: int) -> str:
+    """How a process ended, in words."""
     if code >= 0:
         return f"exited with status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,46 +29,10 @@ from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.errors import WorldError
 from ltx.runtime.environments import LOOPBACK, Placement, is_loopback, loopback_listener
 from ltx.runtime.launchers import UNSURE
-from ltx.runtime.world import World, world_of
+from ltx.runtime.world import World, process, world_of
 
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
-
-
-@dataclass
-class _Worlds:
-    """How many worlds this process has been in, and the stores through which their ranks met.
-
-    The count names the keys of the next world in the store, so that a world made after ``shutdown()`` doesn't read its
-    predecessor's addresses. The stores are kept: were rank 0's dropped and bound again, a peer could still reach the
-    old one.
-    """
-
-    count: int = 0
-    stores: dict[Placement, Store] = field(default_factory=dict)
-
-
-_worlds = _Worlds()
-
-
-def number_next_world(count: int) -> None:
-    """Number the next world `count`: ranks with different numbers don't find one another in the store."""
-    _worlds.count = count - 1
-
-
-def worlds_so_far() -> int:
-    """How many worlds this process has been in: equal on all ranks of one."""
-    return _worlds.count
-
-
-def store_of(placement: Placement) -> Store | None:
-    """The store through which the world at `placement` met; None if it met by other means."""
-    return _worlds.stores.get(placement)
-
-
-def use_store(store: Store, placement: Placement) -> None:
-    """Make the ranks of the world at `placement` meet through `store`, which is open already."""
-    _worlds.stores[placement] = store
 
 
 def adopted_world(placement: Placement, backend: str | None, told: bool) -> World:
@@ -99,19 +63,19 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
     """Initialise torch.distributed. Returns the store through which the ranks met."""
     assert placement.master is not None
     address, port = placement.master
-    _worlds.count += 1
+    process.worlds += 1
     try:
-        store = _worlds.stores.get(placement)
+        store = process.stores.get(placement)
         if store is None:
             _check_known(address)
             store = _open_store(address, port, world, timeout)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            _worlds.stores[placement] = store
+            process.stores[placement] = store
         undo.callback(id, store)  # keeps it: torch's C++ code alone doesn't keep what is Python's of one
         store.set_timeout(timeout)
-        world_store = PrefixStore(f"ltx/{_worlds.count}", store)
+        world_store = PrefixStore(f"ltx/{process.worlds}", store)
         if is_loopback(address) and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # so that no other machine can connect
             undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)

@@ -34,7 +34,6 @@ from ltx.runtime.groups import (
     close_ended,
     finish_setup,
     make_group,
-    number_next_world,
     open_axes,
 )
 from ltx.runtime.launchers import (
@@ -43,7 +42,7 @@ from ltx.runtime.launchers import (
     placement_from_arguments,
     placement_from_env,
 )
-from ltx.runtime.world import Session, World, abandon, forget, process, shutdown, world, world_of
+from ltx.runtime.world import Session, World, abandon, forget, process, settings_of_world, shutdown, world, world_of
 from ltx.typing import Tree
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -145,13 +144,12 @@ def renew(count: int) -> None:
         count: which world of this process it is, a number above all before, equal on all ranks. They may have counted
             differently.
     """
-    session = process.session
-    settings = dict(session.settings) if session is not None else {}
+    settings = settings_of_world()
     settings.pop("placement", None)  # as the environment says
     shutdown()
     if dist.is_initialized():  # the user's own, which failed too
         dist.destroy_process_group()
-    number_next_world(count)
+    process.worlds = count - 1
     process.session = _start(settings)
 
 
@@ -165,7 +163,7 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
     """
     old = process.replaced = process.session or process.replaced
     shutdown()
-    number_next_world(count)
+    process.worlds = count - 1
     mesh = ((asked["mesh"][0][0], placement.size),)
     process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
     if old is not None:

@@ -11,9 +11,10 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,23 +27,24 @@ from ltx.runtime.calls import LTX_HOME
 from ltx.runtime.world import POOL_VARIABLE, accelerators, forget
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-START_METHODS: tuple[str, ...] = get_args(StartMethod)
 
 # Collecting garbage while torch is imported takes a fifth of the time; the worker enables it when it is up.
 _WORKER = "import gc, sys; gc.disable(); from ltx.runtime.worker import main; main(int(sys.argv[1]))"
 
 
-class Process(Protocol):
-    """A process that this one has started."""
+@dataclass(frozen=True)
+class Process:
+    """A process that this one has started.
 
-    @property
-    def pid(self) -> int | None: ...
+    Attributes:
+        pid: its id.
+        ended: its exit status once it has ended, negative for a signal; None if it hasn't after so many seconds.
+        kill: ends it at once; does nothing to one that has ended.
+    """
 
-    def ended(self, timeout_s: float | None) -> int | None:
-        """Its exit status once it has ended, negative for a signal; None if it hasn't after `timeout_s`."""
-
-    def kill(self) -> None:
-        """End it at once; does nothing to one that has ended."""
+    pid: int
+    ended: Callable[[float | None], int | None]
+    kill: Callable[[], None]
 
 
 #: start(rank, the worker's end of its connection, the driver's ends so far, where its output goes) -> the process
@@ -59,8 +61,8 @@ def starter(method: str, size: int, threads: int, inherited: Inherited | None = 
     Raises:
         WorkerError: there is no such method, or it can't be right in the state that this process is in.
     """
-    if method not in START_METHODS:
-        raise WorkerError(f"start_method must be one of {', '.join(map(repr, START_METHODS))}, got {method!r}.")
+    if method not in get_args(StartMethod):
+        raise WorkerError(f"start_method must be one of {', '.join(map(repr, get_args(StartMethod)))}, got {method!r}.")
     if method == "fork":
         _check_fork()
     # A script without a guard comes here again in each process that spawn starts, which runs it from the top.
@@ -73,68 +75,44 @@ def starter(method: str, size: int, threads: int, inherited: Inherited | None = 
     def start(rank: int, end: Connection, others: Sequence[Connection], streams: Sequence[int]) -> Process:
         environment = worker_environment(rank, size, threads)
         if method == "popen":
-            return _Fresh(end, environment, streams)
-        return _Multiprocessed(method, end, environment, others, inherited)
-
-    return start
-
-
-class _Fresh:
-    def __init__(self, end: Connection, environment: dict[str, str], streams: Sequence[int]):
-        out, err = streams or (None, None)
-        self._process = subprocess.Popen(
-            # -P: modules in the working directory shadow nothing while the worker starts.
-            [sys.executable, "-P", "-c", _WORKER, str(end.fileno())],
-            env=environment,
-            pass_fds=[end.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ended(self, timeout_s: float | None) -> int | None:
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout_s)
-        return None
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-class _Multiprocessed:
-    def __init__(
-        self,
-        method: str,
-        end: Connection,
-        environment: dict[str, str],
-        others: Sequence[Connection],
-        inherited: Inherited | None,
-    ):
+            return _fresh(end, environment, streams)
         # A fork has copies of the driver's ends, which would keep its peers from seeing the driver go.
         copies = [other.fileno() for other in others] if method == "fork" else []
-        context = multiprocessing.get_context(method)
-        self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        process: BaseProcess = multiprocessing.get_context(method).Process(  # type: ignore[attr-defined]
             target=_serve,
             args=(end, environment, copies, inherited),
             daemon=True,  # or the end of this process would wait for it
         )
-        self._process.start()
+        process.start()
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
+        def ended(timeout_s: float | None) -> int | None:
+            process.join(timeout_s)
+            return process.exitcode
 
-    def ended(self, timeout_s: float | None) -> int | None:
-        self._process.join(timeout_s)
-        return self._process.exitcode
+        return Process(process.pid or 0, ended, process.kill)
 
-    def kill(self) -> None:
-        self._process.kill()
+    return start
+
+
+def _fresh(end: Connection, environment: dict[str, str], streams: Sequence[int]) -> Process:
+    out, err = streams or (None, None)
+    process = subprocess.Popen(
+        # -P: modules in the working directory shadow nothing while the worker starts.
+        [sys.executable, "-P", "-c", _WORKER, str(end.fileno())],
+        env=environment,
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
+    )
+
+    def ended(timeout_s: float | None) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout_s)
+        return None
+
+    return Process(process.pid, ended, process.kill)
 
 
 def _serve(end: Connection, environment: dict[str, str], copies: Sequence[int], inherited: Inherited | None) -> None:

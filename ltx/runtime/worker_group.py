@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx.errors import WorkerError
-from ltx.runtime.failures import failure_of
+from ltx.runtime.failures import exit_text, failure_of
 from ltx.runtime.messages import Cancel, Failure, Message, Ready, Rendezvous, Renew, Setup, Stop, pack, receive
 from ltx.runtime.output import Output, Printed, open_pipe, together
 from ltx.runtime.show import Bar
@@ -74,7 +74,7 @@ class WorkerGroup:
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank."""
-        return [process.pid or 0 for process in self._processes]
+        return [process.pid for process in self._processes]
 
     @property
     def is_ours(self) -> bool:
@@ -145,14 +145,11 @@ class WorkerGroup:
         code = self._processes[rank].ended(_STOP_GRACE_S)
         if code is None:
             return "closed its connection to the driver"
-        if code >= 0:
-            return f"exited with status {code}"
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         hint = {
-            "SIGKILL": " (the system does that when memory runs out)",
-            "SIGABRT": " (gloo does that when ranks issue different shapes or dtypes)",
+            -signal.SIGKILL: " (the system does that when memory runs out)",
+            -signal.SIGABRT: " (gloo does that when ranks issue different shapes or dtypes)",
         }
-        return f"was killed by {name}{hint.get(name, '')}"
+        return exit_text(code) + hint.get(code, "")
 
     def stop(self) -> None:
         """Let the workers end by themselves, and kill those that haven't after a few seconds."""
@@ -244,7 +241,7 @@ class WorkerGroup:
                     )
 
 
-def _is_stopped(pid: int | None) -> bool:
+def _is_stopped(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from ltx import comm
 from ltx.comm.backends import default_backend
@@ -114,10 +115,22 @@ class Session:
 
 @dataclass
 class _Process:
-    """What is up in this process: process-wide, because process groups and axes are."""
+    """What is up in this process: process-wide, because process groups and axes are.
+
+    Attributes:
+        session: of the world that is up.
+        replaced: one whose successor couldn't be set up.
+        worlds: how many worlds this process has been in: equal on all ranks of one. It names the keys of a world in
+            the store, so that one made after ``shutdown()`` doesn't read its predecessor's addresses, and ranks with
+            different numbers don't find one another.
+        stores: those through which the ranks of worlds met. They are kept: were rank 0's dropped and bound again, a
+            peer could still reach the old one.
+    """
 
     session: Session | None = None
-    replaced: Session | None = None  # its successor couldn't be set up
+    replaced: Session | None = None
+    worlds: int = 0
+    stores: dict[Placement, Store] = field(default_factory=dict)
 
 
 process = _Process()
@@ -166,7 +179,7 @@ def forget() -> None:
 def _release(left: World, error: BaseException | None) -> None:
     """The end of a ``with`` block on `left`, by `error` or not: take the world down unless another call holds it."""
     session = process.session
-    if session is None or not any(known is left for known in (session.world, *session.before)):
+    if session is None or all(known is not left for known in (session.world, *session.before)):
         return
     session.holds -= 1
     if session.holds:
@@ -174,7 +187,7 @@ def _release(left: World, error: BaseException | None) -> None:
     if error is not None:
         note_failure(error)
         abandon(error)
-    elif getattr(session.settings.get("placement"), "joins", None) is not None:
+    elif session.settings["placement"].joins is not None:
         warnings.warn(
             "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
             "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",

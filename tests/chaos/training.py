@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ltx
-from ltx.runtime.groups import worlds_so_far
+from ltx.runtime.world import process
 from tests.chaos.schedule import Trouble
 from tests.forks import noticed, open_now, settles
 from tests.runtime.elastic_training import START, STEPS, batch, make, values
@@ -51,7 +51,7 @@ def training(
 
         def on_step(state: Any, metrics: Any, position: Any) -> None:
             world = ltx.world()
-            entry = [worlds_so_far(), state.step, world.rank, world.size, taken[0], metrics.loss.item()]
+            entry = [process.worlds, state.step, world.rank, world.size, taken[0], metrics.loss.item()]
             log.write(json.dumps(entry) + "\n")
             log.flush()  # a rank that is killed has written what it has done
 
