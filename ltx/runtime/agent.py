@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ltx.runtime.environments import LOOPBACK
 from ltx.runtime.groups import loopback_store
@@ -20,42 +21,24 @@ from ltx.runtime.groups import loopback_store
 LOOPBACK_RENDEZVOUS = "ltx-loopback"
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class LoopbackRendezvous(StaticTCPRendezvous):
     """The launcher of one machine alone: it waits for no other, and its ranks connect on loopback.
 
     torch's own for this listens on all interfaces, and unpickles what any process writes there.
     """
 
     def __init__(self, port: int, run_id: str):
-        self._store = loopback_store(port)
-        self.port = self._store.port
-        self._run_id, self._rounds = run_id, 0
+        self._own_store = loopback_store(port)
+        self._rounds = 0
+        super().__init__(LOOPBACK, self._own_store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
 
     def get_backend(self) -> str:
         return LOOPBACK_RENDEZVOUS
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
         self._rounds += 1
-        store = PrefixStore(f"{self._run_id}/{self._rounds}", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None: ...
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        store = PrefixStore(f"{self.run_id}/{self._rounds}", self._own_store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
 
 def register(tell: Callable[[int], None] | None = None) -> None:
@@ -64,7 +47,7 @@ def register(tell: Callable[[int], None] | None = None) -> None:
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         made = LoopbackRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
         if tell is not None:
-            tell(made.port)
+            tell(made.master_port)
         return made
 
     rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)  # an earlier run's in this process

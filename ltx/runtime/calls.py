@@ -47,7 +47,7 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
     Warns:
         UserWarning: the function itself carries more than :data:`LARGE_BYTES` along.
     """
-    pickler = _Pickler(number, _module_name(fn))
+    pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "")
     try:
         pickler.dump(Call(number))
         pickler.dump(fn)
@@ -183,10 +183,8 @@ def _warn_if_large(fn: Any, nbytes: int) -> None:
 
 def _tensors_of(fn: Any) -> dict[str, int]:
     """The bytes of the tensors, arrays and modules that `fn` finds in its closure and globals, by name."""
-    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
-        fn = getattr(fn, "func", None) or fn.__wrapped__
     try:
-        found = inspect.getclosurevars(fn)
+        found = inspect.getclosurevars(_unwrapped(fn))
     except TypeError:  # not a Python function
         return {}
     values = {**found.globals, **found.nonlocals}
@@ -200,11 +198,11 @@ def _nbytes(value: Any) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _module_name(fn: Any) -> str:
-    """The module of the user's function inside partials, decorators and bound methods."""
+def _unwrapped(fn: Any) -> Any:
+    """The user's function inside partials, decorators and bound methods."""
     while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__") or inspect.ismethod(fn):
         fn = getattr(fn, "func", None) or getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
-    return getattr(fn, "__module__", None) or ""
+    return fn
 
 
 def _finds(name: str, file: str | None) -> bool:

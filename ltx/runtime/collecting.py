@@ -134,19 +134,19 @@ def failure_error(
     # comes last.
     silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]
     came = {rank: answer for rank, answer in answers.items() if rank not in silent}
-    failed = {rank: _came(answer) for rank, answer in came.items() if not isinstance(answer, Result)}
+    failed = {rank: answer for rank, answer in came.items() if not isinstance(answer, Result)}
     genuine = [rank for rank in failed if not getattr(came[rank], "cancelled", False)]
     if not genuine:
         late = sorted({*silent, *failed})
-        done = sorted(came.keys() - failed.keys())
+        listed, done = (", ".join(map(str, some)) for some in (late, sorted(came.keys() - failed.keys())))
         return CallTimeoutError(
-            f"{name} didn't return on rank{'s' * (len(late) > 1)} {_listed(late)} of {size} within {timeout_s:g} s"
-            + (f", while it returned on {_listed(done)}" if done else "")
+            f"{name} didn't return on rank{'s' * (len(late) > 1)} {listed} of {size} within {timeout_s:g} s"
+            + (f", while it returned on {done}" if done else "")
             + f": {'; '.join(f'rank {rank} {told_where(answers.get(rank))}' for rank in late)}. A rank that waits in a "
             "collective waits for one that doesn't take part. Give a longer timeout if it only needs that."
             + f" {after}".rstrip()
         )
-    first = min(genuine, key=lambda rank: (failed[rank], rank))
+    first = min(genuine, key=lambda rank: (getattr(failed[rank], "at_s", 0.0), rank))
     answer = answers[first]
     others = [f"rank {rank} {_in_short(answers[rank])}" for rank in sorted(failed) if rank != first]
     others += [f"rank {rank} {told_where(answers.get(rank))}" for rank in silent]
@@ -183,10 +183,6 @@ def told_where(answer: Any) -> str:
     return _in_short(answer)
 
 
-def _came(answer: Failure | str) -> float:
-    return 0.0 if isinstance(answer, str) else answer.at_s
-
-
 def _in_short(answer: Failure | str) -> str:
     if isinstance(answer, str):
         return answer
@@ -194,10 +190,6 @@ def _in_short(answer: Failure | str) -> str:
         return f"was given up{f' at {answer.where}' if answer.where else ''}"
     line = answer.message.partition("\n")[0].rstrip(".")
     return f"raised {answer.type_name}: {line[:160]}{'...' * (len(line) > 160)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _original(failure: Failure) -> BaseException | None:

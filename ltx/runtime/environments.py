@@ -285,20 +285,12 @@ def mpi_placement(
         my_rank = variables.number(rank, 0, world_size - 1, f"below {size}={world_size}")
         alone = world_size == 1
         local_sizes, local_ranks = variables.first(*local_size), variables.first(*local_rank)
-        mine = variables.number(
-            local_sizes,
-            1,
-            world_size,
-            f"the number of processes of the node, at most {size}={world_size}",
-            alone or None,
-        )
-        local = variables.number(
-            local_ranks, 0, min(mine - 1, my_rank), f"below {local_sizes}={mine} and at most {rank}={my_rank}",
-            0 if alone else None,
-        )  # fmt: skip
-        variables.check_agrees(
-            "WORLD_SIZE", world_size, f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes"
-        )
+        of_node = f"the number of processes of the node, at most {size}={world_size}"
+        mine = variables.number(local_sizes, 1, world_size, of_node, 1 if alone else None)
+        below = f"below {local_sizes}={mine} and at most {rank}={my_rank}"
+        local = variables.number(local_ranks, 0, min(mine - 1, my_rank), below, 0 if alone else None)
+        because = f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes"
+        variables.check_agrees("WORLD_SIZE", world_size, because)
         node, num_nodes = _mpi_node(variables, my_rank, world_size, local, mine, (rank, size, local_ranks, local_sizes))
         master = (
             None if alone else (_mpi_address(variables, num_nodes), variables.master_port(_mpi_port(variables, job)))

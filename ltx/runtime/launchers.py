@@ -51,8 +51,8 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
 
 def _shows_one_device(environ: Mapping[str, str]) -> bool:
     """Whether somebody has given this process a device of its own, as jobs of Kubernetes and some launchers do."""
-    shown = [environ[name] for name in _VISIBLE if name in environ]
-    return bool(shown) and len(shown[0].split(",")) == 1 and shown[0].strip() not in ("", "-1")
+    shown = next((environ[name] for name in _VISIBLE if name in environ), "")
+    return "," not in shown and shown.strip() not in ("", "-1")
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -74,9 +74,8 @@ def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> 
         return placement_from_env({**environ, **known})
     except WorldError:
         local_rank = environ.get("LOCAL_RANK", "")
-        if local_rank.isdecimal() and int(local_rank) <= rank:
-            return Placement("user", rank, size, local_rank=int(local_rank), local_size=size)
-        return Placement("user", rank, size, local_rank=rank, local_size=size)
+        local = int(local_rank) if local_rank.isdecimal() and int(local_rank) <= rank else rank
+        return Placement("user", rank, size, local_rank=local, local_size=size)
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
@@ -143,18 +142,12 @@ def _torchrun_placement(variables: Variables) -> Placement:
     size = variables.number("WORLD_SIZE", 1, None, "the number of processes")
     rank = variables.number("RANK", 0, size - 1, f"below WORLD_SIZE={size}")
     local_size = variables.number("LOCAL_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", size)
-    local_rank = variables.number(
-        "LOCAL_RANK", 0, local_size - 1, f"below LOCAL_WORLD_SIZE={local_size}", rank % local_size
-    )
+    below_size = f"below LOCAL_WORLD_SIZE={local_size}"
+    local_rank = variables.number("LOCAL_RANK", 0, local_size - 1, below_size, rank % local_size)
     num_nodes = variables.number("GROUP_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", -(-size // local_size))
-    by_slot = rank // local_size
-    node_rank = variables.number(
-        "GROUP_RANK",
-        0,
-        num_nodes - 1,
-        f"below the number of nodes, {num_nodes}",
-        by_slot if by_slot < num_nodes else None,
-    )
+    below_nodes, by_slot = f"below the number of nodes, {num_nodes}", rank // local_size
+    default = by_slot if by_slot < num_nodes else None
+    node_rank = variables.number("GROUP_RANK", 0, num_nodes - 1, below_nodes, default)
     address = variables.environ.get("MASTER_ADDR")
     if not address:
         raise WorldError(
@@ -184,6 +177,14 @@ _pmi = mpi_placement(
     "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 )
 
+
+def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
+    """An mpirun whose variables are ``{prefix}_RANK`` and the like; `job`: those that may hold the job's id."""
+    rank, size = f"{prefix}_RANK", f"{prefix}_SIZE"
+    placement = mpi_placement(rank, size, (f"{prefix}_LOCAL_RANK",), (f"{prefix}_LOCAL_SIZE",), job)
+    return Launcher(name, (rank, size), lambda env: rank in env, placement, _BY_MPIRUN)
+
+
 #: Those whose ranks don't know for sure which node they are on, and compare what they found when they meet.
 UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
 
@@ -205,31 +206,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         f"Set {JOIN_VARIABLE} to the MASTER_ADDR:MASTER_PORT of ranks that run ltx.elastic",
     ),
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "RANK" in env, _torchrun_placement, _BY_TORCHRUN),
-    Launcher(
-        "openmpi",
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        lambda env: "OMPI_COMM_WORLD_RANK" in env,
-        mpi_placement(
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            ("OMPI_COMM_WORLD_LOCAL_RANK",),
-            ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-            ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-        ),
-        _BY_MPIRUN,
-    ),
-    Launcher(
-        "mvapich2",
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        lambda env: "MV2_COMM_WORLD_RANK" in env,
-        mpi_placement(
-            "MV2_COMM_WORLD_RANK",
-            "MV2_COMM_WORLD_SIZE",
-            ("MV2_COMM_WORLD_LOCAL_RANK",),
-            ("MV2_COMM_WORLD_LOCAL_SIZE",),
-        ),
-        _BY_MPIRUN,
-    ),
+    _mpirun("openmpi", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    _mpirun("mvapich2", "MV2_COMM_WORLD"),
     # Of MPICH's and Intel MPI's hydra; srun sets only the first two of these.
     Launcher(
         "pmi",

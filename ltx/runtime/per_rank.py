@@ -128,17 +128,18 @@ def _stack(leaves: list[Any], path: str) -> torch.Tensor:
             raise TreeError(f"leaf {path!r} on rank {rank} is too large for an int64: {leaf}. Use .rank(i).")
         tensor = torch.as_tensor(leaf)
         check_dense([tensor], tensor, f"leaf {path!r} on rank {rank}")
-        if tensor.is_meta and not (tensors or [tensor])[0].is_meta:
-            raise TreeError(f"leaf {path!r} on rank {rank} is on the meta device, and rank 0's isn't. Use .rank(i).")
-        if tensors and tensors[0].is_meta and not tensor.is_meta:
-            raise TreeError(f"leaf {path!r} on rank 0 is on the meta device, and rank {rank}'s isn't. Use .rank(i).")
-        tensors.append(tensor.to(tensors[0].device) if tensors else tensor)
-    for rank, tensor in enumerate(tensors):
-        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
+        first = tensors[0] if tensors else tensor
+        if tensor.is_meta != first.is_meta:
+            meta, other = (rank, 0) if tensor.is_meta else (0, rank)
             raise TreeError(
-                f"leaf {path!r} can't be stacked: rank 0 has {describe(tensors[0])}, rank {rank} has "
-                f"{describe(tensor)}. Use .rank(i) for values of different shapes or dtypes."
+                f"leaf {path!r} on rank {meta} is on the meta device, and rank {other}'s isn't. Use .rank(i)."
             )
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+            raise TreeError(
+                f"leaf {path!r} can't be stacked: rank 0 has {describe(first)}, rank {rank} has {describe(tensor)}. "
+                "Use .rank(i) for values of different shapes or dtypes."
+            )
+        tensors.append(tensor.to(first.device))
     return torch.stack(tensors)
 
 

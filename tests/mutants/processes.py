@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         name="runtime: the last rank to fail is told",
         file="runtime/collecting.py",
-        old="first = min(genuine, key=lambda rank: (failed[rank], rank))",
-        new="first = max(genuine, key=lambda rank: (failed[rank], rank))",
+        old='first = min(genuine, key=lambda rank: (getattr(failed[rank], "at_s", 0.0), rank))',
+        new='first = max(genuine, key=lambda rank: (getattr(failed[rank], "at_s", 0.0), rank))',
         breaks="a consequence is reported in the place of the cause",
         tests=("tests/runtime/test_failures.py::test_the_first_to_fail_is_shown_and_the_others_listed",),
     ),
