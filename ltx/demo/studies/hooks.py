@@ -14,14 +14,13 @@ settings isn't repeated; `--fresh` begins anew. The notebook 02_communication_ho
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.demo.studies.tasks import SETTINGS, TASKS, Params, Settings, Task, drift
+from ltx.demo.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
+from ltx.demo.studies.tasks import TASKS as TASKS
 
 SEEDS = (0, 1, 2)
 RANKS = (16, 64)
@@ -175,9 +175,14 @@ def one_process(task: Task, hook: str, seed: int) -> tuple[Outcome, bool]:
     return Outcome(first_loss, task.validate(state.params), curve, apart), matched
 
 
-def on_processes(pool: ltx.Pool, task: Task, hook: str, seed: int) -> Outcome:
-    """Train on the processes of a pool; the outcome of rank 0."""
-    outcome, matched = pool.run(one_process, task, hook, seed).rank(0)
+@cache
+def _pool() -> ltx.Pool:
+    return ltx.Pool(PROCESSES)
+
+
+def on_processes(task: Task, hook: str, seed: int) -> Outcome:
+    """Train on processes; the outcome of rank 0."""
+    outcome, matched = _pool().run(one_process, task, hook, seed).rank(0)
     if not matched:
         raise RuntimeError(f"{hook}: what was recorded isn't what ltx.profile.explain said.")
     return outcome
@@ -207,10 +212,11 @@ def cases() -> list[Case]:
     return found
 
 
-def run(case: Case, task: Task, pool: Callable[[], ltx.Pool]) -> dict[str, Any]:
+def run(case: Case) -> dict[str, Any]:
     """Train, and tell everything about it."""
+    task = task_of(case.task)
     if case.backing == "processes":
-        outcome = on_processes(pool(), task, case.hook, case.seed)
+        outcome = on_processes(task, case.hook, case.seed)
     else:
         outcome = simulated(task, case.hook, case.seed, case.ranks)
     return {**_settings(case), **asdict(outcome), "bytes": bytes_of(task, case.hook, case.ranks)}
@@ -223,28 +229,27 @@ def _settings(case: Case) -> dict[str, Any]:
 
 def load(path: Path = RESULTS) -> dict[str, Any]:
     """The results file: torch's version, and the runs."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return read(path)
 
 
 def ratios(runs: list[dict[str, Any]], task: str, ranks: int, hook: str) -> list[float]:
     """Validation loss by fp32's of the same seed, a ratio a seed."""
-    found = [r for r in runs if (r["task"], r["ranks"]) == (task, ranks)]
-    base = {r["seed"]: r["loss"] for r in found if r["hook"] == "fp32"}
-    return [r["loss"] / base[r["seed"]] for r in found if r["hook"] == hook and r["seed"] in base]
+    found = where(runs, task=task, ranks=ranks)
+    base = {r["seed"]: r["loss"] for r in where(found, hook="fp32")}
+    return [r["loss"] / base[r["seed"]] for r in where(found, hook=hook) if r["seed"] in base]
 
 
 def table(runs: list[dict[str, Any]], task: str, ranks: int) -> list[str]:
     """Markdown: a row a hook."""
-    found = [r for r in runs if (r["task"], r["ranks"]) == (task, ranks)]
-    where = "processes" if ranks == PROCESSES else "simulated ranks"
+    found = where(runs, task=task, ranks=ranks)
+    backing = "processes" if ranks == PROCESSES else "simulated ranks"
     lines = [
-        f"| {task}, {ranks} {where} | bytes of fp32's | validation loss | to fp32's | seed by seed | goal |",
+        f"| {task}, {ranks} {backing} | bytes of fp32's | validation loss | to fp32's | seed by seed | goal |",
         "|---|---|---|---|---|---|",
     ]
     plain = next((r["bytes"] for r in found if r["hook"] == "fp32"), math.nan)
     for hook in dict.fromkeys(r["hook"] for r in found):
-        rows = [r for r in found if r["hook"] == hook]
+        rows = where(found, hook=hook)
         loss = statistics.mean(r["loss"] for r in rows)
         each = ratios(runs, task, ranks, hook)
         mean = statistics.mean(each) if each else math.nan
@@ -258,41 +263,21 @@ def table(runs: list[dict[str, Any]], task: str, ranks: int) -> list[str]:
 
 def main() -> None:
     """Parse, run what isn't in the file, print Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(RESULTS.name)
-    parser.add_argument("--out", type=Path, default=here, help="begins as the package's own (default: %(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
-    parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, RESULTS).parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("error")
 
     known = load(arguments.out if arguments.out.exists() else RESULTS)
     runs = [] if arguments.fresh else known["runs"]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Task] = {}
-    pools: list[ltx.Pool] = []
-
-    def pool() -> ltx.Pool:
-        if not pools:
-            pools.append(ltx.Pool(PROCESSES))
-        return pools[0]
-
-    try:
-        for case in [] if arguments.table else cases():
-            wanted = json.loads(json.dumps(_settings(case)))
-            if any(all(r.get(key) == value for key, value in wanted.items()) for r in runs):
-                continue
-            if case.task not in made:
-                made[case.task] = TASKS[case.task](case.task)
-            found = run(case, made[case.task], pool)
-            print(*asdict(case).values(), f"{found['loss']:.4f}", file=sys.stderr, flush=True)
-            runs = [r for r in runs if any(r[key] != value for key, value in asdict(case).items())] + [found]
-            lines = ",\n".join(json.dumps(r) for r in runs)
-            arguments.out.write_text(f'{{"torch": "{torch.__version__}", "runs": [\n{lines}\n]}}\n')
-    finally:
-        for each in pools:
-            each.close()
+    for case in [] if arguments.table else cases():
+        if where(runs, **_settings(case)):
+            continue
+        found = run(case)
+        print(*asdict(case).values(), f"{found['loss']:.4f}", file=sys.stderr, flush=True)
+        runs = [r for r in runs if r not in where(runs, **asdict(case))] + [found]
+        lines = ",\n".join(json.dumps(r) for r in runs)
+        arguments.out.write_text(f'{{"torch": "{torch.__version__}", "runs": [\n{lines}\n]}}\n')
 
     for task, ranks in dict.fromkeys((r["task"], r["ranks"]) for r in runs):
         print("\n".join(table(runs, task, ranks)), end="\n\n")

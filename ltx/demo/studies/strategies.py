@@ -19,7 +19,6 @@ settings isn't repeated; `--fresh` begins anew. The notebook 03_strategies reads
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -40,7 +39,7 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.demo.studies.tasks import SETTINGS, TASKS, Params, Settings, Task, drift
+from ltx.demo.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
 
 SEEDS = (0, 1)
 RANKS = (8, 64)
@@ -107,12 +106,6 @@ ROWS = {
     "qadam": Row(lambda s, n: ltx.BaguaStrategy("qadam", warmup_steps=s.warm_up), _qadam, base="adam"),
     "alone": Row(lambda s, n: ltx.DDPStrategy(comm_hook=hooks.Noop())),
 }
-
-
-@cache
-def task_of(name: str) -> Task:
-    """The task of that name, made once."""
-    return TASKS[name](name)
 
 
 def train_of(task: Task, strategy: str, ranks: int) -> ltx.training.TrainStep:
@@ -219,8 +212,7 @@ def _settings(case: Case) -> dict[str, Any]:
 
 def load(path: Path = RESULTS) -> dict[str, Any]:
     """The results file: torch's version, the runs, and bytes sent by task, ranks and strategy."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return read(path)
 
 
 def _save(path: Path, runs: list[dict[str, Any]], traffic: list[dict[str, Any]]) -> None:
@@ -229,20 +221,16 @@ def _save(path: Path, runs: list[dict[str, Any]], traffic: list[dict[str, Any]])
     path.write_text(text)
 
 
-def _of(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    return [r for r in rows if all(r.get(key) == value for key, value in wanted.items())]
-
-
 def ratios(runs: list[dict[str, Any]], task: str, ranks: int, strategy: str) -> list[float]:
     """Validation loss by that of the row's base with the same seed, a ratio a seed."""
-    base = {r["seed"]: r["loss"] for r in _of(runs, task=task, ranks=ranks, strategy=ROWS[strategy].base)}
-    found = _of(runs, task=task, ranks=ranks, strategy=strategy)
+    base = {r["seed"]: r["loss"] for r in where(runs, task=task, ranks=ranks, strategy=ROWS[strategy].base)}
+    found = where(runs, task=task, ranks=ranks, strategy=strategy)
     return [r["loss"] / base[r["seed"]] for r in found if r["seed"] in base]
 
 
 def curve(runs: list[dict[str, Any]], task: str, ranks: int, strategy: str) -> list[tuple[int, float]]:
     """(steps done, validation loss), mean over the seeds."""
-    each = [r["curve"] for r in _of(runs, task=task, ranks=ranks, strategy=strategy)]
+    each = [r["curve"] for r in where(runs, task=task, ranks=ranks, strategy=strategy)]
     return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*each, strict=True)]
 
 
@@ -259,7 +247,7 @@ def steps_to_target(runs: list[dict[str, Any]], task: str, ranks: int, strategy:
 
 def bytes_sent(found: dict[str, Any], task: str, ranks: int, strategy: str) -> dict[int, int]:
     """Steps done -> bytes that rank 0 has sent, at the marks; empty if the file doesn't say."""
-    rows = _of(found["sent"], task=task, ranks=ranks, strategy=strategy)
+    rows = where(found["sent"], task=task, ranks=ranks, strategy=strategy)
     return {int(steps): count for row in rows for steps, count in row["bytes"]}
 
 
@@ -275,7 +263,7 @@ def table(found: dict[str, Any], task: str, ranks: int) -> list[str]:
     ]
     till_ddp = bytes_sent(found, task, ranks, "ddp")[steps_to_target(runs, task, ranks, "ddp") or 0]
     for name in ROWS:
-        rows = _of(runs, task=task, ranks=ranks, strategy=name)
+        rows = where(runs, task=task, ranks=ranks, strategy=name)
         if not rows:
             continue
         sums = bytes_sent(found, task, ranks, name)
@@ -290,7 +278,7 @@ def table(found: dict[str, Any], task: str, ranks: int) -> list[str]:
             f"| {name} | {total / plain:.3f} | {loss:.4f} | {to} | {seeds} | {own:.4f} | {apart:.1e} | "
             f"{steps or 'never'} | {till} |"
         )
-    first = statistics.mean(r["first_loss"] for r in _of(runs, task=task, ranks=ranks))
+    first = statistics.mean(r["first_loss"] for r in where(runs, task=task, ranks=ranks))
     return [*lines, "", f"Validation loss before the first step: {first:.4f}."]
 
 
@@ -311,11 +299,7 @@ def _outcomes(todo: list[Case], jobs: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Parse, run what isn't in the file, count bytes, print Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(RESULTS.name)
-    parser.add_argument("--out", type=Path, default=here, help="begins as the package's own (default: %(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
-    parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
+    parser = parser_of(__doc__, RESULTS)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--strategies", nargs="+", choices=list(ROWS), default=list(ROWS))
@@ -325,20 +309,20 @@ def main() -> None:
     runs, traffic = ([], []) if arguments.fresh else (known["runs"], known["sent"])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     wanted = [] if arguments.table else [c for c in cases(tuple(arguments.seeds)) if c.strategy in arguments.strategies]
-    todo = [case for case in wanted if not _of(runs, **json.loads(json.dumps(_settings(case))))]
+    todo = [case for case in wanted if not where(runs, **_settings(case))]
     for outcome in _outcomes(todo, arguments.jobs):
         case = Case(*(outcome[key] for key in ("task", "ranks", "strategy", "seed")))
         print(*asdict(case).values(), f"{outcome['loss']:.4f}", outcome["seconds"], file=sys.stderr, flush=True)
-        runs = [r for r in runs if r not in _of(runs, **asdict(case))] + [outcome]
+        runs = [r for r in runs if r not in where(runs, **asdict(case))] + [outcome]
         _save(arguments.out, runs, traffic)
 
     for case in wanted:
         key = {name: value for name, value in _settings(case).items() if name in KEYS}
-        if not _of(traffic, **json.loads(json.dumps(key))):
+        if not where(traffic, **key):
             total = sent(task_of(case.task), case.strategy, case.ranks)
-            where = {name: key[name] for name in ("task", "ranks", "strategy")}
+            place = {name: key[name] for name in ("task", "ranks", "strategy")}
             marks = [(steps, total[steps - 1]) for steps in range(EVERY, len(total) + 1, EVERY)]
-            traffic = [r for r in traffic if r not in _of(traffic, **where)] + [{**key, "bytes": marks}]
+            traffic = [r for r in traffic if r not in where(traffic, **place)] + [{**key, "bytes": marks}]
             _save(arguments.out, runs, traffic)
 
     found = {"runs": runs, "sent": traffic}

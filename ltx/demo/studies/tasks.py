@@ -1,4 +1,4 @@
-"""What the studies of convergence train: two tasks, and how far ranks drift apart.
+"""What the studies of convergence train: two tasks, and how far ranks drift apart. How they keep what came of it.
 
 The demo's GPT, small, on the characters of Python's own help texts, and scikit-learn's digits. All worlds share the
 same global batches, so that they differ in communication alone.
@@ -6,7 +6,12 @@ same global batches, so that they differ in communication alone.
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,3 +156,31 @@ def drift(leaves: list[Tensor]) -> float:
     rows = torch.cat([leaf.flatten(1) for leaf in leaves], 1)
     mean = rows.mean(0)
     return float((rows - mean).norm(dim=1).square().mean().sqrt() / mean.norm())
+
+
+@cache
+def task_of(name: str) -> Task:
+    """The task of that name, made once."""
+    return TASKS[name](name)
+
+
+def where(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Those of a results file's rows that have these values."""
+    wanted = json.loads(json.dumps(wanted))  # tuples are lists there
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A results file."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def parser_of(doc: str | None, results: Path) -> argparse.ArgumentParser:
+    """The command line that the studies have in common; `results`: the package's own file."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = Path(results.name)
+    parser.add_argument("--out", type=Path, default=here, help="begins as the package's own (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
+    parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
+    return parser
