@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import Store
 
@@ -20,8 +20,7 @@ from ltx.errors import PeerLostError
 from ltx.runtime.environments import Placement
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A process of a run, and where it computes.
 
     Attributes:
@@ -80,7 +79,7 @@ class Decision:
 
     def to_json(self) -> str:
         """Text for the store."""
-        return json.dumps([[[m.number, m.node, m.local_rank, m.host] for m in self.members], sorted(self.known)])
+        return json.dumps([self.members, sorted(self.known)])
 
     @staticmethod
     def from_json(text: bytes) -> Decision:
@@ -97,7 +96,7 @@ def _on_nodes(members: Sequence[Member]) -> list[Member]:
         node = next((other.node for other in found if other.host == member.host), new)
         taken = {other.local_rank for other in found if other.node == node}
         free = next(local for local in range(len(members)) if local not in taken)
-        found.append(replace(member, node=node, local_rank=free if member.local_rank in taken else member.local_rank))
+        found.append(member._replace(node=node, local_rank=free if member.local_rank in taken else member.local_rank))
     return found
 
 
@@ -115,9 +114,7 @@ class Regroup:
 
     def come(self, member: Member) -> None:
         """Say that the process of `member` is here."""
-        self._store.append(
-            f"{self._at}/log", f"{json.dumps([member.number, member.node, member.local_rank, member.host])}\n"
-        )
+        self._store.append(f"{self._at}/log", f"{json.dumps(member)}\n")
 
     def decline(self, number: int) -> None:
         """Say that member `number` won't come, so that the others don't wait for it."""
@@ -192,6 +189,15 @@ class Regroup:
         return came, declined
 
 
+def _forwarded(name: str) -> Any:
+    """A method that calls the underlying store's of that name."""
+
+    def method(self: WatchedStore, *args: Any) -> Any:
+        return getattr(self.underlying_store, name)(*args)
+
+    return method
+
+
 class WatchedStore(Store):
     """`store`, except that a wait in it checks for trouble: process groups are made by waiting in a store.
 
@@ -230,32 +236,10 @@ class WatchedStore(Store):
         self.wait(keys)
         return cast(list[bytes], self.underlying_store.multi_get(keys))
 
-    def set(self, key: str, value: str) -> None:
-        """As the store's own, like all that follows."""
-        self.underlying_store.set(key, value)
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        self.underlying_store.multi_set(keys, values)
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return cast(bytes, self.underlying_store.compare_set(key, expected_value, desired_value))
-
-    def append(self, key: str, value: str) -> None:
-        self.underlying_store.append(key, value)
-
-    def add(self, key: str, value: int) -> int:
-        return int(self.underlying_store.add(key, value))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self.underlying_store.check(list(keys)))
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self.underlying_store.delete_key(key))
-
-    def num_keys(self) -> int:
-        return int(self.underlying_store.num_keys())
-
-    # By these names torch's C++ code calls the two.
+    # The rest is the store's own. By the last two names torch's C++ code calls the two before.
+    set, multi_set, compare_set, append, add, check, delete_key, num_keys = map(
+        _forwarded, ("set", "multi_set", "compare_set", "append", "add", "check", "delete_key", "num_keys")
+    )
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
@@ -265,6 +249,4 @@ class WatchedStore(Store):
         self.limit = min(timeout, self.limit)
         super().set_timeout(self.limit)
 
-    def clone(self) -> Store:
-        """The store itself, over another connection."""
-        return cast(Store, self.underlying_store.clone())
+    clone = _forwarded("clone")
