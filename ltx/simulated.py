@@ -69,16 +69,7 @@ def vmap(
         )
 
     def mapped(*args: Any, **named: Any) -> Any:
-        given = (*args, named) if named else args
-        leaves, spec = tree.flatten(given)
-        dims = broadcast_dims(in_dims, args)
-        dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
-        tree.check_open(
-            [None if dim is None else leaf for leaf, dim in zip(leaves, dims, strict=True)],
-            given,
-            f"axis {axis_name!r}: mapped arguments",
-            "mapped (in_dims=None gives every rank the whole)",
-        )
+        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, named)
         size = mapped_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         known: list[Any] = []
@@ -89,8 +80,8 @@ def vmap(
                 filled = list(leaves)
                 for position, tensor in zip(positions, tensors, strict=True):
                     filled[position] = tensor
-                rebuilt = tree.unflatten(spec, filled)
-                output = f(*rebuilt[:-1], **rebuilt[-1]) if named else f(*rebuilt)
+                *own_args, own_named = tree.unflatten(spec, filled)
+                output = f(*own_args, **own_named)
             finally:
                 close_simulated()
             outputs, structure = tree.flatten(output)
@@ -156,7 +147,27 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
     return result if out_dim == 0 else result.movedim(0, out_dim)
 
 
-def broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
+def mapped_arguments(
+    axis_name: str, in_dims: Any, args: tuple[Any, ...], named: dict[str, Any], opaque: Any = ()
+) -> tuple[list[Any], Any, list[int | None]]:
+    """The leaves of a call's arguments, keyword arguments last, their structure, and the ranks' dimension of each.
+
+    Leaves of the types `opaque` may be mapped though they aren't tensors.
+    """
+    given = (*args, named)
+    leaves, spec = tree.flatten(given)
+    dims = _broadcast_dims(in_dims, args)
+    dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
+    tree.check_open(
+        [None if dim is None or isinstance(x, opaque) else x for x, dim in zip(leaves, dims, strict=True)],
+        given,
+        f"axis {axis_name!r}: mapped arguments",
+        "mapped (in_dims=None gives every rank the whole)",
+    )
+    return leaves, spec, dims
+
+
+def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
     """One entry of `in_dims` for each leaf of `args`."""
     if not isinstance(in_dims, tuple):
         in_dims = (in_dims,) * len(args)

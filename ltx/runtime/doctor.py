@@ -78,7 +78,7 @@ def _examine(environ: Mapping[str, str], as_json: bool, timeout_s: float) -> int
     if world[0].problem:
         by_rank, everyone = [found], True
     elif placement.size > 1:
-        by_rank, everyone = _in_this_world(found, placement, timeout_s)
+        by_rank, everyone = _in_this_world(found, placement.size, timeout_s)
     else:
         by_rank, everyone = [[*found, *_in_a_pool(timeout_s)]], True
     if placement.rank == 0:
@@ -121,21 +121,18 @@ def _machine(environ: Mapping[str, str], placement: Placement) -> list[Finding]:
     devices = ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))]
     available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    many = threads * placement.local_size > cores
+    local_size = placement.local_size
+    crowded = ""
+    if local_size > 1 and threads * local_size > cores:
+        each = max(1, cores // local_size)
+        crowded = f"{local_size} ranks of {threads} threads share {cores} cores: set OMP_NUM_THREADS to {each}"
+    of_rank = f"{threads} for a rank, {cores} cores, OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS')}"
     return [
         Finding("machine", "devices", ", ".join(devices)),
         Finding("machine", "backends", ", ".join(name for name, there in available.items() if there)),
         *_interface(environ, several_nodes=placement.num_nodes > 1),
         _shared_memory(),
-        Finding(
-            "machine",
-            "threads",
-            f"{threads} for a rank, {cores} cores, OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS')}",
-            warning=f"{placement.local_size} ranks of {threads} threads share {cores} cores: set OMP_NUM_THREADS to "
-            f"{max(1, cores // placement.local_size)}"
-            if many and placement.local_size > 1
-            else "",
-        ),
+        Finding("machine", "threads", of_rank, warning=crowded),
     ]
 
 
@@ -153,24 +150,24 @@ def _interface(environ: Mapping[str, str], several_nodes: bool) -> list[Finding]
     """The interface that gloo will use, and its address: GLOO_SOCKET_IFNAME's, else what the hostname resolves to."""
     host, addresses = socket.gethostname(), _interfaces()
     chosen = environ.get("GLOO_SOCKET_IFNAME")
+    warning = problem = ""
     if chosen:
-        unknown = [name for name in chosen.split(",") if name not in addresses]
-        problem = f"GLOO_SOCKET_IFNAME={chosen!r}: expected one of {', '.join(addresses)}" if unknown else ""
-        text = ", ".join(f"{name} {addresses.get(name) or 'without an IPv4 address'}" for name in chosen.split(","))
-        usable = next((addresses[name] for name in chosen.split(",") if addresses.get(name)), "")
-        findings = [Finding("machine", "gloo uses", f"{text}, by GLOO_SOCKET_IFNAME", problem=problem)]
+        names = chosen.split(",")
+        if not addresses.keys() >= set(names):
+            problem = f"GLOO_SOCKET_IFNAME={chosen!r}: expected one of {', '.join(addresses)}"
+        text = ", ".join(f"{name} {addresses.get(name) or 'without an IPv4 address'}" for name in names)
+        text += ", by GLOO_SOCKET_IFNAME"
+        usable = next((addresses[name] for name in names if addresses.get(name)), "")
     else:
         usable, text, warning = _resolved(host, addresses)
-        findings = [Finding("machine", "gloo uses", text, warning=warning)]
     if several_nodes and usable and ip_address(usable).is_loopback:
-        findings[0] = Finding(
-            "machine",
-            "gloo uses",
-            text,
-            problem=f"{usable} can't be reached from the other nodes: set GLOO_SOCKET_IFNAME to the interface between "
-            f"them, one of {', '.join(name for name in addresses if name != 'lo')}",
+        others = ", ".join(name for name in addresses if name != "lo")
+        warning = ""
+        problem = (
+            f"{usable} can't be reached from the other nodes: set GLOO_SOCKET_IFNAME to the interface between "
+            f"them, one of {others}"
         )
-    return [Finding("machine", "hostname", host), *findings]
+    return [Finding("machine", "hostname", host), Finding("machine", "gloo uses", text, warning, problem)]
 
 
 def _resolved(host: str, interfaces: Mapping[str, str]) -> tuple[str, str, str]:
@@ -192,11 +189,8 @@ def _resolved(host: str, interfaces: Mapping[str, str]) -> tuple[str, str, str]:
             name = "lo"
         return found, f"{name} {found}, to which the hostname resolves".strip(), ""
     others = ", ".join(sorted({str(address[0]) for *_, address in resolved}))
-    return (
-        "127.0.0.1",
-        "lo 127.0.0.1",
-        f"the hostname {host!r} resolves to {others}, which isn't of this machine: {fallback}",
-    )
+    warning = f"the hostname {host!r} resolves to {others}, which isn't of this machine: {fallback}"
+    return "127.0.0.1", "lo 127.0.0.1", warning
 
 
 def _interfaces() -> dict[str, str]:
@@ -232,13 +226,11 @@ def measure() -> list[Finding]:
     return findings
 
 
-def _in_this_world(
-    found: list[Finding], placement: Placement, timeout_s: float
-) -> tuple[list[list[Finding]], bool]:  # fmt: skip
+def _in_this_world(found: list[Finding], size: int, timeout_s: float) -> tuple[list[list[Finding]], bool]:
     """The findings of all ranks; else this rank's own, with what failed, and False."""
     try:
         with init(timeout=timedelta(seconds=timeout_s)):
-            found = [*found, Finding("collective", "between", f"the {placement.size} ranks of this world"), *measure()]
+            found = [*found, Finding("collective", "between", f"the {size} ranks of this world"), *measure()]
             return collectives.all_gather_object(found), True
     except Exception as error:
         return [[*found, _failed(error)]], False

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -20,7 +20,7 @@ from ltx.backings import ThreadBacking
 from ltx.collectives import rank_seed
 from ltx.errors import AxisError, UnsupportedError
 from ltx.runtime.per_rank import PerRank
-from ltx.simulated import broadcast_dims, mapped_size
+from ltx.simulated import mapped_arguments, mapped_size
 from ltx.training.guard import random_states, set_random_states
 from ltx.transforms.first_call import reached_from
 from ltx.transforms.recompute import functional_calls_of_torch
@@ -201,17 +201,7 @@ class _Inputs:
     @staticmethod
     def of(axis_name: str, ranks: int | None, in_dims: Any, args: tuple[Any, ...], named: dict[str, Any]) -> _Inputs:
         """Those of a call."""
-        given = (*args, named)
-        leaves, spec = tree.flatten(given)
-        dims = broadcast_dims(in_dims, args)
-        dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
-        mapped = zip(leaves, dims, strict=True)
-        tree.check_open(
-            [None if dim is None or isinstance(x, _COPIED | PerRank) else x for x, dim in mapped],
-            given,
-            f"axis {axis_name!r}: mapped arguments",
-            "mapped (in_dims=None gives every rank the whole)",
-        )
+        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, named, _COPIED | PerRank)
         for x in leaves:
             if isinstance(x, PerRank):
                 if ranks not in (None, len(x)):
@@ -219,10 +209,11 @@ class _Inputs:
                         f"axis {axis_name!r} has {ranks} ranks, but an argument has the values of {len(x)}."
                     )
                 ranks = len(x)
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in leaves):
-            at = next(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.grad_fn is not None)
+        of_graph = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+        if torch.is_grad_enabled() and of_graph:
+            path = tree.leaf_paths((*args, named))[of_graph[0]]
             raise UnsupportedError(
-                f"ltx.simulate: the argument {tree.leaf_paths(given)[at]!r} is part of a graph, and no gradient flows "
+                f"ltx.simulate: the argument {path!r} is part of a graph, and no gradient flows "
                 "back through the call. Differentiate inside of f, or give x.detach()."
             )
         size = Axis(axis_name, mapped_size(axis_name, ranks, leaves, dims, "ranks")).size  # which checks it
@@ -257,12 +248,8 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) and x.grad_fn is not None else x
 
 
-class _Shared(NamedTuple):
-    """A tensor that all ranks share, and how it was before they ran."""
-
-    name: str
-    tensor: torch.Tensor
-    state: tuple[Any, ...]
+#: A tensor that all ranks share: its name, and how it was before they ran.
+_Shared = tuple[str, torch.Tensor, tuple[Any, ...]]
 
 
 def _state_of(x: torch.Tensor) -> tuple[Any, ...]:
@@ -279,7 +266,7 @@ def _written_from(f: Any) -> list[_Shared]:
             found += [(f"{name!r} of {type(value).__name__}", x) for name, x in named]
         elif isinstance(value, torch.Tensor):
             found.append((f"a tensor of shape {list(value.shape)}", value))
-    return [_Shared(name, x, _state_of(x)) for name, x in found]
+    return [(name, x, _state_of(x)) for name, x in found]
 
 
 def _refuse_written(shared: list[_Shared]) -> None:
