@@ -267,9 +267,8 @@ class ElasticRun:
             from ltx.checkpoint import runs  # takes a while
 
             hold = (way.hold.token, runs.run_in(self._base))
-        if not way.has_state:
-            mine: _Told = (-1, -1, "", way.position, True, hold)
-        else:
+        mine: _Told = (-1, -1, "", way.position, True, hold)
+        if way.has_state:
             mine = (way.state.step, way.saved, fingerprint(way.state), way.position, way.begun, hold)
         told = list(collectives.all_gather_object(mine, self.axis))
         if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
@@ -341,7 +340,5 @@ def _let_go_of_frames(loss: BaseException | None) -> None:
 
 def _lost_on(axis: Any) -> Callable[[], list[int]]:
     """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
-    if not settings_of_world():
-        return list
-    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
+    axis_comm = comm.resolve(axis).comm if settings_of_world() else None
     return list if axis_comm is None else axis_comm.gone

@@ -309,10 +309,12 @@ def _asked_settings(
         raise WorldError(
             f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
         )
-    asked: dict[str, Any] = {"backend": backend or getattr(strategy, "process_group_backend", None)}
-    asked["timeout"] = None if timeout is DEFAULT_TIMEOUT else timeout
-    asked["heartbeat_timeout"] = None if heartbeat is DEFAULT_HEARTBEAT else heartbeat
-    asked["mesh"] = None if mesh is None else tuple(mesh.items())
+    asked = {
+        "backend": backend or getattr(strategy, "process_group_backend", None),
+        "timeout": None if timeout is DEFAULT_TIMEOUT else timeout,
+        "heartbeat_timeout": None if heartbeat is DEFAULT_HEARTBEAT else heartbeat,
+        "mesh": None if mesh is None else tuple(mesh.items()),
+    }
     return {name: value for name, value in asked.items() if value is not None}
 
 

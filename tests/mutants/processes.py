@@ -102,7 +102,7 @@ MUTANTS = (
         old="if storage._cdata not in self._places:",
         new="if True:",
         breaks="views come out as copies on the workers",
-        tests=("tests/runtime/test_packing.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",),
+        tests=("tests/runtime/test_messages.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",),
     ),
     Mutant(
         name="checkpoint: hashes aren't compared",
