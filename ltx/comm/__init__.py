@@ -1,13 +1,12 @@
 """The one door to the network: every collective of every layer is issued through here."""
 
 from ltx.comm.axis_comm import AxisComm
+from ltx.comm.backends import HostCopy, to_device
 from ltx.comm.channel import Channel
 from ltx.comm.debug import Checks, debug_checks
-from ltx.comm.events import Event, Span
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.comm.ledger import record, span
-from ltx.comm.measure import measure_network, measured
-from ltx.comm.network import Network
+from ltx.comm.network import Network, measure_network, measured
 from ltx.comm.operations import bytes_sent
 from ltx.comm.pickling import opened, sealed
 from ltx.comm.recovery import BackwardPass, nested_run
@@ -24,10 +23,8 @@ from ltx.comm.registry import (
 from ltx.comm.signature import Agreement, Signature, list_values, mismatch
 from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass, read_last_summary
 from ltx.comm.store_exchange import StoreExchange, poll_until
-from ltx.comm.streams import HostCopy, to_device
-from ltx.comm.thread_comm import ThreadComm
-from ltx.comm.timeline import Trace
-from ltx.comm.turns import Turns
+from ltx.comm.timeline import Event, Span, Trace
+from ltx.comm.turns import ThreadComm, Turns
 from ltx.comm.work import Work
 
 __all__ = [

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis
 from ltx.backings import GroupBacking, Part
-from ltx.comm.backends import backends_of
+from ltx.comm.backends import CommStream, HostCopy, backends_of, refuse_capture
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.communicator import BUCKETS
@@ -29,13 +29,11 @@ from ltx.comm.debug import under_way
 from ltx.comm.drain_background import drain_background
 from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
-from ltx.comm.network import Network
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Later, Recovery, Unread
+from ltx.comm.shared_memory import open_transport
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.streams import CommStream, HostCopy, refuse_capture
-from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -68,7 +66,7 @@ class AxisComm:
         self._pid = os.getpid()
         self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
         self.compared = ComparedFunctions()
-        self.network: Network | None = None  # once it has been measured
+        self.network: Any = None  # the ltx.comm.Network, once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], Axis] = {}
         #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.

@@ -14,7 +14,7 @@ import torch
 
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.deadlock import PATIENCE_S
-from ltx.comm.transports.shared_memory import any_transport_busy, progress_everywhere
+from ltx.comm.shared_memory import any_transport_busy, progress_everywhere
 from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError
 
 _TICK_S = 0.1

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ltx import hooks
-from ltx.comm import events
 from ltx.comm.operations import OPERATIONS
+from ltx.comm.timeline import mark
 from ltx.errors import InputError
 from ltx.estimate.costs import CODEC_S, COPY_S
 from ltx.gradients.buckets import Bucket, leaves_of
@@ -132,7 +132,7 @@ def _median(once: Any, device: torch.device, repetitions: int = 7) -> float:
 
 def _now(device: torch.device) -> Any:
     """On the CPU the time of this process alone, which other processes don't change."""
-    return time.process_time() if device.type == "cpu" else events.mark(device)
+    return time.process_time() if device.type == "cpu" else mark(device)
 
 
 def _between(began: Any, ended: Any) -> float:

@@ -13,8 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ltx.comm.ledger import record
-from ltx.comm.measure import measure_network
-from ltx.comm.network import Network
+from ltx.comm.network import Network, measure_network
 from ltx.comm.timeline import Trace
 
 if TYPE_CHECKING:
