@@ -26,7 +26,6 @@ from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.communicator import BUCKETS
 from ltx.comm.debug import under_way
-from ltx.comm.drain_background import drain_background
 from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
@@ -234,7 +233,7 @@ class AxisComm:
                 later.wait_all()
         for future in list(self.futures):
             future.wait_all()
-        drain_background(self.background, self.store_exchange)
+        self.background.drain(self.store_exchange)
         for work in list(self.background.works):
             work.give_up()
         with suppress(PeerLostError):  # the store is gone

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -28,6 +29,7 @@ from ltx.comm.shared_memory import (
     progress_everywhere,
 )
 from ltx.comm.signature import Agreement
+from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.work import TICK, Work, stamp_completion
 from ltx.errors import (
     CollectiveTimeoutError,
@@ -40,6 +42,8 @@ from ltx.errors import (
 )
 
 _DIGEST_PRIME = (1 << 61) - 1
+#: How long a rank that closes a channel waits for its peers to come to that too.
+DRAINING_S = 3.0
 
 
 class Channel:
@@ -76,7 +80,7 @@ class Channel:
         self.begun = 0
         self.threads: set[int] = set()
         self.digest = 0
-        # The last collectives and their device, for ranks that may end without having waited (see drain_background).
+        # The last collectives and their device, for ranks that may end without having waited (see drain).
         self.history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
         self.works: WeakSet[Work] = WeakSet()
         self.device = torch.device("cpu")
@@ -127,21 +131,58 @@ class Channel:
         Raises:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
         """
+        try:
+            self._watch(copy.ready, time.sleep, label)
+        except LtxError as error:
+            self.failed = error
+            raise
+        return copy.read()
+
+    def wait_for_future(self, future: torch.futures.Future[Any], label: str) -> None:
+        """Wait for what another library has issued beside this channel; as :meth:`wait_for_host`."""
+        completed = threading.Event()
+        future.add_done_callback(lambda _: completed.set())
+        self._watch(completed.is_set, completed.wait, label)
+
+    def _watch(self, ready: Callable[[], bool], pause: Callable[[float], object], label: str) -> None:
         began, looked, pause_s = time.perf_counter(), time.perf_counter(), 1e-5
         try:
-            while not copy.ready():
-                progress_everywhere()
-                time.sleep(pause_s)
+            while not ready():
+                progress_everywhere()  # peers may wait for this rank's progress in shared memory
+                pause(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
                 if time.perf_counter() - looked > TICK.total_seconds():
                     looked = time.perf_counter()
                     self.look_around(began, self.begun, label)
-        except LtxError as error:
-            self.failed = error
-            raise
         finally:
             self.negotiation.deadlocks.done()
-        return copy.read()
+
+    def drain(self, exchange: StoreExchange) -> None:
+        """Join what peers have issued on this channel, which keeps its history, before it is closed.
+
+        Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
+        waits for them). A process group with one can't be closed: it waits for the peers, and a process that ends
+        meanwhile is aborted. So ranks tell each other through the store what they have issued. Those that are behind
+        issue the rest, with zeros, and drop the results. All give up after :data:`DRAINING_S`, or if a peer is lost.
+        """
+        if not self.history or self.failed is not None or self.size == 1:
+            return
+        deadline = time.monotonic() + DRAINING_S
+        own = [self.begun, [(op, list(shape), str(dtype), list(args)) for op, shape, dtype, args in self.history]]
+        try:
+            by_rank = exchange.exchange(f"drain/{self.address}", own, "the end of an axis", DRAINING_S)
+            begun, issues = max(by_rank, key=lambda issued: issued[0])
+            missing = begun - self.begun
+            if missing > len(issues):
+                return
+            works = list(self.works)
+            for operation, shape, dtype, arguments in issues[len(issues) - missing :]:
+                zeros = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device)
+                works.append(self.issue(operation, zeros, "drain_background", tuple(arguments)))
+            # A group that is closed while its own part is under way breaks its peers' connections.
+            poll_until(lambda: all(work.done for work in works), deadline - time.monotonic())
+        except LtxError:
+            return  # a peer is gone, or has issued something else: it won't join
 
     def uses_transport(self, buffer: torch.Tensor) -> bool:
         """Whether a collective on `buffer` goes through shared memory."""
