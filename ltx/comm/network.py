@@ -8,19 +8,17 @@ that is large enough for latency not to count. Ranks differ in what their clocks
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ltx.arguments import brief
+from ltx.arguments import check_finite
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.channel import Channel
 from ltx.comm.registry import resolve
 from ltx.comm.signature import Signature
-from ltx.errors import InputError
 
 #: Bytes of the first large sum and of the last; each is this many times the one before it.
 _FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
@@ -52,11 +50,8 @@ class Network:
     latency: float
 
     def __post_init__(self) -> None:
-        for name, least in (("bandwidth", "more than 0"), ("latency", "at least 0")):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (name == "bandwidth" and value == 0):
-                raise InputError(f"Network.{name} must be a finite number, {least}, got {brief(value)}.")
+        check_finite("Network.bandwidth", self.bandwidth, positive=True)
+        check_finite("Network.latency", self.latency)
 
     def start_s(self, ranks: int) -> float:
         """Seconds that a sum over so many ranks takes however small it is."""

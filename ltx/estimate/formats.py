@@ -1,15 +1,29 @@
-"""Tables and units, as text."""
+"""Tables and units, as text, and values that notebooks show as theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
+class Shown:
+    """A value that notebooks show as ``print`` does."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        import html  # a dictionary of two thousand names, for notebooks alone
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
 def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], to_the_right: Sequence[bool]) -> list[str]:
     """The lines of a table."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return [_row(cells, widths, to_the_right) for cells in lines]
+    lines = []
+    for cells in (header, tuple("-" * width for width in widths), *rows):
+        columns = zip(cells, widths, to_the_right, strict=True)
+        lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in columns).rstrip())
+    return lines
 
 
 def format_bytes(nbytes: int) -> str:
@@ -36,8 +50,3 @@ def format_seconds(seconds: float) -> str:
     unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
     value = seconds * size
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
-
-
-def _row(cells: Sequence[str], widths: Sequence[int], to_the_right: Sequence[bool]) -> str:
-    columns = zip(cells, widths, to_the_right, strict=True)
-    return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip()

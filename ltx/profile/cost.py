@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ltx import hooks
-from ltx.estimate.formats import aligned, format_bytes, format_seconds
+from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
 from ltx.strategies import Strategy
 
 
@@ -27,7 +27,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Shown):
     """What a mean training step costs; ``print`` shows it as a table.
 
     Attributes:
@@ -88,11 +88,6 @@ class Cost:
         )
         gaps = [""] if rows else []
         return "\n".join([head, *gaps, *table, *gaps, parts, *(f"note: {text}" for text in self.notes)])
-
-    def _repr_html_(self) -> str:
-        import html  # a dictionary of two thousand names, for notebooks alone
-
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def short(strategy: Strategy) -> str:

@@ -7,18 +7,16 @@ link carries one message after the other, and a rank waits where the strategy wa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ltx import comm, hooks, tree
-from ltx.arguments import brief, checked
+from ltx.arguments import brief, check_at_least, check_finite, checked
 from ltx.errors import InputError
 from ltx.estimate.autotune import device_of, on_network
-from ltx.estimate.codecs import check_device, codec, copies
-from ltx.estimate.costs import BESIDE_S, Link, sending_s
+from ltx.estimate.costs import BESIDE_S, Link, check_device, codec, copies, sending_s
 from ltx.estimate.dry_run import Steps
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
 from ltx.gradients.exchange import Exchange
@@ -238,19 +236,11 @@ def plan(
         <BLANKLINE>
         computing 100 ms, packing and encoding 10 ms, waiting 295 ms
     """
-    numbers = {"bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
-    numbers |= {} if send_s is None else {"send_s": send_s}
-    for name, value in (numbers if codec_s is None else {**numbers, "codec_s": codec_s}).items():
-        least = "more than 0" if name == "bandwidth" else "at least 0"
-        if (
-            not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value < 0
-            or (name, value) == ("bandwidth", 0)
-        ):
-            raise InputError(f"plan: {name} must be a finite number, {least}, got {brief(value)}.")
-    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise InputError(f"plan: world must be an int of at least 1, got {brief(world)}.")
+    check_finite("plan: bandwidth", bandwidth, positive=True)
+    for name, value in (("latency", latency), ("compute_s", compute_s), ("send_s", send_s), ("codec_s", codec_s)):
+        if value is not None or name in ("latency", "compute_s"):
+            check_finite(f"plan: {name}", value)
+    check_at_least("plan: world", world, 1)
     if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")

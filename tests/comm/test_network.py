@@ -18,7 +18,7 @@ from ltx.backings import GroupBacking
 from ltx.comm import network as measuring
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
 from ltx.estimate.costs import Link
-from ltx.estimate.dry_run import collective, meta
+from ltx.estimate.requests import collective, meta
 from ltx.runtime.pool import Pool
 
 from .conftest import OnFreshAxis
