@@ -20,6 +20,7 @@ from torch._guards import TracingContext
 from ltx.arguments import brief, check_fields
 from ltx.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part, nodes
 from ltx.errors import AxisError
+from ltx.traced import at_trace_time
 
 DEFAULT_NAME = "data"
 
@@ -283,8 +284,8 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
     return in_groups(whole, part, title)
 
 
-# Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these need:
-# the level is functorch's own, which exists at trace time and is the same at run time.
+# Dynamo doesn't trace into these: the level is functorch's own, which exists at trace time and is the same at run time.
+@at_trace_time
 def open_simulated(name: str, size: int) -> int:
     """Open an axis of simulated ranks at the current level of torch.func, which it gives."""
     level: int = _functorch.current_level()
@@ -312,6 +313,7 @@ def set_opened_aside() -> Callable[[], None]:
     return undo
 
 
+@at_trace_time
 def _there() -> tuple[int, ...]:
     """The places of the opened axes that are still there: a trace that failed leaves its own behind."""
     if not _opened_axes:
@@ -328,11 +330,7 @@ def _level_of(axis: Axis) -> int:
     return axis.backing.level if isinstance(axis.backing, VmapBacking) else 0
 
 
+@at_trace_time
 def close_simulated() -> None:
     """Close the axis that was opened last."""
     _opened_axes.pop()
-
-
-_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
-open_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
-close_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]

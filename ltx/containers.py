@@ -18,6 +18,7 @@ import optree
 import torch
 
 from ltx.errors import TreeError
+from ltx.traced import at_trace_time
 
 NAMESPACE = "ltx"
 
@@ -46,12 +47,10 @@ def opened(cls: type) -> bool:
     return True
 
 
+@at_trace_time
 def opened_in_graph(cls: type) -> bool:
     """:func:`opened`, run by Dynamo at trace time."""
     return opened(cls)
-
-
-opened_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Rest:
@@ -185,13 +184,11 @@ def _inside(node: Any) -> Iterator[Any]:
             yield getattr(node, name)
 
 
+@at_trace_time
 def _slots(cls: type) -> tuple[str, ...]:
     found = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
     each = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
     return tuple(name for name in each if name not in ("__dict__", "__weakref__"))
-
-
-_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_open(leaves: Sequence[Any], paths: Callable[[], list[str]], what: str, done: str, tensors_only: bool) -> None:

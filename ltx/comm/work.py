@@ -133,12 +133,9 @@ class Work:
         self._work = None  # not before: a failed or interrupted wait leaves the collective incomplete
         if self._ordered:
             ledger.note_on_device(self._event, self._value.device)
-            self._value = self._finish(self._value)
-            return self._value
-        if self._event is not None:
-            self._event.waited_s = time.perf_counter() - began
-            if self._event.completed_s is None:
-                self._event.completed_s = time.perf_counter()
+        elif self._event is not None:
+            now = time.perf_counter()
+            self._event.waited_s, self._event.completed_s = now - began, self._event.completed_s or now
         self._value = self._finish(self._value)
         return self._value
 
@@ -165,7 +162,7 @@ class Work:
                 ticks += 1
                 if ticks % 100:
                     continue
-            self._look_around(began)
+            self._channel.look_around(began, self._number, self._label)
 
     def _find_out(self, work: dist.Work) -> None:
         channel = self._channel
@@ -175,7 +172,7 @@ class Work:
             if not is_of_network(error):
                 raise
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
-                raise self._timed_out() from error
+                raise channel.timed_out(self._label) from error
             channel.negotiation.answer_peers()  # a peer that has aborted may have said why
             raise PeerLostError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers: "
@@ -189,7 +186,7 @@ class Work:
             if channel.transport.failures():
                 raise channel.transport_failed(self._label) from channel.transport.error
             lost = channel.transport.lost_peers()
-            self._look_around(began)  # first: a peer that ended may have said why
+            channel.look_around(began, self._number, self._label)  # first: a peer that ended may have said why
             if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
@@ -203,12 +200,6 @@ class Work:
                 "collective here, or the same ones in another order. Nothing of it was used. Wrap the program in "
                 "ltx.debug_checks() to see which call differs."
             )
-
-    def _look_around(self, began: float) -> None:
-        self._channel.look_around(began, self._number, self._label)
-
-    def _timed_out(self) -> CollectiveTimeoutError:
-        return self._channel.timed_out(self._label)
 
 
 def stamp_completion(work: dist.Work, event: Event) -> None:
