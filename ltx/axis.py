@@ -259,18 +259,14 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if len(real) == 1:
         return real[0]
     if kinds == {VmapBacking}:
-        return Axis(title, size, _of_levels(real))
+        dims = tuple((_level_of(axis), axis.size) for axis in real)
+        return Axis(title, size, VmapBacking(max(level for level, _ in dims), None, dims))
     if kinds == {GroupBacking}:
         return _of_groups(said, title, real)
     raise AxisError(
         f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). Reduce over "
         "one after the other, as in ltx.psum(ltx.psum(x, inner), outer)."
     )
-
-
-def _of_levels(axes: list[Axis]) -> VmapBacking:
-    dims = tuple((_level_of(axis), axis.size) for axis in axes)
-    return VmapBacking(max(level for level, _ in dims), None, dims)
 
 
 def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:

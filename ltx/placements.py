@@ -135,24 +135,15 @@ class _Place(torch.autograd.Function):
     def forward(ctx: Any, placement: Placement, x: torch.Tensor) -> Any:
         ctx.placement = placement
         ctx.set_materialize_grads(False)
-        return _dtensor(x, placement)
+        return dtensor_class().from_local(
+            x, placement.mesh, placement.placements, run_check=False, shape=placement.shape, stride=placement.stride
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[None, torch.Tensor | None]:
         if grad is None:
             return None, None
         return None, grad.redistribute(ctx.placement.mesh, ctx.placement.placements).to_local()
-
-
-def _dtensor(x: torch.Tensor, placement: Placement) -> Any:
-    return dtensor_class().from_local(
-        x,
-        placement.mesh,
-        placement.placements,
-        run_check=False,
-        shape=placement.shape,
-        stride=placement.stride,
-    )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
 from ltx.errors import LtxError, PeerLostError, WorldError
 
-_DEFAULT_TIMEOUT = timedelta(seconds=1800)
 _HISTORY = 1024  # collectives in the background that are remembered
 
 

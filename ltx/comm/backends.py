@@ -124,9 +124,9 @@ class CommStream:
 class HostCopy:
     """A small tensor on its way to the host, which continues meanwhile."""
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: torch.Tensor, after: Callable[[], bool] = lambda: True):
         self._done: torch.Event | None = None
-        self._before: Callable[[], bool] | None = None
+        self._after = after  # tells whether the tensor is there
         if tensor.device.type == "cpu":
             self._value = tensor
         else:
@@ -135,13 +135,9 @@ class HostCopy:
             )
             self._done = torch.accelerator.current_stream(tensor.device).record_event()
 
-    def after(self, completed: Callable[[], bool]) -> None:
-        """It isn't there before what `completed` tells of."""
-        self._before = completed
-
     def ready(self) -> bool:
         """Whether the value is there, so that :meth:`read` doesn't wait."""
-        return (self._before is None or self._before()) and (self._done is None or self._done.query())
+        return self._after() and (self._done is None or self._done.query())
 
     def read(self) -> torch.Tensor:
         """The value, on the host."""
@@ -157,13 +153,10 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """
     if device is None or device == made.device:
         return made
-    if made.device.type != "cpu" or device.type == "meta" or _is_traced():
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if traced or made.device.type != "cpu" or device.type == "meta":
         return made.to(device)
     return made.pin_memory().to(device, non_blocking=True)
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def refuse_capture(what: Callable[[], str]) -> None:

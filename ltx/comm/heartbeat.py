@@ -130,21 +130,18 @@ class Heartbeat:
     def stale_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose heartbeats have stopped for too long. Called repeatedly during a wait."""
         with self._lock:
-            return self._stale_ranks(ranks)
-
-    def _stale_ranks(self, ranks: Sequence[int]) -> list[int]:
-        now = time.monotonic()
-        if now - self._looked_s > 3 * self._pause_s:  # a new wait begins: old beats tell nothing
-            self._seen.clear()
-        self._looked_s = now
-        if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
-            return []
-        self._polled_s = now
-        for rank, value in zip(ranks, self.last(ranks), strict=False):
-            if self._seen.get(rank, (b"", 0.0))[0] != value:
-                self._seen[rank] = (value, now)
-        # A beat may be one interval late, and so may this check.
-        return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
+            now = time.monotonic()
+            if now - self._looked_s > 3 * self._pause_s:  # a new wait begins: old beats tell nothing
+                self._seen.clear()
+            self._looked_s = now
+            if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
+                return []
+            self._polled_s = now
+            for rank, value in zip(ranks, self.last(ranks), strict=False):
+                if self._seen.get(rank, (b"", 0.0))[0] != value:
+                    self._seen[rank] = (value, now)
+            limit_s = self.heartbeat_s - 2 * self._pause_s  # a beat may be one interval late, and so may this check
+            return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > limit_s]
 
     def last(self, ranks: Sequence[int]) -> list[bytes]:
         """The last beats of `ranks`; an empty list if one of them hasn't had any."""
@@ -166,10 +163,6 @@ class Heartbeat:
 
         poll_until(all_have_beaten, 1.3 * self._pause_s)
         return sorted(silent)
-
-    @property
-    def _limit_s(self) -> float:
-        return self.heartbeat_s - 2 * self._pause_s
 
     def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
         """What the communicators of `label` last reported on `ranks`; empty for a rank without a report."""

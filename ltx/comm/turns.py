@@ -192,14 +192,12 @@ class Turns:
                 if not call.complete:
                     call.fail(self._lost(call))
         order = [other % self.size for other in range(rank + 1, rank + 1 + self.size)]
-        able = [other for other in order if other not in self._ended and self._is_able(other)]
+        waiting = {other for other, call in self._calls.items() if not call.complete}
+        able = [other for other in order if other not in self._ended and other not in waiting]
         if not able:
             self._give_up()
             able = [min(self._calls)]
         return able[0]
-
-    def _is_able(self, rank: int) -> bool:
-        return rank not in self._calls or self._calls[rank].complete
 
     def _give_up(self) -> None:
         """No rank can run: each waits for one that waits elsewhere or has ended."""

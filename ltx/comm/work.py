@@ -142,10 +142,9 @@ class Work:
     def read(self) -> HostCopy:
         """The result on its way to the host: :meth:`Channel.wait_for_host` waits for it."""
         started = self._work
-        copy = HostCopy(self.wait())
-        if self._ordered and started is not None and not isinstance(started, SharedMemoryWork):
-            copy.after(started.is_completed)
-        return copy
+        if not self._ordered or started is None or isinstance(started, SharedMemoryWork):
+            return HostCopy(self.wait())
+        return HostCopy(self.wait(), started.is_completed)
 
     def _block(self, work: dist.Work, began: float) -> None:
         ticks = 0

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+
+from ltx import hooks
+from ltx.strategies import Strategy
 
 
 class Shown:
@@ -50,3 +54,13 @@ def format_seconds(seconds: float) -> str:
     unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
     value = seconds * size
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
+
+
+def short(strategy: Strategy) -> str:
+    """A strategy with those of its fields that aren't at their defaults."""
+    said = []
+    for x in fields(strategy):
+        value, named = getattr(strategy, x.name), hooks.NAMED.get(x.default) if isinstance(x.default, str) else None
+        if value != (x.default if named is None else getattr(hooks, named)()):
+            said.append(f"{x.name}={value!r}")
+    return f"{type(strategy).__name__}({', '.join(said)})"

@@ -18,14 +18,13 @@ from ltx.comm.timeline import Trace
 
 if TYPE_CHECKING:
     from ltx.comm.timeline import Timeline, timeline
-    from ltx.profile.cost import Cost
     from ltx.profile.explanation import Explanation, explain
     from ltx.profile.recommendation import recommend
-    from ltx.profile.step_plan import plan
+    from ltx.profile.step_plan import Cost, plan
 
 # Imported when first asked for: programs that only train use none of them.
 _LATER = {
-    "Cost": "ltx.profile.cost",
+    "Cost": "ltx.profile.step_plan",
     "Explanation": "ltx.profile.explanation",
     "Timeline": "ltx.comm.timeline",
     "explain": "ltx.profile.explanation",

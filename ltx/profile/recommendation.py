@@ -14,10 +14,9 @@ import torch
 from ltx import hooks
 from ltx.axis import DEFAULT_NAME, Axis
 from ltx.errors import AxisError, StrategyError
-from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
+from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
 from ltx.optim import Optimizer, qadam
-from ltx.profile.cost import Cost, short
-from ltx.profile.step_plan import plan
+from ltx.profile.step_plan import Cost, plan
 from ltx.strategies import DDPStrategy, Strategy
 from ltx.strategies.bagua import BaguaStrategy
 from ltx.strategies.diloco import DiLoCoStrategy

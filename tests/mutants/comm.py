@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         name="comm: a silent peer isn't seen",
         file="comm/heartbeat.py",
-        old="return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]",
+        old="return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > limit_s]",
         new="return []",
         breaks="a peer whose machine is gone is waited for until the timeout",
         tests=("tests/comm/test_heartbeat.py",),
