@@ -64,18 +64,10 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
     >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
     {'a': 3}
     """
-    if torch.compiler.is_compiling():
-        flatten(tree)
+    leaves, spec = flatten(tree)  # which opens what hasn't been met, and raises for trees without an end
+    if options or torch.compiler.is_compiling():
         return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
-    try:
-        if not options:
-            leaves, spec = flatten(tree)
-            return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
-        flatten(tree)
-        return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
-    except RecursionError:
-        flatten(tree)  # says so if it is the tree's fault
-        raise
+    return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
 
 
 def filled(tree: Tree, others: Tree) -> Tree:

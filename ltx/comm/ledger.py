@@ -134,20 +134,18 @@ def device_wait(device: torch.device) -> Iterator[None]:
 
 def span(name: str) -> AbstractContextManager[None]:
     """Note the time within a ``with`` block as computing; nothing at all outside of ``record()``."""
-    return _Noting(name) if _recording else _NOTHING
+    return _noting(name) if _recording else _NOTHING
 
 
 _NOTHING = nullcontext()
 
 
-class _Noting(AbstractContextManager[None]):
-    def __init__(self, name: str):
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._span = Span(self._name, time.perf_counter())
-        for trace in _recording:
-            trace.spans.append(self._span)
-
-    def __exit__(self, *_: object) -> None:
-        self._span.ended_s = time.perf_counter()
+@contextmanager
+def _noting(name: str) -> Iterator[None]:
+    noted = Span(name, time.perf_counter())
+    for trace in _recording:
+        trace.spans.append(noted)
+    try:
+        yield
+    finally:
+        noted.ended_s = time.perf_counter()

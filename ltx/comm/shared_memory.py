@@ -73,14 +73,15 @@ class SharedMemoryWork:
         return None if self.sums is None else sum(self.sums.values())
 
 
+@dataclass(eq=False, slots=True)
 class _Entry:
     """A chunk in the transport's queue. `place` counts all chunks since the transport was opened."""
 
-    __slots__ = ("chunk", "next", "place", "tag", "work")
-
-    def __init__(self, place: int, chunk: Chunk, work: SharedMemoryWork, tag: int):
-        self.place, self.chunk, self.work, self.tag = place, chunk, work, tag
-        self.next: _Entry | None = None
+    place: int
+    chunk: Chunk
+    work: SharedMemoryWork
+    tag: int
+    next: _Entry | None = None
 
 
 class SharedMemoryTransport:

@@ -49,20 +49,6 @@ class Issuer(Protocol):
 class Work:
     """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer."""
 
-    __slots__ = (
-        "__weakref__",
-        "_channel",
-        "_event",
-        "_finish",
-        "_given_up",
-        "_label",
-        "_number",
-        "_ordered",
-        "_value",
-        "_work",
-        "total",
-    )
-
     def __init__(
         self,
         channel: Issuer,
