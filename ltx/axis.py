@@ -18,7 +18,7 @@ from torch._C import _functorch
 from torch._guards import TracingContext
 
 from ltx.arguments import brief, check_fields
-from ltx.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part, nodes
+from ltx.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part
 from ltx.errors import AxisError
 from ltx.traced import at_trace_time
 
@@ -128,7 +128,7 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
     if size == (1 if across else axis.size):
         return axis
     name = f"{axis.name} {'across' if across else 'within'} nodes of {size}"
-    return in_groups(axis, nodes(axis.size, size, across), name)
+    return in_groups(axis, mesh_part((axis.size // size, size), (0,) if across else (1,)), name)
 
 
 def in_groups(axis: Axis, part: Part, name: str) -> Axis:

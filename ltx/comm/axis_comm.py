@@ -94,16 +94,9 @@ class AxisComm:
         # Where tensors on the host are ordered by streams, none goes through shared memory.
         if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
+        stream_group = None if name == "background" else self._stream_group
         return Channel(
-            name,
-            address,
-            self.name,
-            group,
-            self.timeout_s,
-            self.negotiation,
-            transport,
-            None if name == "background" else self._stream_group,
-            self.backends,
+            name, address, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
         )
 
     def _open_stream_group(self) -> dist.ProcessGroup | None:
@@ -176,12 +169,9 @@ class AxisComm:
         return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _renew(self) -> None:
-        """Replace the failed channels. Their process groups stay open until the next time: a schedule may still refer
-        to them.
-        """
+        """Replace the failed channels. Their groups stay open until the next time: a schedule may refer to them."""
         left, self._left = self._left, [*self._phases, self.background]
-        groups = [group for channel in left for group in channel.release()]
-        drop_groups(groups)
+        drop_groups([group for channel in left for group in channel.release()])
         for channel in self._phases:
             if channel.transport is not None:
                 channel.transport.close()

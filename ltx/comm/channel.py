@@ -57,9 +57,9 @@ class Channel:
         group: dist.ProcessGroup,
         timeout_s: float,
         negotiation: Negotiation,
-        transport: SharedMemoryTransport | None = None,
-        stream_group: dist.ProcessGroup | None = None,
-        backends: Backends | None = None,
+        transport: SharedMemoryTransport | None,
+        stream_group: dist.ProcessGroup | None,
+        backends: Backends,
     ):
         self.name = name
         self.address = address  # its name and generation: what peers call it
@@ -67,7 +67,7 @@ class Channel:
         self.group: Any = group  # for tensors on the host; None once it was dropped
         # For tensors on the device, if a stream-ordered backend takes these: one for all channels of an axis.
         self.stream_group: Any = stream_group
-        self._backends = backends or Backends()
+        self._backends = backends
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s

@@ -70,13 +70,6 @@ SEND_SHARES = {"psum": 1.0, "all_gather": 1.8, "psum_scatter": 1.7, "all_to_all"
 HALF_SUM = {"float16": 1.5, "bfloat16": 1.2}
 
 
-def sending_share(collective: Collective) -> float:
-    """What of :data:`SEND_S` a byte of a collective takes."""
-    if collective.operation == "psum":
-        return HALF_SUM.get(collective.buffer.partition("[")[0], 1.0)
-    return SEND_SHARES[collective.operation]
-
-
 def sending_s(bandwidth: float, on_core: bool = True) -> float:
     """Seconds of a core for a byte sent over a link of so many bits a second.
 
@@ -99,7 +92,10 @@ class Link(comm.Network):
 
     def core_s(self, collective: Collective) -> float:
         """How long it keeps a core busy."""
-        return collective.nbytes * self.send_s * sending_share(collective)
+        share = SEND_SHARES[collective.operation]
+        if collective.operation == "psum":
+            share = HALF_SUM.get(collective.buffer.partition("[")[0], share)
+        return collective.nbytes * self.send_s * share
 
 
 #: The gradient that hooks are measured with: 32 MiB of float32, about a bucket on an accelerator.

@@ -251,7 +251,7 @@ def explain(
         at_number, first = replace(step, step=inner), max(0, number - 1)
         optimizer, post_update_hook = stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
         steps = Steps(strategy, params, size, rank, first, optimizer, inner.reduce_dtype, at_number.post_update_hook)
-        for _ in range(min(1, number)):
+        if number:
             steps.next()
         issues = steps.next()
     elif size > 1 and hook is not None:
