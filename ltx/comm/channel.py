@@ -142,7 +142,12 @@ class Channel:
         """Wait for what another library has issued beside this channel; as :meth:`wait_for_host`."""
         completed = threading.Event()
         future.add_done_callback(lambda _: completed.set())
-        self._watch(completed.is_set, completed.wait, label)
+        try:
+            self._watch(completed.is_set, completed.wait, label)
+        except CollectiveTimeoutError:  # of which the issues on this channel tell nothing
+            raise CollectiveTimeoutError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r} didn't complete within {self.timeout_s:g} s."
+            ) from None
 
     def _watch(self, ready: Callable[[], bool], pause: Callable[[float], object], label: str) -> None:
         began, looked, pause_s = time.perf_counter(), time.perf_counter(), 1e-5
