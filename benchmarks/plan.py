@@ -28,7 +28,7 @@ from benchmarks import links
 from benchmarks.hooks import HOOKS
 from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio, run_ranks
 from benchmarks.step_time import Setting
-from ltx.estimate.codecs import measured
+from ltx.estimate.costs import measured
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "ddp": ltx.DDPStrategy(),

@@ -11,6 +11,7 @@ import collections.abc
 import functools
 import inspect
 import itertools
+import math
 import numbers
 import re
 import types
@@ -21,7 +22,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, cast
 
 import torch
 
-from ltx.errors import ArgumentError, LtxError, StrategyError
+from ltx.errors import ArgumentError, InputError, LtxError, StrategyError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,6 +89,20 @@ def check_whole(owner: object, least: int, *names: str, most: int = 2**63 - 1) -
             raise StrategyError(
                 f"{type(owner).__name__}.{name} must be a whole number of at least {least}{upper}, got {brief(value)}."
             )
+
+
+def check_at_least(what: str, value: Any, least: int) -> None:
+    """Raise :class:`ltx.errors.InputError` unless `value`, in errors `what`, is an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{what} must be an int of at least {least}, got {brief(value)}.")
+
+
+def check_finite(what: str, value: Any, positive: bool = False) -> None:
+    """Raise :class:`ltx.errors.InputError` unless `value` is a finite number of at least 0, or of more than that."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (positive and value == 0):
+        least = "more than 0" if positive else "at least 0"
+        raise InputError(f"{what} must be a finite number, {least}, got {brief(value)}.")
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,8 +18,9 @@ from torch._C import _functorch
 from torch._guards import TracingContext
 
 from ltx.arguments import brief, check_fields
-from ltx.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part, nodes
+from ltx.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part
 from ltx.errors import AxisError
+from ltx.traced import at_trace_time
 
 DEFAULT_NAME = "data"
 
@@ -127,7 +128,7 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
     if size == (1 if across else axis.size):
         return axis
     name = f"{axis.name} {'across' if across else 'within'} nodes of {size}"
-    return in_groups(axis, nodes(axis.size, size, across), name)
+    return in_groups(axis, mesh_part((axis.size // size, size), (0,) if across else (1,)), name)
 
 
 def in_groups(axis: Axis, part: Part, name: str) -> Axis:
@@ -258,18 +259,14 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if len(real) == 1:
         return real[0]
     if kinds == {VmapBacking}:
-        return Axis(title, size, _of_levels(real))
+        dims = tuple((_level_of(axis), axis.size) for axis in real)
+        return Axis(title, size, VmapBacking(max(level for level, _ in dims), None, dims))
     if kinds == {GroupBacking}:
         return _of_groups(said, title, real)
     raise AxisError(
         f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). Reduce over "
         "one after the other, as in ltx.psum(ltx.psum(x, inner), outer)."
     )
-
-
-def _of_levels(axes: list[Axis]) -> VmapBacking:
-    dims = tuple((_level_of(axis), axis.size) for axis in axes)
-    return VmapBacking(max(level for level, _ in dims), None, dims)
 
 
 def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
@@ -283,8 +280,8 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
     return in_groups(whole, part, title)
 
 
-# Dynamo runs functions marked as constant while it traces, rather than tracing into them. That is what these need:
-# the level is functorch's own, which exists at trace time and is the same at run time.
+# Dynamo doesn't trace into these: the level is functorch's own, which exists at trace time and is the same at run time.
+@at_trace_time
 def open_simulated(name: str, size: int) -> int:
     """Open an axis of simulated ranks at the current level of torch.func, which it gives."""
     level: int = _functorch.current_level()
@@ -312,6 +309,7 @@ def set_opened_aside() -> Callable[[], None]:
     return undo
 
 
+@at_trace_time
 def _there() -> tuple[int, ...]:
     """The places of the opened axes that are still there: a trace that failed leaves its own behind."""
     if not _opened_axes:
@@ -328,11 +326,7 @@ def _level_of(axis: Axis) -> int:
     return axis.backing.level if isinstance(axis.backing, VmapBacking) else 0
 
 
+@at_trace_time
 def close_simulated() -> None:
     """Close the axis that was opened last."""
     _opened_axes.pop()
-
-
-_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
-open_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
-close_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -76,15 +76,6 @@ class Part:
 
 
 @lru_cache(maxsize=64)
-def nodes(world: int, size: int, across: bool) -> Part:
-    """Each `size` of `world` ranks that follow one another, a node; or, `across` nodes, those that have the same place
-    in theirs."""
-    if across:
-        return Part(tuple(tuple(range(place, world, size)) for place in range(size)))
-    return Part(tuple(tuple(range(first, first + size)) for first in range(0, world, size)))
-
-
-@lru_cache(maxsize=64)
 def mesh_part(sizes: tuple[int, ...], dims: tuple[int, ...]) -> Part:
     """The ranks of a mesh whose places differ only along `dims`, the first the outermost.
 

@@ -18,6 +18,7 @@ import optree
 import torch
 
 from ltx.errors import TreeError
+from ltx.traced import at_trace_time
 
 NAMESPACE = "ltx"
 
@@ -46,12 +47,10 @@ def opened(cls: type) -> bool:
     return True
 
 
+@at_trace_time
 def opened_in_graph(cls: type) -> bool:
     """:func:`opened`, run by Dynamo at trace time."""
     return opened(cls)
-
-
-opened_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Rest:
@@ -106,7 +105,9 @@ def _mapping_parts(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
     if not _is_refilled(cls) or attributes is node:
         return children, (cls, tuple(keys), (), _Rest(tuple(node), {}, itself=attributes is node)), tuple(keys)
     mirrored = tuple(key for key in keys if key in attributes and attributes[key] is node[key])
-    kept = {n: x for n, x in attributes.items() if n not in mirrored and not (n == "data" and _is_user_dict(cls))}
+    kept = {name: x for name, x in attributes.items() if name not in mirrored}
+    if issubclass(cls, UserDict):
+        kept.pop("data", None)  # the items themselves
     holding = {name: kept.pop(name) for name in list(kept) if holds_tensors(kept[name])}
     if isinstance(node, defaultdict):
         kept["default_factory"] = node.default_factory
@@ -121,7 +122,7 @@ def _mapping_whole(static: Any, children: Sequence[Any]) -> Any:
     if not _is_refilled(cls):
         return _made(cls, items)
     node = cls.__new__(cls)
-    if _is_user_dict(cls):
+    if issubclass(cls, UserDict):
         object.__setattr__(node, "data", items)
     else:  # by the class of Python's, since one's own may do something else besides
         base = OrderedDict if issubclass(cls, OrderedDict) else dict
@@ -133,10 +134,6 @@ def _mapping_whole(static: Any, children: Sequence[Any]) -> Any:
     for name, value in (*own.items(), *zip(holding, children[len(keys) :], strict=True)):
         object.__setattr__(node, name, value)
     return node
-
-
-def _is_user_dict(cls: type) -> bool:
-    return issubclass(cls, UserDict)
 
 
 def _is_refilled(cls: type) -> bool:
@@ -185,13 +182,11 @@ def _inside(node: Any) -> Iterator[Any]:
             yield getattr(node, name)
 
 
+@at_trace_time
 def _slots(cls: type) -> tuple[str, ...]:
     found = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
     each = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
     return tuple(name for name in each if name not in ("__dict__", "__weakref__"))
-
-
-_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_open(leaves: Sequence[Any], paths: Callable[[], list[str]], what: str, done: str, tensors_only: bool) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C import _functorch
 
 from ltx.errors import UnsupportedError
+from ltx.traced import at_trace_time
 
 
 def dtensor_class() -> Any:
@@ -40,6 +41,7 @@ def is_dtensor(x: Any) -> bool:
     return isinstance(x, cls)
 
 
+@at_trace_time
 def refuse_in_graph(classes: tuple[str, ...]) -> None:
     """Run by Dynamo at trace time, with the names of the classes of tensors: raise if one is a DTensor.
 
@@ -51,9 +53,6 @@ def refuse_in_graph(classes: tuple[str, ...]) -> None:
             "a compiled graph can't reduce the gradients of DTensors. Call the step eagerly; the loss inside is "
             "compiled as far as torch compiles DTensors: ltx.data_parallel(torch.compile(loss), axis=...)."
         )
-
-
-refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
@@ -136,24 +135,15 @@ class _Place(torch.autograd.Function):
     def forward(ctx: Any, placement: Placement, x: torch.Tensor) -> Any:
         ctx.placement = placement
         ctx.set_materialize_grads(False)
-        return _dtensor(x, placement)
+        return dtensor_class().from_local(
+            x, placement.mesh, placement.placements, run_check=False, shape=placement.shape, stride=placement.stride
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[None, torch.Tensor | None]:
         if grad is None:
             return None, None
         return None, grad.redistribute(ctx.placement.mesh, ctx.placement.placements).to_local()
-
-
-def _dtensor(x: torch.Tensor, placement: Placement) -> Any:
-    return dtensor_class().from_local(
-        x,
-        placement.mesh,
-        placement.placements,
-        run_check=False,
-        shape=placement.shape,
-        stride=placement.stride,
-    )
 
 
 @dataclass(frozen=True)

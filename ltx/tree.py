@@ -13,7 +13,7 @@ namespace or for ltx's, "ltx". Everything else is a leaf. Functions that do some
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -64,18 +64,10 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
     >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
     {'a': 3}
     """
-    if torch.compiler.is_compiling():
-        flatten(tree)
+    leaves, spec = flatten(tree)  # which opens what hasn't been met, and raises for trees without an end
+    if options or torch.compiler.is_compiling():
         return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
-    try:
-        if not options:
-            leaves, spec = flatten(tree)
-            return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
-        flatten(tree)
-        return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
-    except RecursionError:
-        flatten(tree)  # says so if it is the tree's fault
-        raise
+    return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
 
 
 def filled(tree: Tree, others: Tree) -> Tree:
@@ -221,12 +213,18 @@ def places_with_none(tree: Tree) -> list[int]:
     return [place for place, leaf in enumerate(leaves) if leaf is not None]
 
 
+def _first(leaves: Sequence[Any], tree: Tree, places: Iterator[int]) -> tuple[str, Any] | None:
+    """The path of the first leaf at one of `places`, and the leaf; None if there is none."""
+    place = next(places, None)
+    return None if place is None else (leaf_paths(tree)[place], leaves[place])
+
+
 def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     """:func:`check_tensors` for a tree whose leaves are at hand."""
-    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+    found = _first(leaves, tree, (i for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)))
+    if found is None:
         return
-    path, leaf = next((p, x) for p, x in zip(leaf_paths(tree), leaves, strict=True) if not isinstance(x, torch.Tensor))
-    hint = ""
+    (path, leaf), hint = found, ""
     if isinstance(leaf, torch.nn.Module):
         hint = " Pass dict(module.named_parameters()) and call it with ltx.functional_call."
     elif callable(getattr(leaf, "__next__", None)):
@@ -254,19 +252,18 @@ def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_
 def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
     """Raise unless every leaf is a plain tensor that lies in memory by strides, of ordinary numbers."""
     check_leaves(leaves, tree, what)
-    if dtensor_class() is not None and any(map(is_dtensor, leaves)):
-        path = next(p for p, x in zip(leaf_paths(tree), leaves, strict=True) if is_dtensor(x))
+    if dtensor_class() is not None and (
+        found := _first(leaves, tree, (i for i, x in enumerate(leaves) if is_dtensor(x)))
+    ):
         raise UnsupportedError(
-            f"{what}: leaf {path!r} is a DTensor, and a plain tensor was expected. Pass what this rank holds of it, "
-            "x.to_local(), or its value, x.full_tensor()."
+            f"{what}: leaf {found[0]!r} is a DTensor, and a plain tensor was expected. Pass what this rank holds of "
+            "it, x.to_local(), or its value, x.full_tensor()."
         )
-    if all(x.layout is torch.strided and not x.is_quantized and not x.is_nested for x in leaves):
+    odd = (i for i, x in enumerate(leaves) if x.layout is not torch.strided or x.is_quantized or x.is_nested)
+    found = _first(leaves, tree, odd)
+    if found is None:
         return
-    path, x = next(
-        (p, x)
-        for p, x in zip(leaf_paths(tree), leaves, strict=True)
-        if x.layout is not torch.strided or x.is_quantized or x.is_nested
-    )
+    path, x = found
     if x.layout in (torch.strided, torch.jagged):
         kind = "quantized" if x.is_quantized else "nested"
         raise UnsupportedError(f"{what}: leaf {path!r} is {kind}, and a dense tensor was expected. Convert it.")
@@ -275,9 +272,8 @@ def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x
 
 def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
     """Raise for tensors on the meta device, where values are read."""
-    if any(x.is_meta for x in leaves):
-        path = next(p for p, x in zip(leaf_paths(tree), leaves, strict=True) if x.is_meta)
-        raise TreeError(f"{what}: leaf {path!r} is on the meta device, and its values are needed.")
+    if found := _first(leaves, tree, (i for i, x in enumerate(leaves) if x.is_meta)):
+        raise TreeError(f"{what}: leaf {found[0]!r} is on the meta device, and its values are needed.")
 
 
 def describe(tensor: torch.Tensor) -> str:

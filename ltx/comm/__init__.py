@@ -1,77 +1,45 @@
 """The one door to the network: every collective of every layer is issued through here."""
 
-from ltx.comm.axis_comm import AxisComm
-from ltx.comm.channel import Channel
-from ltx.comm.debug import Checks, debug_checks
-from ltx.comm.events import Event, Span
-from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
-from ltx.comm.ledger import record, span
-from ltx.comm.measure import measure_network, measured
-from ltx.comm.network import Network
-from ltx.comm.operations import bytes_sent
-from ltx.comm.pickling import opened, sealed
-from ltx.comm.recovery import BackwardPass, nested_run
-from ltx.comm.registry import (
-    InBackground,
-    InGroups,
-    axis_from_group,
-    close_axis,
-    open_axes,
-    open_axis,
-    resolve,
-    size_and_rank,
-)
-from ltx.comm.signature import Agreement, Signature, list_values, mismatch
-from ltx.comm.step_summary import SUMMARY_BYTES, PendingSummary, StepSummary, begin_pass, end_pass, read_last_summary
-from ltx.comm.store_exchange import StoreExchange, poll_until
-from ltx.comm.streams import HostCopy, to_device
-from ltx.comm.thread_comm import ThreadComm
-from ltx.comm.timeline import Trace
-from ltx.comm.turns import Turns
-from ltx.comm.work import Work
-
-__all__ = [
-    "DEFAULT_HEARTBEAT_S",
-    "SUMMARY_BYTES",
-    "Agreement",
-    "AxisComm",
-    "BackwardPass",
-    "Channel",
-    "Checks",
-    "Event",
-    "HostCopy",
-    "InBackground",
-    "InGroups",
-    "Network",
-    "PendingSummary",
-    "Signature",
-    "Span",
-    "StepSummary",
-    "StoreExchange",
-    "ThreadComm",
-    "Trace",
-    "Turns",
-    "Work",
-    "axis_from_group",
-    "begin_pass",
-    "bytes_sent",
-    "close_axis",
-    "debug_checks",
-    "end_pass",
-    "list_values",
-    "measure_network",
-    "measured",
-    "mismatch",
-    "nested_run",
-    "open_axes",
-    "open_axis",
-    "opened",
-    "poll_until",
-    "read_last_summary",
-    "record",
-    "resolve",
-    "sealed",
-    "size_and_rank",
-    "span",
-    "to_device",
-]
+from ltx.comm.axis_comm import AxisComm as AxisComm
+from ltx.comm.backends import HostCopy as HostCopy
+from ltx.comm.backends import to_device as to_device
+from ltx.comm.channel import Channel as Channel
+from ltx.comm.debug import Checks as Checks
+from ltx.comm.debug import debug_checks as debug_checks
+from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
+from ltx.comm.ledger import record as record
+from ltx.comm.ledger import span as span
+from ltx.comm.network import Network as Network
+from ltx.comm.network import measure_network as measure_network
+from ltx.comm.network import measured as measured
+from ltx.comm.operations import bytes_sent as bytes_sent
+from ltx.comm.pickling import opened as opened
+from ltx.comm.pickling import sealed as sealed
+from ltx.comm.recovery import BackwardPass as BackwardPass
+from ltx.comm.recovery import nested_run as nested_run
+from ltx.comm.registry import InBackground as InBackground
+from ltx.comm.registry import InGroups as InGroups
+from ltx.comm.registry import axis_from_group as axis_from_group
+from ltx.comm.registry import close_axis as close_axis
+from ltx.comm.registry import open_axes as open_axes
+from ltx.comm.registry import open_axis as open_axis
+from ltx.comm.registry import resolve as resolve
+from ltx.comm.registry import size_and_rank as size_and_rank
+from ltx.comm.signature import Agreement as Agreement
+from ltx.comm.signature import Signature as Signature
+from ltx.comm.signature import list_values as list_values
+from ltx.comm.signature import mismatch as mismatch
+from ltx.comm.step_summary import SUMMARY_BYTES as SUMMARY_BYTES
+from ltx.comm.step_summary import PendingSummary as PendingSummary
+from ltx.comm.step_summary import StepSummary as StepSummary
+from ltx.comm.step_summary import begin_pass as begin_pass
+from ltx.comm.step_summary import end_pass as end_pass
+from ltx.comm.step_summary import read_last_summary as read_last_summary
+from ltx.comm.store_exchange import StoreExchange as StoreExchange
+from ltx.comm.store_exchange import poll_until as poll_until
+from ltx.comm.timeline import Event as Event
+from ltx.comm.timeline import Span as Span
+from ltx.comm.timeline import Trace as Trace
+from ltx.comm.turns import ThreadComm as ThreadComm
+from ltx.comm.turns import Turns as Turns
+from ltx.comm.work import Work as Work

@@ -21,24 +21,20 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis
 from ltx.backings import GroupBacking, Part
-from ltx.comm.backends import backends_of
+from ltx.comm.backends import CommStream, HostCopy, backends_of, refuse_capture
 from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.communicator import BUCKETS
 from ltx.comm.debug import under_way
-from ltx.comm.drain_background import drain_background
 from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
-from ltx.comm.network import Network
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Later, Recovery, Unread
+from ltx.comm.shared_memory import open_transport
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.streams import CommStream, HostCopy, refuse_capture
-from ltx.comm.transports.open_shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
-_DEFAULT_TIMEOUT = timedelta(seconds=1800)
 _HISTORY = 1024  # collectives in the background that are remembered
 
 
@@ -68,7 +64,7 @@ class AxisComm:
         self._pid = os.getpid()
         self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
         self.compared = ComparedFunctions()
-        self.network: Network | None = None  # once it has been measured
+        self.network: Any = None  # the ltx.comm.Network, once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], Axis] = {}
         #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.
@@ -98,16 +94,9 @@ class AxisComm:
         # Where tensors on the host are ordered by streams, none goes through shared memory.
         if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
+        stream_group = None if name == "background" else self._stream_group
         return Channel(
-            name,
-            address,
-            self.name,
-            group,
-            self.timeout_s,
-            self.negotiation,
-            transport,
-            None if name == "background" else self._stream_group,
-            self.backends,
+            name, address, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
         )
 
     def _open_stream_group(self) -> dist.ProcessGroup | None:
@@ -180,12 +169,9 @@ class AxisComm:
         return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _renew(self) -> None:
-        """Replace the failed channels. Their process groups stay open until the next time: a schedule may still refer
-        to them.
-        """
+        """Replace the failed channels. Their groups stay open until the next time: a schedule may refer to them."""
         left, self._left = self._left, [*self._phases, self.background]
-        groups = [group for channel in left for group in channel.release()]
-        drop_groups(groups)
+        drop_groups([group for channel in left for group in channel.release()])
         for channel in self._phases:
             if channel.transport is not None:
                 channel.transport.close()
@@ -236,7 +222,7 @@ class AxisComm:
                 later.wait_all()
         for future in list(self.futures):
             future.wait_all()
-        drain_background(self.background, self.store_exchange)
+        self.background.drain(self.store_exchange)
         for work in list(self.background.works):
             work.give_up()
         with suppress(PeerLostError):  # the store is gone

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -18,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 from ltx.comm import ledger
-from ltx.comm.backends import Backends
+from ltx.comm.backends import Backends, HostCopy
 from ltx.comm.deadlock import PATIENCE_S
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.operations import OPERATIONS, SUMMED, bytes_sent
 from ltx.comm.process_groups import Arguments, as_bytes, as_it_is, from_bytes, is_of_network
-from ltx.comm.signature import Agreement
-from ltx.comm.streams import HostCopy
-from ltx.comm.transports.shared_memory import (
+from ltx.comm.shared_memory import (
     SharedMemoryTransport,
     progress_everywhere,
 )
+from ltx.comm.signature import Agreement
+from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.work import TICK, Work, stamp_completion
 from ltx.errors import (
     CollectiveTimeoutError,
@@ -41,6 +42,8 @@ from ltx.errors import (
 )
 
 _DIGEST_PRIME = (1 << 61) - 1
+#: How long a rank that closes a channel waits for its peers to come to that too.
+DRAINING_S = 3.0
 
 
 class Channel:
@@ -54,9 +57,9 @@ class Channel:
         group: dist.ProcessGroup,
         timeout_s: float,
         negotiation: Negotiation,
-        transport: SharedMemoryTransport | None = None,
-        stream_group: dist.ProcessGroup | None = None,
-        backends: Backends | None = None,
+        transport: SharedMemoryTransport | None,
+        stream_group: dist.ProcessGroup | None,
+        backends: Backends,
     ):
         self.name = name
         self.address = address  # its name and generation: what peers call it
@@ -64,7 +67,7 @@ class Channel:
         self.group: Any = group  # for tensors on the host; None once it was dropped
         # For tensors on the device, if a stream-ordered backend takes these: one for all channels of an axis.
         self.stream_group: Any = stream_group
-        self._backends = backends or Backends()
+        self._backends = backends
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s
@@ -77,7 +80,7 @@ class Channel:
         self.begun = 0
         self.threads: set[int] = set()
         self.digest = 0
-        # The last collectives and their device, for ranks that may end without having waited (see drain_background).
+        # The last collectives and their device, for ranks that may end without having waited (see drain).
         self.history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
         self.works: WeakSet[Work] = WeakSet()
         self.device = torch.device("cpu")
@@ -128,21 +131,63 @@ class Channel:
         Raises:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
         """
+        try:
+            self._watch(copy.ready, time.sleep, label)
+        except LtxError as error:
+            self.failed = error
+            raise
+        return copy.read()
+
+    def wait_for_future(self, future: torch.futures.Future[Any], label: str) -> None:
+        """Wait for what another library has issued beside this channel; as :meth:`wait_for_host`."""
+        completed = threading.Event()
+        future.add_done_callback(lambda _: completed.set())
+        try:
+            self._watch(completed.is_set, completed.wait, label)
+        except CollectiveTimeoutError:  # of which the issues on this channel tell nothing
+            raise CollectiveTimeoutError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r} didn't complete within {self.timeout_s:g} s."
+            ) from None
+
+    def _watch(self, ready: Callable[[], bool], pause: Callable[[float], object], label: str) -> None:
         began, looked, pause_s = time.perf_counter(), time.perf_counter(), 1e-5
         try:
-            while not copy.ready():
-                progress_everywhere()
-                time.sleep(pause_s)
+            while not ready():
+                progress_everywhere()  # peers may wait for this rank's progress in shared memory
+                pause(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
                 if time.perf_counter() - looked > TICK.total_seconds():
                     looked = time.perf_counter()
                     self.look_around(began, self.begun, label)
-        except LtxError as error:
-            self.failed = error
-            raise
         finally:
             self.negotiation.deadlocks.done()
-        return copy.read()
+
+    def drain(self, exchange: StoreExchange) -> None:
+        """Join what peers have issued on this channel, which keeps its history, before it is closed.
+
+        Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
+        waits for them). A process group with one can't be closed: it waits for the peers, and a process that ends
+        meanwhile is aborted. So ranks tell each other through the store what they have issued. Those that are behind
+        issue the rest, with zeros, and drop the results. All give up after :data:`DRAINING_S`, or if a peer is lost.
+        """
+        if not self.history or self.failed is not None or self.size == 1:
+            return
+        deadline = time.monotonic() + DRAINING_S
+        own = [self.begun, [(op, list(shape), str(dtype), list(args)) for op, shape, dtype, args in self.history]]
+        try:
+            by_rank = exchange.exchange(f"drain/{self.address}", own, "the end of an axis", DRAINING_S)
+            begun, issues = max(by_rank, key=lambda issued: issued[0])
+            missing = begun - self.begun
+            if missing > len(issues):
+                return
+            works = list(self.works)
+            for operation, shape, dtype, arguments in issues[len(issues) - missing :]:
+                zeros = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device)
+                works.append(self.issue(operation, zeros, "drain_background", tuple(arguments)))
+            # A group that is closed while its own part is under way breaks its peers' connections.
+            poll_until(lambda: all(work.done for work in works), deadline - time.monotonic())
+        except LtxError:
+            return  # a peer is gone, or has issued something else: it won't join
 
     def uses_transport(self, buffer: torch.Tensor) -> bool:
         """Whether a collective on `buffer` goes through shared memory."""

@@ -31,7 +31,9 @@ class Chunk:
 Cut = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...], int, int], Iterator[Chunk]]
 
 
-def _spans(length: int, most: int) -> Iterator[slice]:
+def _spans(x: torch.Tensor, rows: int = 1) -> Iterator[slice]:
+    """Parts of the last dimension of `x`, of which a chunk holds `rows`."""
+    length, most = x.shape[-1], max(CHUNK_BYTES // (x.element_size() * rows), 1)
     return (slice(start, min(start + most, length)) for start in range(0, length, most))
 
 
@@ -62,7 +64,7 @@ def all_reduce(reduce: Callable[..., torch.Tensor]) -> Cut:
         buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
     ) -> Iterator[Chunk]:
         flat = buffer.view(-1)
-        for at in _spans(flat.numel(), CHUNK_BYTES // flat.element_size()):
+        for at in _spans(flat):
             chunk = flat[at]
 
             def take(slots: list[torch.Tensor], chunk: torch.Tensor = chunk) -> None:
@@ -78,7 +80,7 @@ def all_gather(
     buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
 ) -> Iterator[Chunk]:
     flat, rows = buffer.view(-1), out.view(size, -1)
-    for at in _spans(flat.numel(), CHUNK_BYTES // flat.element_size()):
+    for at in _spans(flat):
         chunk = flat[at]
 
         def take(slots: list[torch.Tensor], at: slice = at) -> None:
@@ -91,7 +93,7 @@ def all_gather(
 def _sent(buffer: torch.Tensor, out: torch.Tensor, gives: bool, source: int | None) -> Iterator[Chunk]:
     """This rank copies its buffer in if it `gives`, and copies the buffer of `source` out."""
     flat, result = buffer.view(-1), out.view(-1)
-    for at in _spans(flat.numel(), CHUNK_BYTES // flat.element_size()):
+    for at in _spans(flat):
         chunk, arrived = flat[at], result[at]
         give = _giving(chunk) if gives else _nothing
         take = _nothing if source is None else _taking(source, arrived)
@@ -135,7 +137,7 @@ def _rows(
 ) -> Iterator[Chunk]:
     """Every rank has a row for each rank; `take` gets the rows for this rank, and where they belong."""
     rows = buffer.view(size, -1)
-    for at in _spans(rows.shape[1], max(CHUNK_BYTES // (rows.element_size() * size), 1)):
+    for at in _spans(rows, size):
         chunk = rows[:, at]
 
         def take_mine(slots: list[torch.Tensor], at: slice = at) -> None:

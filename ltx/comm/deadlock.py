@@ -22,11 +22,11 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ltx.comm.signature import list_values
 from ltx.comm.store_exchange import poll_until
@@ -111,19 +111,16 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
     return left
 
 
-class Beats(Protocol):
-    """What this needs of :class:`ltx.comm.heartbeat.Heartbeat`."""
-
-    def last(self, ranks: Sequence[int]) -> list[bytes]: ...
-
-    def beat(self) -> None: ...
-
-
 class Deadlocks:
-    """What this process' threads wait for, and whether that may go on for ever."""
+    """What this process' threads wait for, and whether that may go on for ever.
 
-    def __init__(self, heartbeat: Beats, rank: int):
-        self._heartbeat, self._rank = heartbeat, rank
+    Args:
+        last, beat: of this process' :class:`ltx.comm.heartbeat.Heartbeat`.
+        rank: this process' rank in the world.
+    """
+
+    def __init__(self, last: Callable[[list[int]], list[bytes]], beat: Callable[[], None], rank: int):
+        self._last, self._beat, self._rank = last, beat, rank
         self._serials = count()
         self._waits: dict[int, ThreadWait] = {}
         self._looked_s: dict[int, float] = {}
@@ -185,7 +182,7 @@ class Deadlocks:
         """What `ranks` say, and those that they wait for, and so on; and when each has."""
         told, said_s, wanted = dict[int, Told](), dict[int, float](), set(ranks)
         while missing := sorted(wanted - told.keys()):
-            beats = self._heartbeat.last(missing)
+            beats = self._last(missing)
             for rank, beat in zip(missing, beats or [b"[0, {}, null]"] * len(missing), strict=True):
                 said_s[rank], _, fields = json.loads(beat)
                 told[rank] = Told.of(fields)
@@ -204,7 +201,7 @@ class Deadlocks:
         """Raise, once all ranks in the deadlock know of it: the first one to raise may end, and the store with it."""
         self._found = (nodes, text)
         with suppress(LtxError):  # it is known what to raise
-            self._heartbeat.beat()
+            self._beat()
             poll_until(lambda: self._have_heard(nodes), _LINGER_S)
         raise self._error(text)
 

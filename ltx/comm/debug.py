@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -83,8 +83,7 @@ class Checks:
         if axis_comm not in self._axes:
             self._axes[axis_comm] = None
             axis_comm.negotiation.next_check = (axis_comm.negotiation.next_check[0] + 1, 0)
-        (session, call) = axis_comm.negotiation.next_check
-        axis_comm.negotiation.next_check = (session, call + 1)
+        session, call = axis_comm.negotiation.take_check()
         place, before = (f"{CHECKS}/{session}/{n}" for n in (call, call - 1))
         issued = {channel.address: channel.issued for channel in axis_comm.channels}
         post = Post(signature, value, caller(), issued, axis_comm.negotiation.next_check)
@@ -142,8 +141,7 @@ class Checks:
             return  # they know: all of them were there
         signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())
         for axis_comm in self._open():
-            session, call = axis_comm.negotiation.next_check
-            axis_comm.negotiation.next_check = (session, call + 1)
+            session, call = axis_comm.negotiation.take_check()
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
                 axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
@@ -217,23 +215,21 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
 
 def caller() -> str:
     """File and line of the innermost call from outside ltx and torch."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{frame.f_code.co_filename}:{line}"
     return "no line of the program (a thread of the autograd engine)"
 
 
 def called(issued: str) -> str:
     """What the program calls that has `issued` this, such as pmean, which issues a psum."""
-    frame: FrameType | None = sys._getframe(1)
     name = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            break
         if frame.f_globals["__name__"].startswith("ltx.collectives.") and code.co_name not in _INSIDE:
             name = code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else name
-        frame = frame.f_back
     return issued if not name or issued.startswith(f"{name} ") else name
 
 

@@ -15,9 +15,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -50,13 +51,13 @@ class Heartbeat:
         self._rank = rank
         self._users = 0
         self._gone: str | None = None  # its text; the error itself would keep frames alive, and what is in them
-        self._late: _Question | None = None
+        self._late: Future[Any] | None = None
         self._pause_s = min(1.0, heartbeat_s / 5)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._looked_s = self._polled_s = 0.0
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._asked = PrefixStore("ltx/beats/", store)
         # A connection of its own: calls on one connection wait for each other.
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
@@ -66,7 +67,7 @@ class Heartbeat:
         #: By axis, how much its communicator has issued on each channel.
         self.reports: dict[str, Callable[[], dict[str, int]]] = {}
         #: What else goes with the beats: which thread waits for what.
-        self.deadlocks = Deadlocks(self, rank)
+        self.deadlocks = Deadlocks(self.last, self.beat, rank)
         #: Tells this world from all others; the same on all ranks.
         self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
         self._beats.set(str(rank), self._sign())
@@ -86,28 +87,31 @@ class Heartbeat:
         """
         if self._gone is not None:  # it stays gone, and torch logs a page about each attempt
             raise self._told_gone(self._gone)
-        asked = _Question(question)
-        self._questions.put(asked)
-        if not asked.answered.wait(self.heartbeat_s):
+        asked = self._put(question)
+        if not wait([asked], self.heartbeat_s).done:
             self._late = asked
             raise PeerLostError(
                 f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.heartbeat_s:g} "
                 "s. The process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its "
                 "machine or the link to it is down."
             )
-        if isinstance(asked.error, dist.DistError):
-            raise self._told_gone(str(asked.error)) from asked.error
-        if asked.error is not None:
-            raise asked.error
-        return cast(T, asked.value)
+        try:
+            return asked.result()
+        except dist.DistError as error:
+            raise self._told_gone(str(error)) from error
+
+    def _put(self, question: Callable[[], T]) -> Future[T]:
+        asked: Future[T] = Future()
+        self._questions.put((question, asked))
+        return asked
 
     def tell(self, statement: Callable[[], None]) -> None:
         """Call `statement`, which writes to the store and waits for no answer. Raises :class:`StoreGoneError`."""
         if self._gone is not None:
             raise self._told_gone(self._gone)
-        if self._late is not None and not self._late.answered.is_set():
+        if self._late is not None and not self._late.done():
             # A pending call occupies the connection: this one queues behind it, should the store ever answer.
-            self._questions.put(_Question(statement))
+            self._put(statement)
             return
         try:
             statement()
@@ -126,21 +130,18 @@ class Heartbeat:
     def stale_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose heartbeats have stopped for too long. Called repeatedly during a wait."""
         with self._lock:
-            return self._stale_ranks(ranks)
-
-    def _stale_ranks(self, ranks: Sequence[int]) -> list[int]:
-        now = time.monotonic()
-        if now - self._looked_s > 3 * self._pause_s:  # a new wait begins: old beats tell nothing
-            self._seen.clear()
-        self._looked_s = now
-        if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
-            return []
-        self._polled_s = now
-        for rank, value in zip(ranks, self.last(ranks), strict=False):
-            if self._seen.get(rank, (b"", 0.0))[0] != value:
-                self._seen[rank] = (value, now)
-        # A beat may be one interval late, and so may this check.
-        return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > self._limit_s]
+            now = time.monotonic()
+            if now - self._looked_s > 3 * self._pause_s:  # a new wait begins: old beats tell nothing
+                self._seen.clear()
+            self._looked_s = now
+            if now - self._polled_s < self._pause_s / 2 and self._seen.keys() >= set(ranks):
+                return []
+            self._polled_s = now
+            for rank, value in zip(ranks, self.last(ranks), strict=False):
+                if self._seen.get(rank, (b"", 0.0))[0] != value:
+                    self._seen[rank] = (value, now)
+            limit_s = self.heartbeat_s - 2 * self._pause_s  # a beat may be one interval late, and so may this check
+            return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > limit_s]
 
     def last(self, ranks: Sequence[int]) -> list[bytes]:
         """The last beats of `ranks`; an empty list if one of them hasn't had any."""
@@ -162,10 +163,6 @@ class Heartbeat:
 
         poll_until(all_have_beaten, 1.3 * self._pause_s)
         return sorted(silent)
-
-    @property
-    def _limit_s(self) -> float:
-        return self.heartbeat_s - 2 * self._pause_s
 
     def reported(self, ranks: Sequence[int], label: str) -> list[dict[str, int]]:
         """What the communicators of `label` last reported on `ranks`; empty for a rank without a report."""
@@ -209,19 +206,11 @@ class Heartbeat:
 
     def _answer(self) -> None:
         while (asked := self._questions.get()) is not None:
+            question, answer = asked
             try:
-                asked.value = asked.ask()
+                answer.set_result(question())
             except BaseException as error:
-                asked.error = error
-            asked.answered.set()
-
-
-class _Question:
-    def __init__(self, ask: Callable[[], Any]):
-        self.ask = ask
-        self.answered = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
+                answer.set_exception(error)
 
 
 class TimeoutStore:

@@ -6,18 +6,24 @@ pays nothing for it. Pictures and files of it are made in :mod:`ltx.comm.timelin
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ltx.arguments import checked
-from ltx.comm.events import Event, Span, mark
-from ltx.comm.timeline import Trace, profiled
+from ltx.comm.timeline import Event, Span, Trace, mark
 
 _recording: list[Trace] = []
+
+# Profiled events of devices are kept apart from those of threads.
+_DEVICE_LANES = 1 << 32
 
 
 @checked("profiler")
@@ -45,7 +51,7 @@ def record(*, profiler: bool = False) -> Iterator[Trace]:
     trace = Trace(rank=_rank(), epoch_s=_epoch_s())
     with ExitStack() as around:
         if profiler:
-            around.enter_context(profiled(trace))
+            around.enter_context(_profiled(trace))
         _recording.append(trace)
         try:
             yield trace
@@ -54,6 +60,30 @@ def record(*, profiler: bool = False) -> Iterator[Trace]:
             _recording[:] = [other for other in _recording if other is not trace]
             trace.rank = _rank()
             trace.take_device_times()
+
+
+@contextmanager
+def _profiled(trace: Trace) -> Iterator[None]:
+    """Run torch's profiler, and put its events into `trace`, on the clock of the day."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as profiler:
+        yield
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        exported = json.loads(path.read_text())
+    base_us = exported.get("baseTimeNanoseconds", 0) / 1e3
+    for event in exported["traceEvents"]:
+        threads_name = event["ph"] == "M" and event["name"] == "thread_name"
+        if not (event["ph"] == "X" or threads_name) or not isinstance(event.get("pid"), int):
+            continue
+        if event["pid"] != os.getpid():  # a device and its stream
+            event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
+        if not threads_name:
+            event["ts"] += base_us
+        trace.profile.append(event)
 
 
 def _epoch_s() -> float:
@@ -104,20 +134,18 @@ def device_wait(device: torch.device) -> Iterator[None]:
 
 def span(name: str) -> AbstractContextManager[None]:
     """Note the time within a ``with`` block as computing; nothing at all outside of ``record()``."""
-    return _Noting(name) if _recording else _NOTHING
+    return _noting(name) if _recording else _NOTHING
 
 
 _NOTHING = nullcontext()
 
 
-class _Noting(AbstractContextManager[None]):
-    def __init__(self, name: str):
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._span = Span(self._name, time.perf_counter())
-        for trace in _recording:
-            trace.spans.append(self._span)
-
-    def __exit__(self, *_: object) -> None:
-        self._span.ended_s = time.perf_counter()
+@contextmanager
+def _noting(name: str) -> Iterator[None]:
+    noted = Span(name, time.perf_counter())
+    for trace in _recording:
+        trace.spans.append(noted)
+    try:
+        yield
+    finally:
+        noted.ended_s = time.perf_counter()

@@ -88,6 +88,12 @@ class Negotiation:
         post = Post(signature, value, issued=issued)
         return [peers.value for peers in self.exchange(place or self._store.new_place(), post)]
 
+    def take_check(self) -> tuple[int, int]:
+        """:attr:`next_check`, which moves on."""
+        session, call = self.next_check
+        self.next_check = (session, call + 1)
+        return session, call
+
     def announce(self, place: str, post: Post) -> None:
         """Put this rank's `post` at `place`, without waiting for the others."""
         self._store.announce(place, post.fields())
@@ -270,10 +276,8 @@ class Negotiation:
         rank has issued another, and for one at a call of ltx.debug_checks() that hasn't issued what this rank waits
         for.
         """
-        try:
+        with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
             self._look_for_trouble()
-        except StoreGoneError:
-            return  # pending collectives need no store; a peer that is gone too breaks its connections
 
     def _look_for_trouble(self) -> None:
         self._recovery.check_aborted()
@@ -294,7 +298,7 @@ class Negotiation:
             if mine is None or self._store.has(place, [self._rank]):
                 continue  # answered when it was new here too
             self.announce(place, Post(mine.signature, mine.offer))
-            self._compare_posted(place)
+            self._refuse({other: said for other in range(self._size) if (said := self.peek(place, other)) is not None})
 
     def _answer_check(self, place: str, rank: int) -> None:
         theirs = self.peek(place, rank)
@@ -310,10 +314,6 @@ class Negotiation:
                 how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
                 operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
                 self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
-
-    def _compare_posted(self, place: str) -> None:
-        posts = {rank: post for rank in range(self._size) if (post := self.peek(place, rank)) is not None}
-        self._refuse(posts)
 
     def _refuse(self, posts: dict[int, Post]) -> None:
         """Raise if `posts` disagree. A call of some ranks alone counts for all: their next calls are compared next."""

@@ -28,6 +28,18 @@ SUMMED = frozenset(
 )
 
 
+def _a_part(nbytes: int, n: int) -> int:
+    return nbytes * (n - 1) // n
+
+
+def _row_for_each(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    return n, *shape
+
+
+def _own_row(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    return tuple(shape[1:])
+
+
 @dataclass(frozen=True)
 class Operation:
     """One kind of collective among n ranks, on a contiguous buffer.
@@ -37,8 +49,9 @@ class Operation:
         start: starts it on a process group: ``(group, buffer, arguments)``.
         start_in_graph: starts it inside a compiled graph: ``(buffer, n, group name, arguments)``.
         chunks: how a shared-memory transport cuts it: ``(buffer, result, arguments, rank, n)``.
-        bytes_sent: bytes that one rank sends, by the ring's count: ``(bytes of the buffer, n)``.
-        messages: messages that follow one another: ``n``.
+        bytes_sent: bytes that one rank sends, by the ring's count: ``(bytes of the buffer, n)``; by default all but one
+            part of n.
+        messages: messages that follow one another: ``n``; by default one to each peer.
         result_shape: ``(shape of the buffer, n)``; None where the result has the buffer's shape.
         in_place: the result overwrites the buffer.
         moves: it only moves data, so it takes every dtype.
@@ -48,8 +61,8 @@ class Operation:
     start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
     start_in_graph: functional.Start
     chunks: Cut
-    bytes_sent: Callable[[int, int], int]
-    messages: Callable[[int], int]
+    bytes_sent: Callable[[int, int], int] = _a_part
+    messages: Callable[[int], int] = lambda n: n - 1
     result_shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
     in_place: bool = False
     moves: bool = False
@@ -73,10 +86,8 @@ class Operation:
             return partial(functional.wait, started)
         # Functional collectives gather and scatter along dimension 0; a channel's have a dimension for the ranks.
         flat = buffer if self.name in ("all_gather", "gather") or buffer.ndim == 1 else buffer.flatten(0, 1)
-        started, shape = (
-            self.start_in_graph(flat.contiguous(), n, group_name, arguments),
-            self.result_shape(buffer.shape, n),
-        )
+        shape = self.result_shape(buffer.shape, n)
+        started = self.start_in_graph(flat.contiguous(), n, group_name, arguments)
         return lambda: functional.wait(started).reshape(shape)
 
 
@@ -104,8 +115,7 @@ _ROWS = (
         functional.all_gather,
         chunks.all_gather,
         bytes_sent=lambda nbytes, n: nbytes * (n - 1),
-        messages=lambda n: n - 1,
-        result_shape=lambda shape, n: (n, *shape),
+        result_shape=_row_for_each,
         moves=True,
     ),
     Operation(
@@ -113,49 +123,20 @@ _ROWS = (
         process_groups.psum_scatter,
         functional.psum_scatter,
         chunks.psum_scatter,
-        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
-        messages=lambda n: n - 1,
-        result_shape=lambda shape, n: tuple(shape[1:]),
+        result_shape=_own_row,
     ),
-    Operation(
-        "broadcast",
-        process_groups.broadcast,
-        functional.broadcast,
-        chunks.broadcast,
-        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
-        messages=lambda n: n - 1,
-        in_place=True,
-        moves=True,
-    ),
+    Operation("broadcast", process_groups.broadcast, functional.broadcast, chunks.broadcast, in_place=True, moves=True),
     Operation(
         "gather",
         process_groups.gather,
         functional.gather,
         chunks.gather,
         bytes_sent=lambda nbytes, n: nbytes,
-        messages=lambda n: n - 1,
-        result_shape=lambda shape, n: (n, *shape),
+        result_shape=_row_for_each,
         moves=True,
     ),
-    Operation(
-        "scatter",
-        process_groups.scatter,
-        functional.scatter,
-        chunks.scatter,
-        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
-        messages=lambda n: n - 1,
-        result_shape=lambda shape, n: tuple(shape[1:]),
-        moves=True,
-    ),
-    Operation(
-        "all_to_all",
-        process_groups.all_to_all,
-        functional.all_to_all,
-        chunks.all_to_all,
-        bytes_sent=lambda nbytes, n: nbytes * (n - 1) // n,
-        messages=lambda n: n - 1,
-        moves=True,
-    ),
+    Operation("scatter", process_groups.scatter, functional.scatter, chunks.scatter, result_shape=_own_row, moves=True),
+    Operation("all_to_all", process_groups.all_to_all, functional.all_to_all, chunks.all_to_all, moves=True),
     Operation(
         "ppermute",
         process_groups.ppermute,

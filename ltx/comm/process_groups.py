@@ -7,8 +7,7 @@ the caller has made for it. :mod:`ltx.comm.operations` lists them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache
 from threading import Thread
@@ -207,17 +206,14 @@ def open_group(
         _register_in_turn()
         backend = _IN_TURN
     set_error_handling()
-    with _without_split():
-        group: dist.ProcessGroup = make(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            ranks,
-            c10d.Backend(backend),
-            store,
-            name,
-            timeout=limit,
-            group_desc=description,
-        )[0]
+    # If the world is bound to a device, torch makes groups by splitting it, for which all of its ranks are needed.
+    world: Any = c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        own = ranks.index(dist.get_rank()), ranks, c10d.Backend(backend)
+        group: dist.ProcessGroup = make(len(ranks), *own, store, name, timeout=limit, group_desc=description)[0]
+    finally:
+        world.bound_device_id = bound
     if limit < timeout:
         c10d._set_pg_timeout(timeout, group)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
@@ -227,17 +223,6 @@ def open_group(
         if getattr(connect, "supports_splitting", False):  # those that can split can connect ahead, too
             connect.eager_connect_single_device(device)
     return group
-
-
-@contextmanager
-def _without_split() -> Iterator[None]:
-    """Make groups anew. If the world is bound to a device, torch splits it, for which all of its ranks are needed."""
-    world: Any = c10d._get_default_group()
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
 
 
 _IN_TURN = "ltx_gloo_in_turn"

@@ -76,7 +76,7 @@ class Recovery:
 
     Attributes:
         generation: how many times the ranks have recovered.
-        external_runs: how many times collectives of other libraries have begun (:mod:`ltx.comm.external_collectives`).
+        external_runs: how many times collectives of other libraries have begun (:meth:`begin_external`).
         external_error: why these no longer pair; "" as long as they do.
     """
 
@@ -192,6 +192,32 @@ class Recovery:
                     f"({why}), so what this rank waits for won't come."
                     + ("" if lost else " Once every rank has left it, the next pass goes on as usual.")
                 )
+
+    def begin_external(self, label: str) -> None:
+        """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
+
+        ltx only waits for them: it can't renew such a group. So ranks that leave a backward pass halfway tell each
+        other how far they had come with these, and where that differs no more of them are run.
+
+        Raises:
+            DeadlockDetectedError: earlier ones are still waiting for a peer, and the next would pair with them.
+        """
+        if self.external_error:
+            raise DeadlockDetectedError(
+                f"rank {self._rank}: {label} can't run on axis {self._axis_name!r}: the collectives that such hooks "
+                "issue have been out of step since an earlier failure. Destroy their process group, ltx.shutdown(), "
+                f"and start again. The failure was: {self.external_error}"
+            )
+        self.external_runs += 1
+
+    @contextmanager
+    def waiting_for_external(self, label: str) -> Iterator[None]:
+        """Surrounds a wait for them."""
+        try:
+            yield
+        except BaseException as error:
+            self.external_error = f"rank {self._rank} waited in {label}: {error}"
+            raise
 
     def recover(self) -> None:
         """Before a pass: if the last one was aborted, wait until all ranks have aborted it, and open new channels.

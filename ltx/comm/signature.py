@@ -178,14 +178,14 @@ class ComparedFunctions:
 
     def has(self, fn: Any, key: Hashable) -> bool:
         """Whether the ranks have compared the parameters of the function `fn` under this `key`."""
-        try:
-            return key in self._keys.get(fn, ())
-        except TypeError:  # `fn` can't be hashed or weakly referenced
-            return key in self._keys.get(ComparedFunctions, ())
+        return key in self._of(fn)
 
     def add(self, fn: Any, key: Hashable) -> None:
         """Make :meth:`has` true for `fn` and `key`."""
+        self._of(fn).add(key)
+
+    def _of(self, fn: Any) -> set[Hashable]:
         try:
-            self._keys.setdefault(fn, set()).add(key)
-        except TypeError:
-            self._keys.setdefault(ComparedFunctions, set()).add(key)
+            return self._keys.setdefault(fn, set())
+        except TypeError:  # `fn` can't be hashed or weakly referenced
+            return self._keys.setdefault(ComparedFunctions, set())

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ltx.comm.axis_comm import AxisComm
+from ltx.comm.backends import CommStream, HostCopy, to_device
 from ltx.comm.channel import Channel
 from ltx.comm.signature import Agreement
-from ltx.comm.streams import CommStream, HostCopy, to_device
 from ltx.comm.work import Work
 from ltx.errors import RankMismatchError, WeightError
 

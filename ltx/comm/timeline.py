@@ -7,11 +7,8 @@ one machine, as good as their synchronisation on several.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +16,69 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ltx.arguments import checked
-from ltx.comm.events import Event, Span, mark
 from ltx.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COMPUTE = "compute"
-# Profiled events of devices are kept apart from those of threads.
-_DEVICE_LANES = 1 << 32
+
+
+@dataclass
+class Event:
+    """One collective.
+
+    Attributes:
+        channel: the channel's name: "user", "buckets" or "background".
+        operation: the collective, as "psum" or "all_gather".
+        label: its purpose, as "psum" or "bucket 3".
+        nbytes: bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum.
+        issued_s, completed_s: when it was issued and when it was complete (time.perf_counter; seconds).
+        waited_s: for how long this rank was blocked in its wait.
+        marks: on an accelerator, while it is recorded: where the device began and completed it.
+
+    Times of collectives on an accelerator are those of the device, once the recording has ended.
+    """
+
+    channel: str
+    operation: str
+    label: str
+    nbytes: int
+    issued_s: float
+    completed_s: float | None = None
+    waited_s: float = 0.0
+    marks: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """The label without its number: "bucket", "exchange" and "background" have one."""
+        return self.label.rpartition(" ")[0] or self.label
+
+    @property
+    def bucket(self) -> int | None:
+        """The bucket of gradients that this was issued for; None for anything else."""
+        return int(self.label.rpartition(" ")[2]) if self.kind == "bucket" else None
+
+
+@dataclass
+class Span:
+    """A stretch of computing. Spans nest: those of a :class:`ltx.train_step` are in its "step".
+
+    Attributes:
+        name: "step", "forward", "backward" or "update".
+        began_s, ended_s: when (time.perf_counter; seconds). On a GPU, when this process queued the work.
+    """
+
+    name: str
+    began_s: float
+    ended_s: float | None = None
+
+
+def mark(device: torch.device) -> Any:
+    """An event with its time, which the current stream comes to once it has done all before; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
 @dataclass
@@ -207,18 +258,9 @@ class Timeline:
                 if track not in tracks:
                     tracks[track] = len(tracks)
                     events.append(_metadata("thread_name", trace.rank, tracks[track], track))
-                event: dict[str, Any] = {
-                    "name": bar.name,
-                    "cat": bar.kind,
-                    "pid": trace.rank,
-                    "tid": tracks[track],
-                    "args": bar.details,
-                }
-                event["ts"] = bar.start_s * 1e6 - zero_us
-                if bar.end_s is None:  # still under way
-                    event["ph"] = "B"
-                else:
-                    event |= {"ph": "X", "dur": (bar.end_s - bar.start_s) * 1e6}
+                event = {"name": bar.name, "cat": bar.kind, "pid": trace.rank, "tid": tracks[track]}
+                event |= {"args": bar.details, "ts": bar.start_s * 1e6 - zero_us}
+                event |= {"ph": "B"} if bar.end_s is None else {"ph": "X", "dur": (bar.end_s - bar.start_s) * 1e6}
                 events.append(event)
             for other in trace.profile:
                 shifted = {"ts": other["ts"] - zero_us} if "ts" in other else {}
@@ -255,42 +297,15 @@ def timeline(traces: Iterable[Trace]) -> Timeline:
     return Timeline(found)
 
 
-@contextmanager
-def profiled(trace: Trace) -> Iterator[None]:
-    """Run torch's profiler, and put its events into `trace`, on the clock of the day."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as profiler:
-        yield
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        exported = json.loads(path.read_text())
-    base_us = exported.get("baseTimeNanoseconds", 0) / 1e3
-    for event in exported["traceEvents"]:
-        threads_name = event["ph"] == "M" and event["name"] == "thread_name"
-        if not (event["ph"] == "X" or threads_name) or not isinstance(event.get("pid"), int):
-            continue
-        if event["pid"] != os.getpid():  # a device and its stream
-            event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
-        if not threads_name:
-            event["ts"] += base_us
-        trace.profile.append(event)
-
-
 def _bars(trace: Trace) -> list[_Bar]:
     def bar(track: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> _Bar:
         return _Bar(track, kind, name, start + trace.epoch_s, None if end is None else end + trace.epoch_s, details)
 
-    def of_span(span: Span) -> _Bar:
-        return bar(_COMPUTE, span.name, span.name, span.began_s, span.ended_s)
-
-    def of_event(event: Event) -> _Bar:
-        details = {"operation": event.operation, "bytes": event.nbytes, "waited_ms": event.waited_s * 1e3}
-        return bar(event.channel, event.kind, event.label, event.issued_s, event.completed_s, **details)
-
-    return [*map(of_span, trace.spans), *map(of_event, trace.events)]
+    bars = [bar(_COMPUTE, span.name, span.name, span.began_s, span.ended_s) for span in trace.spans]
+    for e in trace.events:
+        details = {"operation": e.operation, "bytes": e.nbytes, "waited_ms": e.waited_s * 1e3}
+        bars.append(bar(e.channel, e.kind, e.label, e.issued_s, e.completed_s, **details))
+    return bars
 
 
 def _order(bar: _Bar) -> tuple[float, float]:
@@ -306,17 +321,12 @@ def _tracks(trace: Trace) -> list[str]:
 def _apart(trace: Trace) -> list[tuple[_Bar, str]]:
     """Every bar with its track's name, where those of a channel that overlap are in tracks of their own."""
     placed = []
-    ends: dict[str, list[float]] = {}
     bars = sorted(_bars(trace), key=_order)
     for track in _tracks(trace):
+        ends: list[float] = []
         for bar in (bar for bar in bars if bar.track == track):
-            if track == _COMPUTE:
-                placed.append((bar, track))
-                continue
-            taken = ends.setdefault(track, [])
-            place = next((i for i, end in enumerate(taken) if end <= bar.start_s), len(taken))
-            end = float("inf") if bar.end_s is None else bar.end_s
-            taken[place : place + 1] = [end]
+            place = 0 if track == _COMPUTE else next((i for i, end in enumerate(ends) if end <= bar.start_s), len(ends))
+            ends[place : place + 1] = [float("inf") if bar.end_s is None else bar.end_s]
             placed.append((bar, track if place == 0 else f"{track} ({place + 1})"))
     return placed
 

@@ -1,4 +1,4 @@
-"""Turns: threads of which one runs at a time, and hands over where it waits for the others.
+"""Ranks that are threads of this process (:func:`ltx.simulate`): one runs at a time, and hands over where it waits.
 
 A thread that comes to a call of several waits there until all of them have come. The last one computes what each gets.
 Between two such calls threads run in the order of their numbers, so a run repeats itself exactly.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ltx.comm.signature import Signature, explain_mismatch, mismatch
+from ltx.axis import Axis
+from ltx.backings import Part, ThreadBacking
+from ltx.comm.signature import Agreement, ComparedFunctions, Signature, explain_mismatch, mismatch
 from ltx.errors import LtxError, PeerLostError, UnsupportedError
 
 #: What every member has brought, in their order -> what each of them gets.
@@ -190,14 +192,12 @@ class Turns:
                 if not call.complete:
                     call.fail(self._lost(call))
         order = [other % self.size for other in range(rank + 1, rank + 1 + self.size)]
-        able = [other for other in order if other not in self._ended and self._is_able(other)]
+        waiting = {other for other, call in self._calls.items() if not call.complete}
+        able = [other for other in order if other not in self._ended and other not in waiting]
         if not able:
             self._give_up()
             able = [min(self._calls)]
         return able[0]
-
-    def _is_able(self, rank: int) -> bool:
-        return rank not in self._calls or self._calls[rank].complete
 
     def _give_up(self) -> None:
         """No rank can run: each waits for one that waits elsewhere or has ended."""
@@ -251,3 +251,69 @@ def _complete(calls: list[Call]) -> None:
         return
     for call, result in zip(calls, results, strict=True):
         call.complete, call.result = True, result
+
+
+class ThreadComm:
+    """What one rank needs to exchange values with the others on an axis.
+
+    Ranks are in one process, so nothing is sent: each brings a value, and one of them computes what all get.
+
+    Args:
+        turns: the threads.
+        name: the axis'.
+        members: the numbers of its ranks' threads.
+        rank: this rank's place among them.
+    """
+
+    def __init__(self, turns: Turns, name: str, members: tuple[int, ...], rank: int):
+        self.name = name
+        self.rank = rank
+        self.size = len(members)
+        self._turns = turns
+        self._members = members
+        self._announced: list[Signature] = []
+        self._known: dict[Any, Agreement] = {}
+        self.compared = ComparedFunctions()
+        self._parts: dict[Part, Axis] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ranks have ended."""
+        return self._turns.closed
+
+    def announce(self, signature: Signature) -> None:
+        """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that."""
+        self._announced.append(signature)
+
+    def exchange(self, signature: Signature, value: Any = None, combine: Combine | None = None) -> Any:
+        """Wait for all ranks, and return what `combine` makes of their values for this one; all values without it.
+
+        What comes back may be shared with other ranks, so nothing may write to it.
+
+        Raises:
+            RankMismatchError: ranks disagree in their signatures, or some never come; on all ranks that wait.
+            PeerLostError: another rank has raised something.
+            UnsupportedError: under forward mode, or in a thread that isn't the rank's.
+        """
+        signatures = (*self._announced, signature)
+        self._announced.clear()
+        call = Call(self.name, self._members, signatures, value, combine)
+        return self._turns.wait_in(self._members[self.rank], call)
+
+    def negotiate(
+        self, key: Hashable, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None
+    ) -> Agreement:
+        """As :meth:`ltx.comm.AxisComm.negotiate`: what all ranks are about to do, compared the first time."""
+        if key not in self._known:
+            signature = describe()
+            self._known[key] = Agreement(signature, signature.fingerprint, self.exchange(signature, offer())[0])
+        return self._known[key]
+
+    def part(self, name: str, part: Part) -> Axis:
+        """The axis of those ranks of this one that `part` puts together with this rank."""
+        if part not in self._parts:
+            places = part.members(self.rank)
+            members = tuple(self._members[place] for place in places)
+            opened = ThreadComm(self._turns, name, members, places.index(self.rank))
+            self._parts[part] = Axis(name, opened.size, ThreadBacking(opened.rank, opened))
+        return self._parts[part]

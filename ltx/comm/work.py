@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from ltx.comm import ledger
-from ltx.comm.events import Event
+from ltx.comm.backends import HostCopy
 from ltx.comm.process_groups import as_it_is, is_of_network
-from ltx.comm.streams import HostCopy
-from ltx.comm.transports.shared_memory import (
+from ltx.comm.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryWork,
     any_transport_busy,
     progress_everywhere,
     wait_for,
 )
+from ltx.comm.timeline import Event
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError, TransportError
 
 #: A wait returns to Python this often, so that a signal or an abort is seen at once.
@@ -48,20 +48,6 @@ class Issuer(Protocol):
 
 class Work:
     """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer."""
-
-    __slots__ = (
-        "__weakref__",
-        "_channel",
-        "_event",
-        "_finish",
-        "_given_up",
-        "_label",
-        "_number",
-        "_ordered",
-        "_value",
-        "_work",
-        "total",
-    )
 
     def __init__(
         self,
@@ -133,22 +119,18 @@ class Work:
         self._work = None  # not before: a failed or interrupted wait leaves the collective incomplete
         if self._ordered:
             ledger.note_on_device(self._event, self._value.device)
-            self._value = self._finish(self._value)
-            return self._value
-        if self._event is not None:
-            self._event.waited_s = time.perf_counter() - began
-            if self._event.completed_s is None:
-                self._event.completed_s = time.perf_counter()
+        elif self._event is not None:
+            now = time.perf_counter()
+            self._event.waited_s, self._event.completed_s = now - began, self._event.completed_s or now
         self._value = self._finish(self._value)
         return self._value
 
     def read(self) -> HostCopy:
         """The result on its way to the host: :meth:`Channel.wait_for_host` waits for it."""
         started = self._work
-        copy = HostCopy(self.wait())
-        if self._ordered and started is not None and not isinstance(started, SharedMemoryWork):
-            copy.after(started.is_completed)
-        return copy
+        if not self._ordered or started is None or isinstance(started, SharedMemoryWork):
+            return HostCopy(self.wait())
+        return HostCopy(self.wait(), started.is_completed)
 
     def _block(self, work: dist.Work, began: float) -> None:
         ticks = 0
@@ -165,7 +147,7 @@ class Work:
                 ticks += 1
                 if ticks % 100:
                     continue
-            self._look_around(began)
+            self._channel.look_around(began, self._number, self._label)
 
     def _find_out(self, work: dist.Work) -> None:
         channel = self._channel
@@ -175,7 +157,7 @@ class Work:
             if not is_of_network(error):
                 raise
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
-                raise self._timed_out() from error
+                raise channel.timed_out(self._label) from error
             channel.negotiation.answer_peers()  # a peer that has aborted may have said why
             raise PeerLostError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers: "
@@ -189,7 +171,7 @@ class Work:
             if channel.transport.failures():
                 raise channel.transport_failed(self._label) from channel.transport.error
             lost = channel.transport.lost_peers()
-            self._look_around(began)  # first: a peer that ended may have said why
+            channel.look_around(began, self._number, self._label)  # first: a peer that ended may have said why
             if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
@@ -203,12 +185,6 @@ class Work:
                 "collective here, or the same ones in another order. Nothing of it was used. Wrap the program in "
                 "ltx.debug_checks() to see which call differs."
             )
-
-    def _look_around(self, began: float) -> None:
-        self._channel.look_around(began, self._number, self._label)
-
-    def _timed_out(self) -> CollectiveTimeoutError:
-        return self._channel.timed_out(self._label)
 
 
 def stamp_completion(work: dist.Work, event: Event) -> None:

@@ -1,7 +1,7 @@
 """Choosing a communication hook: the time of its codec against the time that it saves on the link.
 
-What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.estimate.dry_run`), what that takes is
-the cost model's (:mod:`ltx.estimate.costs`), and what its codec takes is measured (:mod:`ltx.estimate.codecs`).
+What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.estimate.dry_run`), and what that and its
+codec take is the cost model's (:mod:`ltx.estimate.costs`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from ltx import comm, tree
 from ltx.axis import Axis
 from ltx.collectives.objects import broadcast_object
 from ltx.errors import LtxError
-from ltx.estimate.codecs import codec
-from ltx.estimate.costs import Link
+from ltx.estimate.costs import Link, codec
 from ltx.estimate.dry_run import Gradients
 from ltx.estimate.formats import format_seconds
 from ltx.strategies.base import Strategy

@@ -1,19 +1,32 @@
-"""What a collective takes: of a link, and of a rank's own core, as :func:`ltx.profile.plan` counts it.
+"""What a step takes: collectives of a link and of a rank's core, and hooks of the rank's own time.
 
     T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
 
 and likewise for the other collectives: alpha is the latency of a message, beta the bandwidth of a rank's link (Hockney,
 "The communication challenge for MPP", 1994; Thakur, Rabenseifner and Gropp, "Optimization of collective communication
 operations in MPICH", 2005, section 4). The figures of cores were measured on an AMD EPYC with torch 2.13, by ``python
--m benchmarks.plan --codecs`` and ``python -m benchmarks.prices``.
+-m benchmarks.plan --codecs`` and ``python -m benchmarks.prices``. Accelerators differ by more than hooks do, so what a
+hook takes there is measured, once for each hook in a process.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+import time
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
 
+import torch
+
+from ltx import comm, hooks
 from ltx.comm.operations import OPERATIONS
+from ltx.comm.timeline import mark
+from ltx.errors import InputError
 from ltx.estimate.requests import Collective
+from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.packing import pack, unpack
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, advance
 
 #: Seconds of a core for a float32 number, by hook with its defaults: packing, encoding, adding up, decoding.
 CODEC_S: dict[str, float] = {
@@ -57,13 +70,6 @@ SEND_SHARES = {"psum": 1.0, "all_gather": 1.8, "psum_scatter": 1.7, "all_to_all"
 HALF_SUM = {"float16": 1.5, "bfloat16": 1.2}
 
 
-def sending_share(collective: Collective) -> float:
-    """What of :data:`SEND_S` a byte of a collective takes."""
-    if collective.operation == "psum":
-        return HALF_SUM.get(collective.buffer.partition("[")[0], 1.0)
-    return SEND_SHARES[collective.operation]
-
-
 def sending_s(bandwidth: float, on_core: bool = True) -> float:
     """Seconds of a core for a byte sent over a link of so many bits a second.
 
@@ -74,11 +80,9 @@ def sending_s(bandwidth: float, on_core: bool = True) -> float:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What connects the ranks, and what a rank's core takes to feed it with a byte, in seconds."""
+class Link(comm.Network):
+    """A network, and what a rank's core takes to feed it with a byte, in seconds."""
 
-    bandwidth: float
-    latency: float
     send_s: float = 0.0
 
     def seconds(self, collective: Collective) -> float:
@@ -88,4 +92,123 @@ class Link:
 
     def core_s(self, collective: Collective) -> float:
         """How long it keeps a core busy."""
-        return collective.nbytes * self.send_s * sending_share(collective)
+        share = SEND_SHARES[collective.operation]
+        if collective.operation == "psum":
+            share = HALF_SUM.get(collective.buffer.partition("[")[0], share)
+        return collective.nbytes * self.send_s * share
+
+
+#: The gradient that hooks are measured with: 32 MiB of float32, about a bucket on an accelerator.
+_SHAPE = (1 << 11, 1 << 12)
+
+
+def codec(hook: hooks.CommHook, unknown: dict[str, None], device: torch.device | None = None) -> float:
+    """Seconds a number on `device`, if None a CPU's core; names of hooks of which they aren't known go to `unknown`.
+
+    Those count as :class:`ltx.hooks.AllReduce`.
+    """
+    if device is not None and device.type != "cpu":
+        taken = measured(hook, device)
+        if taken is None:
+            unknown.setdefault(repr(hook))
+            taken = measured(hooks.AllReduce(), device)
+        assert taken is not None
+        return taken
+    known = next((CODEC_S[c.__name__] for c in type(hook).__mro__ if c.__name__ in CODEC_S), None)
+    if known is not None:
+        return known
+    parts = [part for x in fields(hook) if isinstance(part := getattr(hook, x.name), hooks.CommHook)]
+    if not parts:
+        unknown.setdefault(repr(hook))
+        return CODEC_S["AllReduce"]
+    return sum(codec(part, unknown) for part in parts)
+
+
+def check_device(device: torch.device, function: str) -> None:
+    """Raise unless what hooks take on `device` can be known.
+
+    Raises:
+        InputError: (a ValueError) an accelerator that this machine lacks.
+    """
+    if device.type == "cpu":
+        return
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != device.type:
+        raise InputError(
+            f"{function}: what hooks take on {device.type!r} is measured, and this machine has no such device. Call it "
+            "where there is one, or give ltx.profile.plan the seconds that they take for a number: codec_s=..."
+        )
+
+
+@lru_cache(maxsize=256)
+def copies(device: torch.device) -> float:
+    """Seconds a number, with an optimizer of two moments, that isn't updated in place."""
+    if device.type == "cpu":
+        return COPY_S
+    held = torch.zeros(_SHAPE, device=device)
+
+    def copied() -> list[tuple[Any, Any]]:
+        began = _now(device)
+        held.clone(), held.clone(), held.clone()
+        return [(began, _now(device))]
+
+    return _median(copied, device) / held.numel()
+
+
+@lru_cache(maxsize=256)
+def measured(hook: hooks.CommHook, device: torch.device, shape: tuple[int, int] = _SHAPE) -> float | None:
+    """Seconds that `hook` takes a number of one gradient on `device`, apart from what it asks of the network.
+
+    The median of a few. Peers are taken to have sent what this rank has. None where a hook needs more than a gradient.
+    """
+    grad = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))  # not the caller's draws
+    bucket = Bucket(0, (0,), leaves_of([grad]))
+    step = hook.constant_after or 0
+    hook = hook.at(step)
+    states = [hook.init(grad)]
+
+    def once() -> list[tuple[Any, Any]]:
+        spans, began = [], _now(device)
+        flat = pack([grad], bucket, hook, 2, states)
+        program = hook.reduce(BucketInput(flat, bucket, 2, 0, states, step, update=list))
+        request = advance(program)
+        while isinstance(request, CollectiveRequest):
+            spans.append((began, _now(device)))
+            answer = _as_if_equal(request)
+            began = _now(device)
+            request = advance(program, answer)
+        unpack(request[0], hook.output_bucket(bucket, 2))
+        return [*spans, (began, _now(device))]
+
+    try:
+        once()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a strategy's hook, of more than gradients: :func:`codec` names it
+        return None
+    return _median(once, device) / grad.numel()
+
+
+def _as_if_equal(request: CollectiveRequest) -> torch.Tensor:
+    """What the collective of a request gives, up to a factor, if both ranks send the same."""
+    buffer, operation = request.buffer, OPERATIONS[request.operation]
+    if operation.result_shape is None:
+        return buffer.clone()
+    return operation.new_result(buffer, 2).copy_(buffer[0] if operation.name == "psum_scatter" else buffer)
+
+
+def _median(once: Any, device: torch.device, repetitions: int = 7) -> float:
+    once()
+    runs = [once() for _ in range(repetitions)]
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return statistics.median(sum(_between(*span) for span in spans) for spans in runs)
+
+
+def _now(device: torch.device) -> Any:
+    """On the CPU the time of this process alone, which other processes don't change."""
+    return time.process_time() if device.type == "cpu" else mark(device)
+
+
+def _between(began: Any, ended: Any) -> float:
+    return float(ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3)

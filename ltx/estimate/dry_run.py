@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm, hooks, tree
+from ltx import hooks, tree
 from ltx.axis import DEFAULT_NAME, Axis
 from ltx.backings import MetaBacking
 from ltx.comm.operations import OPERATIONS
@@ -26,20 +26,22 @@ from ltx.estimate.requests import (
     ExchangeStarted,
     ExchangeWaited,
     Issues,
+    collective,
+    meta,
+    summary,
 )
-from ltx.estimate.still import Still
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import reduce_at_once
 from ltx.gradients.exchange import Exchange
 from ltx.gradients.planning import arrival_order, differentiable, make_plan
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
-from ltx.optim import Optimizer
+from ltx.optim import Optimizer, identity
 from ltx.optim.update import Update
 from ltx.strategies import Strategy
 from ltx.strategies.fields import in_dtype
 from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import States, StepInfo
+from ltx.strategies.update import States, StepInfo, Updated
 from ltx.typing import Tree
 
 _IN_REDUCTIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
@@ -110,30 +112,12 @@ class Watched(Exchange):
     def started(self, number: int) -> ExchangeStarted:
         """What it has issued, as the `number`-th exchange of a step."""
         rows = tuple(
-            ExchangeExplanation(
-                bucket.index,
-                tuple(self._paths[member] for member in bucket.members),
-                bucket.numel,
-                bucket.dtype,
-                bucket.numel * bucket.dtype.itemsize,
-                asked.hook,
-                tuple(asked.found),
-                exchange=number,
-                background=self._background,
+            ExchangeExplanation.of(
+                bucket, self._paths, asked.hook, asked.found, exchange=number, background=self._background
             )
             for bucket, asked in zip(self._plan.buckets, self._asked, strict=True)
         )
         return ExchangeStarted(self, rows, None if self._background else summary(self._plan.axis.size))
-
-
-@dataclass
-class _Carried:
-    """What one step hands to the next."""
-
-    params: Tree
-    opt_state: Tree
-    states: States
-    pending: Any = None
 
 
 class Gradients:
@@ -177,23 +161,15 @@ class Gradients:
     def buckets(self, hook: hooks.CommHook, entries: States, step: int) -> tuple[BucketExplanation, ...]:
         """What a step with `hook` issues for its gradients."""
         states = [hook.states_of(entries.get(self.paths[i], {})) for i in self.wanted]
-        plan, alike = self.plan(hook, states, step), {}
+        paths, plan, kinds, alike = [self.paths[i] for i in self.wanted], self.plan(hook, states, step), [], {}
         for bucket in plan.buckets:
             mine = [states[member] for member in bucket.members]
-            kind = _kind(plan, bucket, mine)
-            if kind not in alike:
-                alike[kind] = self._reduced(plan, hook, bucket, mine)
+            kinds.append(_kind(plan, bucket, mine))
+            if kinds[-1] not in alike:
+                alike[kinds[-1]] = self._reduced(plan, hook, bucket, mine)
         return tuple(
-            BucketExplanation(
-                bucket.index,
-                tuple(self.paths[self.wanted[member]] for member in bucket.members),
-                bucket.numel,
-                bucket.dtype,
-                bucket.numel * bucket.dtype.itemsize,
-                hook,
-                alike[_kind(plan, bucket, [states[member] for member in bucket.members])],
-            )
-            for bucket in plan.buckets
+            BucketExplanation.of(bucket, paths, hook, alike[kind])
+            for bucket, kind in zip(plan.buckets, kinds, strict=True)
         )
 
     def only(self, hook: hooks.CommHook, step: int) -> Issues:
@@ -242,7 +218,7 @@ class Steps(Gradients):
     Args:
         strategy, params, size, rank: as in :class:`Gradients`.
         first: the number of the first step.
-        optimizer: what updates the parameters; one that leaves them alone if None.
+        optimizer: what updates the parameters; one that does nothing to gradients if None.
     """
 
     def __init__(
@@ -258,7 +234,7 @@ class Steps(Gradients):
     ):
         super().__init__(strategy, params, size, rank)
         self._reduce_dtype, self._post_update_hook = reduce_dtype, post_update_hook
-        self._optimizer = Still() if optimizer is None else optimizer
+        self._optimizer = identity() if optimizer is None else optimizer
         self._step = first
         self.events: list[ExchangeStarted | ExchangeWaited] = []
         self._started = 0
@@ -272,7 +248,7 @@ class Steps(Gradients):
             opt_state = strategy.init_optimizer(self._optimizer, whole, self.axis)
             for _ in range(first if self._optimizer.leafwise else 0):  # such ones count their updates
                 opt_state = self._optimizer.advance(opt_state)
-        self._carried = _Carried(whole, opt_state, states)
+        self._carried = Updated(whole, opt_state, states)  # what one step hands to the next
 
     def next(self) -> Issues:
         """Drive one step."""
@@ -291,8 +267,7 @@ class Steps(Gradients):
             return Issues(begun, ahead, buckets)
         update = Update(self._optimizer, carried.params, self._grads, carried.opt_state)
         with on_shapes_alone(strategy, f"step {info.step}"):
-            updated = strategy.update(update, carried.states, info, pending)
-        self._carried = _Carried(updated.params, updated.opt_state, updated.states, updated.pending)
+            self._carried = strategy.update(update, carried.states, info, pending)
         return Issues(begun, ahead, buckets, self._taken())
 
     def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:
@@ -318,21 +293,6 @@ def _kind(plan: Plan, bucket: Bucket, states: Sequence[LeafState]) -> Any:
     return bucket.leaves, shapes, bucket.index == len(plan.buckets) - 1
 
 
-def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:
-    """The collective of a buffer, of which the shape is read."""
-    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, ranks), ranks)
-
-
-def summary(ranks: int) -> Collective:
-    """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
-    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
-
-
-def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without values."""
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-
 @contextmanager
 def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[None]:
     """Say what is wrong with a hook or a strategy that can't do without values."""
@@ -346,3 +306,12 @@ def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[Non
             "read values, and the tensors that it makes belong on the device of those that it is given. What a step "
             "sends can still be counted while it runs: with ltx.profile.record() as trace."
         ) from error
+
+
+def stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
+    """:func:`ltx.optim.identity`, which does to shapes what any other does, unless the strategy insists on another."""
+    try:
+        strategy.check_optimizer(identity())
+    except LtxError:
+        return optimizer
+    return identity()

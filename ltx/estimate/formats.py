@@ -1,15 +1,33 @@
-"""Tables and units, as text."""
+"""Tables and units, as text, and values that notebooks show as theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+
+from ltx import hooks
+from ltx.strategies import Strategy
+
+
+class Shown:
+    """A value that notebooks show as ``print`` does."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        import html  # a dictionary of two thousand names, for notebooks alone
+
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], to_the_right: Sequence[bool]) -> list[str]:
     """The lines of a table."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return [_row(cells, widths, to_the_right) for cells in lines]
+    lines = []
+    for cells in (header, tuple("-" * width for width in widths), *rows):
+        columns = zip(cells, widths, to_the_right, strict=True)
+        lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in columns).rstrip())
+    return lines
 
 
 def format_bytes(nbytes: int) -> str:
@@ -38,6 +56,11 @@ def format_seconds(seconds: float) -> str:
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
 
 
-def _row(cells: Sequence[str], widths: Sequence[int], to_the_right: Sequence[bool]) -> str:
-    columns = zip(cells, widths, to_the_right, strict=True)
-    return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip()
+def short(strategy: Strategy) -> str:
+    """A strategy with those of its fields that aren't at their defaults."""
+    said = []
+    for x in fields(strategy):
+        value, named = getattr(strategy, x.name), hooks.NAMED.get(x.default) if isinstance(x.default, str) else None
+        if value != (x.default if named is None else getattr(hooks, named)()):
+            said.append(f"{x.name}={value!r}")
+    return f"{type(strategy).__name__}({', '.join(said)})"

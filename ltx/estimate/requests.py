@@ -6,11 +6,14 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
-from ltx import hooks
+from ltx import comm, hooks, tree
+from ltx.gradients.buckets import Bucket
 from ltx.gradients.exchange import Exchange
 
 
@@ -50,6 +53,14 @@ class BucketExplanation:
     nbytes: int
     hook: hooks.CommHook
     collectives: tuple[Collective, ...]
+
+    @classmethod
+    def of(
+        cls, bucket: Bucket, paths: Sequence[str], hook: hooks.CommHook, found: Sequence[Collective], **more: Any
+    ) -> Self:
+        """That of a `bucket` of the leaves that lie at `paths`."""
+        mine, nbytes = tuple(paths[member] for member in bucket.members), bucket.numel * bucket.dtype.itemsize
+        return cls(bucket.index, mine, bucket.numel, bucket.dtype, nbytes, hook, tuple(found), **more)
 
     @property
     def label(self) -> str:
@@ -120,3 +131,18 @@ class Issues:
         """All summaries of this step."""
         started = (event.summary for event in (*self.begun, *self.updated) if isinstance(event, ExchangeStarted))
         return tuple(summary for summary in (self.summary, *started) if summary is not None)
+
+
+def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:
+    """The collective of a buffer, of which the shape is read."""
+    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, ranks), ranks)
+
+
+def summary(ranks: int) -> Collective:
+    """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
+    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ltx import comm
-from ltx.comm.streams import Fence
+from ltx.comm.backends import Fence
 from ltx.errors import StrategyError
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.reduction import CollectiveRequest, Program, Reduced, advance, collective_alone

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ltx import comm
 from ltx.axis import Axis
-from ltx.comm.external_collectives import begin_external, wait_for_external
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.packing import unpack
@@ -104,7 +103,7 @@ class FromTorch(CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         axis_comm = self._comm(inputs)
         label = f"{self!r} of bucket {inputs.bucket.index}"
-        begin_external(axis_comm, label)
+        axis_comm.recovery.begin_external(label)
         bucket = LookAlike(inputs, self)
         try:
             future = self.hook(self.state, bucket)
@@ -112,7 +111,9 @@ class FromTorch(CommHook):
                 raise StrategyError(
                     f"rank {axis_comm.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
                 )
-            result = wait_for_external(axis_comm, future, label)
+            with axis_comm.recovery.waiting_for_external(label):
+                axis_comm.bucket_channel(0).wait_for_future(future, label)
+            result = future.wait()
         except RuntimeError as error:
             if bucket.refused is None or bucket.refused is error:
                 raise

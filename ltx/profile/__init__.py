@@ -13,20 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ltx.comm.ledger import record
-from ltx.comm.measure import measure_network
-from ltx.comm.network import Network
+from ltx.comm.network import Network, measure_network
 from ltx.comm.timeline import Trace
 
 if TYPE_CHECKING:
     from ltx.comm.timeline import Timeline, timeline
-    from ltx.profile.cost import Cost
     from ltx.profile.explanation import Explanation, explain
     from ltx.profile.recommendation import recommend
-    from ltx.profile.step_plan import plan
+    from ltx.profile.step_plan import Cost, plan
 
 # Imported when first asked for: programs that only train use none of them.
 _LATER = {
-    "Cost": "ltx.profile.cost",
+    "Cost": "ltx.profile.step_plan",
     "Explanation": "ltx.profile.explanation",
     "Timeline": "ltx.comm.timeline",
     "explain": "ltx.profile.explanation",

@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ltx import comm, hooks, tree
-from ltx.arguments import brief
-from ltx.errors import InputError, StepError
+from ltx.arguments import check_at_least
+from ltx.errors import StepError
 from ltx.estimate.autotune import choice_for, network_of
-from ltx.estimate.dry_run import Gradients, Steps, collective, meta
-from ltx.estimate.formats import aligned, format_bytes, format_seconds
+from ltx.estimate.dry_run import Gradients, Steps, stand_in
+from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
 from ltx.estimate.requests import BucketExplanation as BucketExplanation
 from ltx.estimate.requests import Collective as Collective
 from ltx.estimate.requests import ExchangeExplanation as ExchangeExplanation
-from ltx.estimate.requests import Issues
-from ltx.estimate.still import stand_in
+from ltx.estimate.requests import Issues, collective, meta
 from ltx.gradients.planning import MIB, chosen_sizes
 from ltx.strategies import Strategy
 from ltx.training.train_state import TrainState
@@ -33,7 +32,7 @@ from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """What each synchronised step will send; ``print`` shows it as a table.
 
     Attributes:
@@ -106,11 +105,6 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join([self._title(), *self._table(), *self._totals(), *(f"note: {text}" for text in self.notes)])
-
-    def _repr_html_(self) -> str:
-        import html  # a dictionary of two thousand names, for notebooks alone
-
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _title(self) -> str:
         where = f"on {_many(self.world, 'rank')}, synchronised step {self.sync_step}"
@@ -238,9 +232,12 @@ def explain(
     else:
         params, state = inner.params_of((params, *batch))
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
-    size, rank = comm.size_and_rank(inner.axis) if world is None else (_number("world", world, 1), 0)
+    for name, value, least in (("world", world, 1), ("sync_step", sync_step, 0)):
+        if value is not None:
+            check_at_least(f"explain: {name}", value, least)
+    size, rank = comm.size_and_rank(inner.axis) if world is None else (world, 0)
     counted = 0 if state is None else state.checked_step()
-    number = counted if sync_step is None else _number("sync_step", sync_step, 0)
+    number = counted if sync_step is None else sync_step
     given, (inner, chosen) = inner.strategy, _as_it_runs(inner, params, state, size, number)
     hook = inner.hook(number, training=isinstance(step, TrainStep))
     trains, strategy, post_update_hook = isinstance(step, TrainStep), inner.strategy, None
@@ -254,7 +251,7 @@ def explain(
         at_number, first = replace(step, step=inner), max(0, number - 1)
         optimizer, post_update_hook = stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
         steps = Steps(strategy, params, size, rank, first, optimizer, inner.reduce_dtype, at_number.post_update_hook)
-        for _ in range(min(1, number)):
+        if number:
             steps.next()
         issues = steps.next()
     elif size > 1 and hook is not None:
@@ -337,9 +334,3 @@ def _at_other_times(step: DataParallel, hook: hooks.CommHook | None, number: int
             "ltx.profile.explain(ltx.train_step(step, optimizer), params) shows that"
         )
     return tuple(notes)
-
-
-def _number(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"explain: {name} must be an int of at least {least}, got {brief(value)}.")
-    return value

@@ -14,10 +14,9 @@ import torch
 from ltx import hooks
 from ltx.axis import DEFAULT_NAME, Axis
 from ltx.errors import AxisError, StrategyError
-from ltx.estimate.formats import aligned, format_bytes, format_seconds
+from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
 from ltx.optim import Optimizer, qadam
-from ltx.profile.cost import Cost, short
-from ltx.profile.step_plan import plan
+from ltx.profile.step_plan import Cost, plan
 from ltx.strategies import DDPStrategy, Strategy
 from ltx.strategies.bagua import BaguaStrategy
 from ltx.strategies.diloco import DiLoCoStrategy
@@ -99,7 +98,7 @@ class Recommendation:
     reason: str
 
 
-class Recommendations(tuple[Recommendation, ...]):
+class Recommendations(Shown, tuple[Recommendation, ...]):
     """Recommendations, best first; ``print`` shows them as a table."""
 
     __slots__ = ()
@@ -117,11 +116,6 @@ class Recommendations(tuple[Recommendation, ...]):
         ]
         header = ("strategy", "a step", "sent", "effect", "what it does")
         return "\n".join(aligned(header, rows, (False, True, True, False, False)))
-
-    def _repr_html_(self) -> str:
-        import html  # a dictionary of two thousand names, for notebooks alone
-
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def recommend(

@@ -1,34 +1,108 @@
 """plan: the time of a training step on a network, before there is one.
 
 What is sent is what the strategy asks for when its own methods are driven on shapes (:mod:`ltx.estimate.dry_run`),
-what that takes is :mod:`ltx.estimate.costs`'s. When it is sent is found by going through a step: a rank computes, its
-link carries one message after the other, and a rank waits where the strategy waits for what it has started.
+what that takes is :mod:`ltx.estimate.costs`'s. When it is sent is found by going through a step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ltx import comm, hooks, tree
-from ltx.arguments import brief, checked
+from ltx.arguments import brief, check_at_least, check_finite, checked
 from ltx.errors import InputError
 from ltx.estimate.autotune import device_of, on_network
-from ltx.estimate.codecs import check_device, codec, copies
-from ltx.estimate.costs import BESIDE_S, Link, sending_s
+from ltx.estimate.costs import BESIDE_S, Link, check_device, codec, copies, sending_s
 from ltx.estimate.dry_run import Steps
+from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
 from ltx.gradients.exchange import Exchange
 from ltx.optim import Optimizer
-from ltx.profile.cost import Cost, Traffic
 from ltx.strategies import Strategy
 from ltx.typing import Tree
 
 #: Parts of a step's own time: forward pass, backward pass, optimizer.
 FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of traffic is in a mean step.
+
+    Attributes:
+        kind: "gradients", "exchanges", "in the background", "summaries".
+        nbytes, collectives: bytes that a rank sends, and in how many.
+        link_s: seconds that they take on the link.
+    """
+
+    kind: str
+    nbytes: float = 0.0
+    collectives: float = 0.0
+    link_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost(Shown):
+    """What a mean training step costs; ``print`` shows it as a table.
+
+    Attributes:
+        strategy: what was planned.
+        world, steps: the number of ranks, and the steps over which the mean was taken.
+        time_s: seconds a step.
+        compute_s: seconds of the step's own work, as they were given.
+        codec_s: seconds that the rank spends besides on packing, encoding and decoding, and on copies of what a step
+            begins with where it communicates after the optimizer.
+        traffic: by kind.
+        notes: what a reader should know besides.
+    """
+
+    strategy: Strategy
+    world: int
+    steps: range
+    time_s: float
+    compute_s: float
+    codec_s: float
+    traffic: tuple[Traffic, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_rank(self) -> float:
+        """Bytes that a rank sends a step, without step summaries: the mean of :attr:`Explanation.bytes`."""
+        return sum(t.nbytes for t in self.traffic if t.kind != "summaries")
+
+    @property
+    def collectives(self) -> float:
+        """Collectives a step, without step summaries."""
+        return sum(t.collectives for t in self.traffic if t.kind != "summaries")
+
+    @property
+    def link_s(self) -> float:
+        """Seconds a step during which a rank's link is busy."""
+        return sum(t.link_s for t in self.traffic)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds a step that a rank waits."""
+        return max(0.0, self.time_s - self.compute_s - self.codec_s)
+
+    def __str__(self) -> str:
+        many = f"{self.world:,} rank{'' if self.world == 1 else 's'}"
+        length = f"mean of {len(self.steps):,} steps" if len(self.steps) > 1 else "a step"
+        head = f"{short(self.strategy)} on {many}, {length}: {format_seconds(self.time_s)}"
+        rows = [
+            (t.kind, format_bytes(round(t.nbytes)), f"{t.collectives:,.4g}", format_seconds(t.link_s))
+            for t in self.traffic
+        ]
+        header = ("traffic", "sent", "collectives", "on the link")
+        table = ["", *aligned(header, rows, (False, True, True, True)), ""] if rows else []
+        parts = (
+            f"computing {format_seconds(self.compute_s)}, packing and encoding {format_seconds(self.codec_s)}, "
+            f"waiting {format_seconds(self.waiting_s)}"
+        )
+        return "\n".join([head, *table, parts, *(f"note: {text}" for text in self.notes)])
 
 
 @dataclass
@@ -48,9 +122,6 @@ class _PendingReduction:
     done: float = 0.0
     completed: bool = False
 
-    def is_past(self, phase: int) -> bool:
-        return self.completed or self.issued > phase
-
 
 @dataclass
 class _Clock:
@@ -58,10 +129,8 @@ class _Clock:
 
     Attributes:
         network, compute_s: as :func:`plan` is told of them.
-        codec: seconds of the rank for a number, by hook.
-        beside_s: seconds besides for a gradient's number.
-        now: when the rank is done with what it does.
-        link_free: when the link is done with what it was given.
+        codec, beside_s: seconds of the rank for a number, by hook; and besides for a gradient's number.
+        now, link_free: when the rank is done with what it does, and the link with what it was given.
         codec_s: what the rank has spent on packing, encoding, decoding.
         owed_s: seconds of sending that its core has still to do, while the rank waits or computes.
         pending: exchanges under way.
@@ -138,7 +207,7 @@ class _Clock:
                 self._advance(transfer, kind)
 
     def _may_issue(self, pending: list[_PendingReduction], place: int) -> bool:
-        return all(pending[earlier].is_past(pending[place].issued) for earlier in range(place))
+        return all(earlier.completed or earlier.issued > pending[place].issued for earlier in pending[:place])
 
     def _advance(self, transfer: _PendingReduction, kind: str) -> None:
         """Wait for a bucket's collective, do the work behind it, issue the next one."""
@@ -162,8 +231,7 @@ class _Clock:
         self.link_free = max(self.link_free, at) + taken
         self.owed_s += self.network.core_s(collective)
         sums = self.traffic.setdefault(kind, [0.0, 0.0, 0.0])
-        for place, amount in enumerate((collective.nbytes, 1, taken)):
-            sums[place] += amount
+        sums[:] = [total + x for total, x in zip(sums, (collective.nbytes, 1, taken), strict=True)]
         return self.link_free
 
 
@@ -238,19 +306,11 @@ def plan(
         <BLANKLINE>
         computing 100 ms, packing and encoding 10 ms, waiting 295 ms
     """
-    numbers = {"bandwidth": bandwidth, "latency": latency, "compute_s": compute_s}
-    numbers |= {} if send_s is None else {"send_s": send_s}
-    for name, value in (numbers if codec_s is None else {**numbers, "codec_s": codec_s}).items():
-        least = "more than 0" if name == "bandwidth" else "at least 0"
-        if (
-            not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value < 0
-            or (name, value) == ("bandwidth", 0)
-        ):
-            raise InputError(f"plan: {name} must be a finite number, {least}, got {brief(value)}.")
-    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise InputError(f"plan: world must be an int of at least 1, got {brief(world)}.")
+    check_finite("plan: bandwidth", bandwidth, positive=True)
+    for name, value in (("latency", latency), ("compute_s", compute_s), ("send_s", send_s), ("codec_s", codec_s)):
+        if value is not None or name in ("latency", "compute_s"):
+            check_finite(f"plan: {name}", value)
+    check_at_least("plan: world", world, 1)
     if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
@@ -262,7 +322,8 @@ def plan(
     first, length = strategy.cycle
     window = range(first + length, first + 2 * length) if steps is None else steps
     # A world of one sends nothing.
-    driven = Steps(strategy, params, world, 0, max(0, window.start - length), optimizer)
+    start = max(0, window.start - length)
+    driven = Steps(strategy, params, world, 0, start, optimizer)
     unknown: dict[str, None] = {}
     sending = sending_s(bandwidth, on.type == "cpu") if send_s is None else send_s
     clock = _Clock(
@@ -277,10 +338,9 @@ def plan(
         late = world > 1 and codec_s is None and strategy.communicates_after_update(step)
         clock.step(driven.next() if world > 1 else Issues(), copies(on) * numel if late else 0.0)
 
-    for step in range(max(0, window.start - length), window.start):
+    for step in range(start, window.start):
         go(step)
-    began, clock.codec_s = clock.now, 0.0
-    clock.traffic = {}
+    began, clock.codec_s, clock.traffic = clock.now, 0.0, {}
     for step in window:
         go(step)
     count = len(window)

@@ -52,7 +52,7 @@ class DDPStrategy(Strategy):
 
     A hook pays if it takes a rank less time to encode and decode than it saves on the link. Of B bytes of float32 a sum
     over n ranks takes 2 (n-1)/n B/beta at a bandwidth of beta, with a hook that sends c times less the c-th part of
-    that, and its codec B/4 times the seconds for a number that it takes (:mod:`ltx.estimate.codecs`).
+    that, and its codec B/4 times the seconds for a number that it takes (:mod:`ltx.estimate.costs`).
     So it breaks even at
 
         beta = 8 (n-1)/n (1 - 1/c) / (codec - all-reduce's packing)          (bytes a second)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm.events import Event
-from ltx.comm.timeline import Trace
+from ltx.comm.timeline import Event, Trace
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]

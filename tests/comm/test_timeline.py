@@ -16,8 +16,7 @@ import torch
 
 import ltx
 from ltx.comm import ledger
-from ltx.comm.events import Event, Span
-from ltx.comm.timeline import Trace
+from ltx.comm.timeline import Event, Span, Trace
 from ltx.errors import InputError, UnsupportedError
 from ltx.runtime.pool import Pool
 

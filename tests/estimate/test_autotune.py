@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ltx
 from ltx import comm, hooks
 from ltx.backings import GroupBacking
-from ltx.comm import measure
+from ltx.comm import network as measured_network
 from ltx.errors import InputError, RankMismatchError, SyncStateError, UnsupportedError
 from ltx.estimate.autotune import Option, choice_for, choose
 from ltx.gradients.planning import MIB, bucket_sizes
@@ -199,7 +199,7 @@ def test_ranks_that_measure_differently_choose_alike(ranks: Ranks) -> None:
         axis, rank, inner = own_axis(), dist.get_rank(), time.perf_counter
         params = {"w": torch.ones(1000, 1000)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: 1e6**rank * inner()))
+            patch.setattr(measured_network, "time", SimpleNamespace(perf_counter=lambda: 1e6**rank * inner()))
             state = ltx.data_parallel(lambda p: p["w"].sum(), AUTO, axis=axis).init(params)
         network = cast(GroupBacking, axis.backing).comm.network
         comm.close_axis(axis)

@@ -1,4 +1,8 @@
-"""Opening shared memory between the processes of one machine."""
+"""Segments of shared memory: one of each process of a machine, what lies where in it, and how they are opened.
+
+A segment holds counters, tags, sums, a failure's text, and slots for chunks. Words have 8 bytes. Each counter has a
+cache line of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,36 @@ import sys
 from typing import TYPE_CHECKING
 
 from ltx.comm.chunks import CHUNK_BYTES
-from ltx.comm.transports.layout import COUNTERS_BYTES, SLOTS
-from ltx.comm.transports.shared_memory import SharedMemoryTransport, register
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+#: Slots for chunks.
+SLOTS = 8
+#: Bytes before the first slot.
+COUNTERS_BYTES = 4096
+
+_LINE_WORDS = 64 // 8
+#: Counters of the chunks that the rank has filled, reduced and emptied.
+FILLED, REDUCED, EMPTIED = (i * _LINE_WORDS for i in range(3))
+#: One tag for each slot.
+TAGS = 3 * _LINE_WORDS
+#: One sum for each slot.
+SUMS = TAGS + SLOTS
+#: The length of the text that says why the rank's end has failed; 0 as long as it hasn't.
+FAILED = SUMS + SLOTS
+#: The byte at which that text begins.
+REASON = COUNTERS_BYTES // 2
 
 _SETTING = "LTX_SHARED_MEMORY"
 
 
-def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
-    """A transport between the ranks that share `store`, or None if not all of them share this machine's memory.
+def open_segments(rank: int, size: int, store: Store) -> tuple[list[mmap.mmap], list[int], list[int]] | None:
+    """All ranks' segments, descriptors of their lock files, and those of this rank's own files.
 
-    Ranks in different network namespaces count as different machines, because such namespaces exist to try a network.
-    The environment variable LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
+    None if not all of the ranks that share `store` share this machine's memory. Ranks in different network namespaces
+    count as different machines, because such namespaces exist to try a network. The environment variable
+    LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
     """
     # These wait in the store itself, as making a process group does: an axis that is being opened has no exchange yet.
     mine: dict[str, object] = {"machine": None}
@@ -54,9 +73,7 @@ def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport 
             segments = []
     store.set(f"shared memory/{rank}/open", str(len(segments)))
     if all(int(store.get(f"shared memory/{other}/open")) == size for other in range(size)):
-        transport = SharedMemoryTransport(rank, segments, locks, files)
-        register(transport)
-        return transport
+        return segments, locks, files
     for descriptor in (*locks, *files):
         os.close(descriptor)
     return None

@@ -7,7 +7,7 @@ import torch
 
 import ltx
 from ltx import hooks
-from ltx.estimate import autotune, codecs, costs
+from ltx.estimate import autotune, costs
 from ltx.profile import Network, plan
 
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
@@ -17,7 +17,7 @@ LINK = {"world": 4, "bandwidth": 1e9, "latency": 1e-4, "compute_s": 0.01}
 
 @pytest.mark.parametrize("name", [*hooks.NAMED.values(), "TopK", "QSGD", "OneBit", "PowerSGD"])
 def test_what_a_hook_takes_can_be_measured(name: str) -> None:
-    taken = codecs.measured(getattr(hooks, name)(), CPU, (64, 128))
+    taken = costs.measured(getattr(hooks, name)(), CPU, (64, 128))
     assert taken is not None
     assert taken > 0
 
@@ -30,7 +30,7 @@ def test_a_hook_that_reads_peers_gets_what_a_peer_with_the_same_would_send() -> 
         ("psum_scatter", (3,)),
         ("all_to_all", (2, 3)),
     ):
-        answer = codecs._as_if_equal(ltx.hooks.CollectiveRequest(operation, buffer))
+        answer = costs._as_if_equal(ltx.hooks.CollectiveRequest(operation, buffer))
         assert answer.shape == shape
         assert answer.data_ptr() != buffer.data_ptr()
         torch.testing.assert_close(answer, (buffer[0] if operation == "psum_scatter" else buffer).expand(shape))
@@ -40,8 +40,8 @@ def test_a_hook_that_reads_peers_gets_what_a_peer_with_the_same_would_send() -> 
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> dict[type[hooks.CommHook], float | None]:
     """What hooks take on an accelerator, to be filled: seconds a number."""
     taken: dict[type[hooks.CommHook], float | None] = {}
-    monkeypatch.setattr(codecs, "measured", lambda hook, device: taken[type(hook)])
-    monkeypatch.setattr(codecs, "copies", lambda device: 0.0)
+    monkeypatch.setattr(costs, "measured", lambda hook, device: taken[type(hook)])
+    monkeypatch.setattr(costs, "copies", lambda device: 0.0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: DEVICE)
     return taken
 

@@ -36,13 +36,17 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ltx.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part
 from ltx.comm.operations import OPERATIONS
-from ltx.comm.transports.layout import COUNTERS_BYTES, EMPTIED, FAILED, FILLED, REASON, REDUCED, SLOTS, SUMS, TAGS
+from ltx.comm.segments import COUNTERS_BYTES, EMPTIED, FAILED, FILLED, REASON, REDUCED, SLOTS, SUMS, TAGS, open_segments
 from ltx.errors import message_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _TAG_MASK = (1 << 62) - 1
 _TAG_PRIME = 1_000_003
@@ -69,14 +73,15 @@ class SharedMemoryWork:
         return None if self.sums is None else sum(self.sums.values())
 
 
+@dataclass(eq=False, slots=True)
 class _Entry:
     """A chunk in the transport's queue. `place` counts all chunks since the transport was opened."""
 
-    __slots__ = ("chunk", "next", "place", "tag", "work")
-
-    def __init__(self, place: int, chunk: Chunk, work: SharedMemoryWork, tag: int):
-        self.place, self.chunk, self.work, self.tag = place, chunk, work, tag
-        self.next: _Entry | None = None
+    place: int
+    chunk: Chunk
+    work: SharedMemoryWork
+    tag: int
+    next: _Entry | None = None
 
 
 class SharedMemoryTransport:
@@ -156,9 +161,7 @@ class SharedMemoryTransport:
         return counters[self.rank][EMPTIED] if counters else self._emptied_at_close
 
     def progress(self) -> bool:
-        """Do every phase that can be done now; returns whether there was one. Does nothing while another thread is in
-        here.
-        """
+        """Do every phase that can be done now, unless another thread does; returns whether there was one."""
         moved = False
         if self.error is not None or not self._turn.acquire(blocking=False):
             return moved
@@ -196,11 +199,10 @@ class SharedMemoryTransport:
 
     def failures(self) -> dict[int, str]:
         """The ranks whose ends have failed, and why."""
-        lengths = {rank: words[FAILED] for rank, words in enumerate(self._counters)}
         return {
-            rank: self._maps[rank][REASON : REASON + length].decode(errors="replace")
-            for rank, length in lengths.items()
-            if length
+            rank: self._maps[rank][REASON : REASON + words[FAILED]].decode(errors="replace")
+            for rank, words in enumerate(self._counters)
+            if words[FAILED]
         }
 
     def _next(self, counter: int) -> _Entry | None:
@@ -310,9 +312,14 @@ def _sum(x: torch.Tensor) -> float:
 _transports: list[SharedMemoryTransport] = []
 
 
-def register(transport: SharedMemoryTransport) -> None:
-    """Let every waiting thread of this process advance `transport` too, until it is closed."""
+def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
+    """A transport between the ranks that share `store`, or None where they share no memory (:func:`open_segments`)."""
+    opened = open_segments(rank, size, store)
+    if opened is None:
+        return None
+    transport = SharedMemoryTransport(rank, *opened)
     _transports.append(transport)
+    return transport
 
 
 def progress_everywhere() -> bool:
@@ -326,9 +333,7 @@ def any_transport_busy() -> bool:
 
 
 def wait_for(work: SharedMemoryWork, pause_s: float) -> bool:
-    """Advance the transports until `work` is complete, for at most `pause_s` and while its transport works; whether it
-    is.
-    """
+    """Advance the transports until `work` is complete, or its transport fails, or for `pause_s`; whether it is."""
     began = time.perf_counter()
     idle_since = began
     while not work.completed:

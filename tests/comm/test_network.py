@@ -15,10 +15,10 @@ import ltx
 from ltx import comm
 from ltx.axis import Axis
 from ltx.backings import GroupBacking
-from ltx.comm import measure
+from ltx.comm import network as measuring
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
 from ltx.estimate.costs import Link
-from ltx.estimate.dry_run import collective, meta
+from ltx.estimate.requests import collective, meta
 from ltx.runtime.pool import Pool
 
 from .conftest import OnFreshAxis
@@ -64,7 +64,7 @@ def test_ranks_whose_clocks_differ_take_the_first_ones(ranks: Ranks) -> None:
     def measured_by_its_own_clock() -> Any:
         rank, clock = dist.get_rank(), time.perf_counter
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: 1e6**rank * clock()))
+            patch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: 1e6**rank * clock()))
             return _on_new_axis(ltx.profile.measure_network)
 
     first, second = ranks(2).run(measured_by_its_own_clock)
@@ -101,7 +101,7 @@ def test_a_rank_that_does_something_else(ranks: Ranks) -> None:
 def test_a_rank_that_is_interrupted_tells_the_others(torn: OnFreshAxis) -> None:
     def interrupted() -> Any:
         if dist.get_rank():
-            calls, inner = [0], measure._sum_s
+            calls, inner = [0], measuring._sum_s
 
             def at_the_third(*args: Any) -> float:
                 calls[0] += 1
@@ -110,7 +110,7 @@ def test_a_rank_that_is_interrupted_tells_the_others(torn: OnFreshAxis) -> None:
                 return inner(*args)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(measure, "_sum_s", at_the_third)
+                patch.setattr(measuring, "_sum_s", at_the_third)
                 with pytest.raises(KeyboardInterrupt):
                     ltx.profile.measure_network()
         else:
@@ -158,8 +158,8 @@ def test_what_is_measured_follows_from_the_times(monkeypatch: pytest.MonkeyPatch
 
     for network in (ltx.profile.Network(1e8, 3e-4), ltx.profile.Network(1e9, 1e-4), ltx.profile.Network(50e9, 2e-6)):
         assert isinstance(network, ltx.profile.Network)
-        monkeypatch.setattr(measure, "_sum_s", lambda channel, numel, device, it=network: it.sum_s(4 * numel, 4))
-        found = measure._measure(cast(Any, Channel()), torch.device("cpu"))
+        monkeypatch.setattr(measuring, "_sum_s", lambda channel, numel, device, it=network: it.sum_s(4 * numel, 4))
+        found = measuring._measure(cast(Any, Channel()), torch.device("cpu"))
         assert found.bandwidth == pytest.approx(network.bandwidth, rel=0.01)
         assert found.latency == pytest.approx(network.latency, rel=0.05)
 

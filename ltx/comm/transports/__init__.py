@@ -1,1 +1,0 @@
-"""Shorter ways than the network between processes of one machine."""
