@@ -95,13 +95,13 @@ if TYPE_CHECKING:
     from ltx.strategies.horovod import HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy
     from ltx.strategies.zero import ZeroStrategy
-    from ltx.training.data_position import DataPosition
+    from ltx.training.data import DataPosition
     from ltx.training.mixed_precision import mixed_precision
     from ltx.transforms.precision import DynamicLossScale, Precision
 
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
-    "DataPosition": "ltx.training.data_position",
+    "DataPosition": "ltx.training.data",
     "DiLoCoStrategy": "ltx.strategies.diloco",
     "DynamicLossScale": "ltx.transforms.precision",
     "HorovodStrategy": "ltx.strategies.horovod",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ltx import hooks
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from ltx import comm
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import program_of
-from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.packing import pack, unpack
 from ltx.gradients.pending import PendingReductions
 from ltx.gradients.reduction import LeafState, Program, ProgramOf, Reduced
-from ltx.gradients.schedule import Dims, Plan, Schedule
+from ltx.gradients.schedule import Dims, ImmediateSchedule, Plan, Schedule
 
 
 @dataclass(frozen=True)

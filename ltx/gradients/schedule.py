@@ -5,10 +5,9 @@ at the fence, after the last bucket. There are three schedules:
 
 * :class:`~ltx.gradients.process_schedule.ProcessSchedule`: process groups, eagerly. Starts asynchronously and in the
   order of launches, waits at the fence.
-* :class:`~ltx.gradients.graph_schedule.GraphSchedule`: process groups, inside a compiled graph. Starts functional
-  collectives, waits for them at the fence; Inductor may move either.
-* :class:`~ltx.gradients.immediate_schedule.ImmediateSchedule`: simulated ranks and worlds of one. Does everything at
-  once.
+* :class:`GraphSchedule`: process groups, inside a compiled graph. Starts functional collectives, waits for them at the
+  fence; Inductor may move either.
+* :class:`ImmediateSchedule`: simulated ranks and worlds of one. Does everything at once.
 
 Tensors come as ``[*gradients, *state tensors]`` of the bucket. While they pass through vmap levels they gain leading
 dimensions; `dims` lists them, outermost first, True for the simulated axis itself.
@@ -18,17 +17,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch._C import _functorch
 
 from ltx import comm
 from ltx.axis import Axis
+from ltx.comm.operations import OPERATIONS
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.comm_hook import CommHook, ExactSum
-from ltx.gradients.reduction import BucketInput, LeafState
+from ltx.gradients.comm_hook import CommHook, ExactSum, reduce_at_once
+from ltx.gradients.packing import pack_pure, unpack
+from ltx.gradients.reduction import (
+    BucketInput,
+    CollectiveRequest,
+    LeafState,
+    Reduced,
+    Reduction,
+    advance,
+    collective_alone,
+)
 
 Dims = tuple[bool, ...]
 
@@ -146,3 +156,106 @@ class Schedule(ABC):
                 "gradients use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for "
                 "several cotangents call the step once for each."
             )
+
+
+class ImmediateSchedule(Schedule):
+    """Reductions on simulated ranks and in a world of one, each done completely when its bucket is ready."""
+
+    def begin(self) -> None:
+        if self.plan.axis.threads and self.plan.agreement is not None:
+            self.plan.axis.threads.announce(self.plan.agreement.signature)
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook
+        count = len(bucket.members)
+
+        def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            states = plan.states_of(bucket, mine[count:])
+            flat = pack_pure(mine[:count], bucket, hook, axis.size, states)
+            inputs = replace(plan, axis=axis).bucket_input(bucket, flat, states)
+            flat, following = reduce_at_once(hook, axis, inputs)
+            return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
+
+        return _under_vmaps(one_rank, dims, plan.axis, tensors)
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors)
+
+
+def _under_vmaps(
+    body: Callable[..., tuple[torch.Tensor, ...]],
+    dims: Dims,
+    axis: Axis,
+    tensors: Sequence[torch.Tensor],
+    levels: tuple[int, ...] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own become its `levels`."""
+    if not dims:
+        if axis.simulated and levels:
+            axis = replace(axis, backing=axis.simulated.at(levels))
+        return body(axis, *tensors)
+
+    def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = (*levels, _functorch.current_level()) if dims[0] else levels
+        return _under_vmaps(body, dims[1:], axis, entries, here)
+
+    # Contiguous: what all ranks share comes back expanded, which forward mode can't attach tangents to.
+    results: tuple[torch.Tensor, ...] = torch.vmap(inner, randomness="different")(*tensors)
+    return tuple(result.contiguous() for result in results)
+
+
+class GraphSchedule(Schedule):
+    """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence."""
+
+    compiled = True
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self._started: dict[int, tuple[Reduction, Bucket, Callable[[], torch.Tensor] | Reduced]] = {}
+
+    def begin(self) -> None:
+        self._started = {}
+
+    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Callable[[], torch.Tensor] | Reduced:
+        """Run a reduction up to its next collective; return a function that waits for that, or the final result."""
+        request = advance(reduction, result)
+        if isinstance(request, CollectiveRequest):
+            return self._issue(request)
+        reduced: Reduced = request
+        return reduced
+
+    def _issue(self, request: CollectiveRequest) -> Callable[[], torch.Tensor]:
+        """Start a collective; return a function that waits for it."""
+        axis = request.axis or self.plan.axis
+        buffer, size = request.buffer, axis.size
+        if axis.backing is None:
+            return lambda: collective_alone(request)
+        assert axis.comm
+        group = axis.comm.bucket_channel(0).group_for(buffer.device).group_name
+        if not buffer.numel():  # nothing to send; every rank has the same shapes
+            return lambda: buffer
+        return OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        bucket, hook = self.plan.buckets[index], self.hook
+        count = len(bucket.members)
+        grads = tensors[:count]
+        self._check_batchable(dims, tensors[count:])
+        states = self.plan.states_of(bucket, tensors[count:])
+        flat = pack_pure(grads, bucket, hook, self.plan.axis.size, states)
+        # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
+        leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
+        reduction = hook.reduce(self.plan.bucket_input(bucket, flat, states))
+        self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
+        return tuple(t.view_as(t) for t in tensors)
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outs: list[torch.Tensor] = []
+        for index in range(len(self.plan.buckets)):
+            reduction, bucket, reduced = self._started.pop(index)
+            while callable(reduced):
+                reduced = self._go_on(reduction, reduced())
+            flat, states = reduced
+            outs.extend(unpack(flat, bucket))
+            outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
+        return tuple(outs)

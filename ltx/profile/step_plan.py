@@ -21,7 +21,7 @@ from ltx.estimate.codecs import check_device, codec, copies
 from ltx.estimate.costs import BESIDE_S, Link, sending_s
 from ltx.estimate.dry_run import Steps
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
 from ltx.profile.cost import Cost, Traffic
 from ltx.strategies import Strategy

@@ -10,7 +10,7 @@ from datetime import timedelta
 from ltx.runtime.elastic_arguments import Batch
 from ltx.runtime.elastic_run import ElasticRun
 from ltx.runtime.world import World
-from ltx.training.data_position import DataPosition
+from ltx.training.data import DataPosition
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.train_step import TrainStep
 

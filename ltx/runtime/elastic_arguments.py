@@ -14,7 +14,7 @@ from ltx.errors import InputError, StrategyError, UnsupportedError
 from ltx.runtime import init
 from ltx.runtime.placement import Placement
 from ltx.runtime.world import World
-from ltx.training.data_position import DataPosition
+from ltx.training.data import DataPosition
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.train_step import TrainStep
 

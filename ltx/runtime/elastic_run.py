@@ -27,7 +27,7 @@ from ltx.runtime.elastic_arguments import Arguments, check_same_data, ones_own
 from ltx.runtime.groups import store_of, use_store, worlds_so_far
 from ltx.runtime.membership import Membership, begin_run
 from ltx.runtime.placement import Placement
-from ltx.training.data_position import DataPosition
+from ltx.training.data import DataPosition
 from ltx.training.replicas import fingerprint
 from ltx.training.train_state import TrainState
 

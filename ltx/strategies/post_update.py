@@ -24,8 +24,8 @@ import torch
 from ltx import tree
 from ltx.axis import Axis
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.exchange import Exchange
 from ltx.gradients.packing import is_plain
+from ltx.gradients.pending import Exchange
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.hooks import CommHook
 from ltx.optim.update import Update

@@ -26,7 +26,7 @@ from ltx.training.pending_step import leaf_like
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.recompute import checkpoints_allowed
-from ltx.transforms.weighted import Weighted
+from ltx.transforms.run import Weighted
 from ltx.typing import Step, Tree
 
 

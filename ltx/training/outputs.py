@@ -19,8 +19,7 @@ from ltx.arguments import brief
 from ltx.errors import StepError
 from ltx.transforms.closure_check import nodes_made, refuse_captured
 from ltx.transforms.data_parallel import DataParallel
-from ltx.transforms.run import Run
-from ltx.transforms.weighted import Weighted
+from ltx.transforms.run import Run, Weighted
 from ltx.typing import Step, Tree
 
 

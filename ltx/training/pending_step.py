@@ -16,11 +16,13 @@ extension, finds NaN in a parameter that nothing has used before.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,11 +34,42 @@ from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.training.backward import UpdateBuckets
-from ltx.training.compiled_calls import calls_compiled, on_compilation
 from ltx.training.progress_thread import look_after
 from ltx.training.train_state import TrainState
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
+
+# Steps in which something compiled was called.
+_compiled: WeakSet[Any] = WeakSet()
+
+
+def calls_compiled(fn: Any) -> bool:
+    """Whether `fn` is known to call a compiled function, whose guards want plain tensors."""
+    try:
+        return fn in _compiled
+    except TypeError:
+        return False
+
+
+@contextmanager
+def on_compilation(fn: Any, react: Callable[[], None]) -> Iterator[None]:
+    """Call `react` as soon as Dynamo begins to compile something, and remember that `fn` calls compiled functions."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+
+    def begun(_: Any) -> None:
+        with suppress(TypeError):
+            _compiled.add(fn)
+        react()
+
+    dynamo.callback_handler.register_start_callback(begun)
+    try:
+        yield
+    finally:
+        dynamo.callback_handler.remove_start_callback(begun)
+
 
 _NOTHING_TO_CALL = torch._C._disabled_torch_function_impl
 

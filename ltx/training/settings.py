@@ -13,7 +13,7 @@ from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
-from ltx.training.trainable import Trainable, check_trainable
+from ltx.training.parameters import Trainable, check_trainable
 from ltx.transforms.data_parallel import DataParallel
 from ltx.typing import Tree
 

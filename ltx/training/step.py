@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,27 +23,43 @@ from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import StepInfo, Updated
 from ltx.training.backward import Backward, BackwardResult, Completion, UpdateBuckets, mean_at_once
 from ltx.training.donated import hand_over
-from ltx.training.guard import not_finite_error, probes, random_states
-from ltx.training.interrupts import uninterrupted
-from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
-from ltx.training.pending_step import PendingStep, StepStart
-from ltx.training.settings import TrainSettings
-from ltx.training.step_parts import (
+from ltx.training.guard import (
     all_finite,
     checks_finite,
     kept_if_skipped,
     loss_scale_of,
     next_state,
+    not_finite_error,
+    probes,
+    random_states,
     runs_ahead,
     should_raise,
 )
+from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
+from ltx.training.pending_step import PendingStep, StepStart
+from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.update_then_send import UpdateThenSend
 from ltx.transforms.marking import marks_on_wire
-from ltx.transforms.run import CallOptions, Run
+from ltx.transforms.run import CallOptions, Run, Weighted
 from ltx.transforms.sync_state import Synced, SyncState
-from ltx.transforms.weighted import Weighted
 from ltx.typing import Tree
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay SIGINT to the end of the block; in the main thread, which handles signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came and callable(handler):
+            handler(*came[0])
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ltx.gradients.process_schedule import schedule_for
 from ltx.hooks import CommHook
 from ltx.placements import Placements, summed
 from ltx.strategies import DEFAULT, Strategy
-from ltx.transforms import graph_entry
+from ltx.transforms.marking import prepare_trace, reduce_in_graph
 from ltx.transforms.placed import check_placements
 from ltx.transforms.sync_state import SyncState, check_state
 from ltx.typing import Tree
@@ -83,10 +83,10 @@ def sync_gradients(
     arrival = partial(arrival_order, grads, wanted)
     mine = [leaves[i] for i in wanted]
     if compiling:
-        key = graph_entry.prepare_trace(strategy, axis, 0, False)
+        key = prepare_trace(strategy, axis, 0, False)
         reduced = mine
         if key and mine:
-            reduced = list(graph_entry.reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
+            reduced = list(reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
     else:
         paths = tree.leaf_paths(grads)
         hook = strategy.hook(sync_state.checked_step() if sync_state is not None else 0) if sparse else None

@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a rank without data counts",
-        file="training/uneven.py",
+        file="training/data.py",
         old="yield source.placeholder(), _weight(0.0)",
         new="yield source.placeholder(), _weight(share)",
         breaks="placeholders count as samples",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: uneven divides by all ranks",
-        file="training/uneven.py",
+        file="training/data.py",
         old='share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0',
         new="share = 1.0",
         breaks="the last steps of an epoch are too small",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a failing iterable stops one rank alone",
-        file="training/uneven.py",
+        file="training/data.py",
         old="            return None, _FAILED",
         new="            raise",
         breaks="the peers of a rank whose data fails wait for it",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a broadcast state counts from 0",
-        file="training/state_operations.py",
+        file="training/train_step.py",
         old="        sync = replace(SyncState.new(entries, choice), step=sync_step)",
         new="        sync = SyncState.new(entries, choice)",
         breaks="after train.broadcast ranks are in another phase of their strategy",
@@ -139,7 +139,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: an epoch's first samples come twice",
-        file="training/data_position.py",
+        file="training/data.py",
         old="self.seed + self.epoch, self.shuffle)[self.done : self.done + self.step_size]",
         new="self.seed + self.epoch, self.shuffle)[max(0, self.done - 1) : max(0, self.done - 1) + self.step_size]",
         breaks="samples come twice, others never",
