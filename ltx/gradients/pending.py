@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -42,10 +41,6 @@ class _PendingReduction:
     halfway: bool = False  # between two collectives
     total: float | None = None  # of all elements of the result, if the transport knows it
     fence: Fence | None = None  # until the stream that waits is behind the result
-
-    @property
-    def may_go_on(self) -> bool:
-        return self.work is not None and self.work.done
 
 
 class PendingReductions:
@@ -124,7 +119,7 @@ class PendingReductions:
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
         for place, pending in enumerate(self._pending):
-            while pending.may_go_on and self._may_issue(place, pending.phase):
+            while pending.work is not None and pending.work.done and self._may_issue(place, pending.phase):
                 self._advance(place)
 
     def _may_issue(self, place: int, phase: int) -> bool:
@@ -191,13 +186,6 @@ class PendingReductions:
             pass
 
 
-_T = TypeVar("_T")
-
-
-def _of(values: Sequence[_T], members: Sequence[int]) -> list[_T]:
-    return [values[member] for member in members]
-
-
 class Exchange:
     """The pending buckets of a plan.
 
@@ -240,6 +228,16 @@ class Exchange:
                 plan.axis.threads.announce(plan.agreement.signature)
             self._completed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
+    def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
+        """The tensors and states of the leaves of `bucket`."""
+        return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
+
+    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
+        plan, bucket = self._plan, self._plan.buckets[place]
+        mine, states = self._of(bucket, tensors)
+        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, states)
+        return reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, states))
+
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
         if background:
@@ -253,16 +251,10 @@ class Exchange:
             self._summary = comm.begin_pass(axis_comm, axis_comm, "an exchange of the strategy", plan.agreement)
             self._pending = PendingReductions(axis_comm, what="exchange")
         for bucket in plan.buckets:
-            mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
+            mine, states = self._of(bucket, tensors)
             flat = pack(mine, bucket, hook, plan.axis.size, states)
             self._pending.launch(program_of(hook, plan.bucket_input(bucket, flat, states)), hook)
             self._pending.poll()
-
-    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
-        plan, bucket = self._plan, self._plan.buckets[place]
-        mine, states = _of(tensors, bucket.members), _of(self._states, bucket.members)
-        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, states)
-        return reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, states))
 
     @property
     def done(self) -> bool:
@@ -293,7 +285,7 @@ class Exchange:
             self._wait()
         except BaseException as error:
             if self._summary is not None:  # a wait in the background may be repeated
-                self._comm.recovery.abort(error)
+                self._plan.axis.comm.recovery.abort(error)
             raise
         return list(zip(self._plan.buckets, self._completed, strict=True))
 
@@ -304,13 +296,7 @@ class Exchange:
             return
         self._completed = list(self._pending.wait_each())
         if self._summary is not None:
-            comm.end_pass(self._comm, self._summary)
+            comm.end_pass(self._plan.axis.comm, self._summary)
         if not self._midway:
-            self._comm.recovery.complete()
+            self._plan.axis.comm.recovery.complete()
         self._pending = None
-
-    @property
-    def _comm(self) -> comm.AxisComm:
-        assert self._plan.axis.comm
-        axis_comm: comm.AxisComm = self._plan.axis.comm
-        return axis_comm

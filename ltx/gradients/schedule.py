@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch._C import _functorch
@@ -34,7 +35,6 @@ from ltx.gradients.reduction import (
     BucketInput,
     CollectiveRequest,
     LeafState,
-    Reduced,
     Reduction,
     advance,
     collective_alone,
@@ -65,8 +65,15 @@ class Plan:
     clock: torch.Tensor | None = None
     agreement: comm.Agreement | None = None
 
+    @staticmethod
+    def tensors_of(
+        bucket: Bucket, leaves: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """``[*leaves, *state tensors]`` of a bucket."""
+        return [*(leaves[m] for m in bucket.members), *(x for m in bucket.members for x in states[m])]
+
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
-        """State tensors of a bucket, by leaf and name."""
+        """State tensors of a bucket, by leaf and name; without tensors each leaf has none."""
         if not flat_states:
             return [{} for _ in bucket.members]
         tensors = iter(flat_states)
@@ -90,14 +97,18 @@ class Plan:
     @cached_property
     def is_state(self) -> tuple[bool, ...]:
         """For each tensor in the order of :meth:`Schedule.wait`: is it a state's?"""
-        return tuple(
-            state
-            for bucket in self.buckets
-            for state in (
-                *(False for _ in bucket.members),
-                *(True for member in bucket.members for _ in self.state_names[member]),
-            )
-        )
+        flags: list[bool] = []
+        for bucket in self.buckets:
+            flags += [False] * len(bucket.members)
+            flags += [True for member in bucket.members for _ in self.state_names[member]]
+        return tuple(flags)
+
+    def packed(self, hook: CommHook, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> BucketInput:
+        """What `hook` reduces: a bucket's ``[*gradients, *state tensors]``, packed without writing into anything."""
+        count = len(bucket.members)
+        states = self.states_of(bucket, tensors[count:])
+        flat = pack_pure(tensors[:count], bucket, hook, self.axis.size, states)
+        return self.bucket_input(bucket, flat, states)
 
     def bucket_input(
         self,
@@ -167,13 +178,9 @@ class ImmediateSchedule(Schedule):
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook
-        count = len(bucket.members)
 
         def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            states = plan.states_of(bucket, mine[count:])
-            flat = pack_pure(mine[:count], bucket, hook, axis.size, states)
-            inputs = replace(plan, axis=axis).bucket_input(bucket, flat, states)
-            flat, following = reduce_at_once(hook, axis, inputs)
+            flat, following = reduce_at_once(hook, axis, replace(plan, axis=axis).packed(hook, bucket, mine))
             return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
 
         return _under_vmaps(one_rank, dims, plan.axis, tensors)
@@ -211,21 +218,16 @@ class GraphSchedule(Schedule):
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
-        self._started: dict[int, tuple[Reduction, Bucket, Callable[[], torch.Tensor] | Reduced]] = {}
+        self._started: dict[int, tuple[Reduction, Bucket, Any]] = {}
 
     def begin(self) -> None:
         self._started = {}
 
-    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Callable[[], torch.Tensor] | Reduced:
-        """Run a reduction up to its next collective; return a function that waits for that, or the final result."""
+    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
+        """Run a reduction up to its next collective; what waits for that, or the final result."""
         request = advance(reduction, result)
-        if isinstance(request, CollectiveRequest):
-            return self._issue(request)
-        reduced: Reduced = request
-        return reduced
-
-    def _issue(self, request: CollectiveRequest) -> Callable[[], torch.Tensor]:
-        """Start a collective; return a function that waits for it."""
+        if not isinstance(request, CollectiveRequest):
+            return request
         axis = request.axis or self.plan.axis
         buffer, size = request.buffer, axis.size
         if axis.backing is None:
@@ -237,15 +239,12 @@ class GraphSchedule(Schedule):
         return OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        bucket, hook = self.plan.buckets[index], self.hook
-        count = len(bucket.members)
-        grads = tensors[:count]
-        self._check_batchable(dims, tensors[count:])
-        states = self.plan.states_of(bucket, tensors[count:])
-        flat = pack_pure(grads, bucket, hook, self.plan.axis.size, states)
+        bucket = self.plan.buckets[index]
+        grads = tensors[: len(bucket.members)]
+        self._check_batchable(dims, tensors[len(grads) :])
         # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
         leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
-        reduction = hook.reduce(self.plan.bucket_input(bucket, flat, states))
+        reduction = self.hook.reduce(self.plan.packed(self.hook, bucket, tensors))
         self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
         return tuple(t.view_as(t) for t in tensors)
 

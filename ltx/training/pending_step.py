@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -33,26 +32,19 @@ from ltx.errors import InvalidStateError, LtxError
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
-from ltx.training.backward import UpdateBuckets
+from ltx.training.completion import UpdateBuckets
 from ltx.training.progress_thread import look_after
 from ltx.training.train_state import TrainState
+from ltx.transforms.closure_check import Seen
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
 
-# Steps in which something compiled was called.
-_compiled: WeakSet[Any] = WeakSet()
-
-
-def calls_compiled(fn: Any) -> bool:
-    """Whether `fn` is known to call a compiled function, whose guards want plain tensors."""
-    try:
-        return fn in _compiled
-    except TypeError:
-        return False
+# Steps that call compiled functions, whose guards want plain tensors.
+_compiled = Seen()
 
 
 @contextmanager
-def on_compilation(fn: Any, react: Callable[[], None]) -> Iterator[None]:
+def _on_compilation(fn: Any, react: Callable[[], None]) -> Iterator[None]:
     """Call `react` as soon as Dynamo begins to compile something, and remember that `fn` calls compiled functions."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -60,8 +52,7 @@ def on_compilation(fn: Any, react: Callable[[], None]) -> Iterator[None]:
         return
 
     def begun(_: Any) -> None:
-        with suppress(TypeError):
-            _compiled.add(fn)
+        _compiled.add(fn)
         react()
 
     dynamo.callback_handler.register_start_callback(begun)
@@ -79,16 +70,15 @@ class _Trigger:
 
     def __get__(self, tensor: torch.Tensor | None, owner: type[PendingParameter]) -> Any:
         pending_step = owner.pending_step
-        if pending_step is None or (tensor is None and pending_step.unseen is None):
+        if pending_step is None:
             return _NOTHING_TO_CALL
         # Torch takes an error here for a no. So the answer is yes, and the function raises when torch calls it.
         if tensor is not None and pending_step.unseen is None:
             try:
                 pending_step.wait_for_parameter(tensor)
-                return _NOTHING_TO_CALL
             except BaseException as error:
                 pending_step.unseen = error
-        return pending_step.raise_unseen
+        return _NOTHING_TO_CALL if pending_step.unseen is None else pending_step.raise_unseen
 
 
 class _Asked(type(torch.Tensor)):  # type: ignore[misc]
@@ -123,17 +113,17 @@ class StepStart:
     leaves: list[torch.Tensor]
     spec: Any
     sync: SyncState
-    pending_step: PendingStep | None = None
-    seen: tuple[str, ...] = ()
+    pending_step: PendingStep | None
+    seen: tuple[str, ...]
 
 
-def step_start(state: TrainState, fn: Any, late: bool) -> StepStart:
+def step_start(state: TrainState, fn: Any, late: bool, seen: tuple[str, ...]) -> StepStart:
     """The start of a step `fn` on `state`. Unless `late`, everything is complete in it."""
     pending_step = cast("PendingStep | None", state.pending_step)
-    if pending_step is None or pending_step.completed or not late or calls_compiled(fn) or under_way:
+    if pending_step is None or pending_step.completed or not late or _compiled.has(fn) or under_way:
         leaves, spec = tree.flatten(state.trained)
-        return StepStart(leaves, spec, state.sync_state)
-    return StepStart(pending_step.stand_ins(), pending_step.spec, pending_step.sync, pending_step)
+        return StepStart(leaves, spec, state.sync_state, None, seen)
+    return StepStart(pending_step.stand_ins(), pending_step.spec, pending_step.sync, pending_step, seen)
 
 
 class PendingStep:
@@ -196,8 +186,6 @@ class PendingStep:
         assert self._result is not None
         return self._result
 
-    # --- the forward pass during which it completes ------------------------------------------------------------------
-
     def stand_ins(self) -> list[torch.Tensor]:
         """A tensor for each parameter: itself if it is there, else NaN in its shape, which takes no memory."""
         self._check()
@@ -224,7 +212,7 @@ class PendingStep:
         for place, index in self._bucket_of.items():
             if index in self._left:
                 self._hide(leaves[place], place)
-        with on_compilation(fn, self.wait_all):
+        with _on_compilation(fn, self.wait_all):
             yield
 
     def _hide(self, leaf: torch.Tensor, place: int) -> None:
@@ -243,11 +231,9 @@ class PendingStep:
 
     def raise_unseen(self, *_: Any, **__: Any) -> Any:
         """``__torch_function__`` of a parameter whose bucket has failed."""
+        assert self.unseen is not None
         error, self.unseen = self.unseen, None
-        assert error is not None
         raise error
-
-    # --- completion --------------------------------------------------------------------------------------------------
 
     def wait_for_parameter(self, tensor: torch.Tensor) -> None:
         """Complete the bucket of a stand-in."""
@@ -264,7 +250,7 @@ class PendingStep:
             self._check()
             if self._result is None:
                 if self._left and self._schedule.has_later_phases:
-                    self._guarded(self._schedule.flush)
+                    self._guarded(self._schedule.pending.flush)
                 for index in sorted(self._left):
                     self._complete(index)
                 if self._result is None:  # no parameters
@@ -275,7 +261,7 @@ class PendingStep:
         if self._lock.acquire(blocking=False):
             try:
                 if self._left and not self.over:
-                    self._guarded(self._schedule.poll)
+                    self._guarded(self._schedule.pending.poll)
             finally:
                 self._lock.release()
 
@@ -300,24 +286,23 @@ class PendingStep:
             leaf.data = self._leaves[place]
             self._places.pop(id(leaf), None)
 
-    def _guarded(self, complete: Callable[[], None]) -> None:
+    def _guarded(self, complete: Callable[[], object]) -> None:
         try:
             with _undisturbed(self._leaves):
                 complete()
         except BaseException as error:
             # An interrupt during a wait harms nothing: the next read waits again.
-            if isinstance(error, LtxError) or not self._schedule.intact:
+            if isinstance(error, LtxError) or not self._schedule.pending.intact:
                 self._fail(error)
             raise
 
     def _finish(self) -> None:
-        self._guarded(self._end_pass)
+        self._guarded(self._schedule.finish)
         done = self._updates.result()
         self._result = done.params, done.opt_state, replace(self.sync, leaves=done.states)
-        self._end()
-
-    def _end_pass(self) -> None:
-        self._schedule.finish()
+        self._schedule.comm.pending_steps.remove(self)
+        if self.stand_in is not None and self.stand_in.pending_step is self:
+            self.stand_in.pending_step = None
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -325,11 +310,6 @@ class PendingStep:
             self._schedule.comm.pending_steps.remove(self)
             with suppress(LtxError, RuntimeError):  # peers can't be told where the store is gone too
                 self._schedule.abandon(error)
-
-    def _end(self) -> None:
-        self._schedule.comm.pending_steps.remove(self)
-        if self.stand_in is not None and self.stand_in.pending_step is self:
-            self.stand_in.pending_step = None
 
     def _check(self) -> None:
         if self._error is None:
@@ -364,11 +344,13 @@ def leaf_like(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _undisturbed(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Without the transforms, modes and autocast that may surround the place where a parameter is used."""
-    with ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch._C._DisableFuncTorch())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        ExitStack() as stack,  # each restores what it has found, so the others are left before these
+    ):
         for device in {leaf.device.type for leaf in leaves}:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

@@ -21,7 +21,8 @@ from ltx.gradients.reduction import ProgramOf
 from ltx.optim.update import Update
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import StepInfo, Updated
-from ltx.training.backward import Backward, BackwardResult, Completion, UpdateBuckets, mean_at_once
+from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
+from ltx.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.training.donated import hand_over
 from ltx.training.guard import (
     all_finite,
@@ -39,11 +40,9 @@ from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
 from ltx.training.pending_step import PendingStep, StepStart
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
-from ltx.training.update_then_send import UpdateThenSend
 from ltx.transforms.marking import marks_on_wire
-from ltx.transforms.run import CallOptions, Run, Weighted
+from ltx.transforms.run import CallOptions, Weighted
 from ltx.transforms.sync_state import Synced, SyncState
-from ltx.typing import Tree
 
 
 @contextmanager
@@ -60,32 +59,6 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if came and callable(handler):
             handler(*came[0])
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What the forward pass gave.
-
-    Attributes:
-        run: the call of the user's step.
-        leaves, sync_leaves, sync_spec: the parameters and the communication state that the step was given.
-        total, weight: the loss, or a Weighted's sums; None for the weight of a plain loss.
-        buffers, aux: what the step returned besides.
-    """
-
-    run: Run
-    leaves: list[torch.Tensor]
-    sync_leaves: list[torch.Tensor]
-    sync_spec: Any
-    total: torch.Tensor
-    weight: torch.Tensor | None
-    buffers: Tree
-    aux: Any
-
-    @property
-    def schedule(self) -> ProcessSchedule | None:
-        """What reduces the gradients, if ranks are processes that share them."""
-        return self.run.schedule if isinstance(self.run.schedule, ProcessSchedule) else None
 
 
 @dataclass(frozen=True)
@@ -206,8 +179,9 @@ class Step:
             schedule.configure(PassOptions())  # all programs are made; `program` holds this step
             if completion is not None or (self.train.overlap == "step" and schedule.progresses_alone):
                 return completion
-            scale = work.scale(schedule, weighted=weight is not None)
-            return work.completion(schedule, self.train.overlap != "backward", scale)
+            scale = scale_of(work, schedule, weighted=weight is not None)
+            by_bucket = self.train.overlap != "backward"
+            return (UpdateBuckets if by_bucket else CollectGradients)(work, schedule, scale)
         except BaseException as error:
             self._abandon(error, schedule, work, completion)
             raise
@@ -267,15 +241,14 @@ class Step:
         state, start, summary = self.state, self.start, schedule.summary
         assert summary is not None
         try:
-            scale = work.scale(schedule, weighted=forward.weight is not None)
+            scale = scale_of(work, schedule, weighted=forward.weight is not None)
         except BaseException as error:
             self._abandon(error, schedule, work, None)
             raise
         kept = replace(state, _lease=[None])  # it can still be read when the original is donated
         if self.train.donate:
             hand_over(state, kept, start.seen)
-        updates = replace(work, state=kept).completion(schedule, True, scale)
-        assert isinstance(updates, UpdateBuckets)
+        updates = UpdateBuckets(replace(work, state=kept), schedule, scale)
         sync = replace(kept.sync_state, step=self.info.step + 1)
         stand_in = None if start.pending_step is None else start.pending_step.stand_in
         pending_step = PendingStep(updates, schedule, self._trained, state.step + 1, sync, stand_in)

@@ -155,7 +155,7 @@ class TrainStep(StateOperations):
         state.check_owned()
         axis, seen = comm.resolve(self.step.axis), state.seen
         self._compare(state, axis)
-        start = replace(step_start(state, self.step.fn, late=self.overlap == "step"), seen=seen)
+        start = step_start(state, self.step.fn, self.overlap == "step", seen)
         strategy, info = self.step.strategy, StepInfo(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
         begins = strategy.communicates_besides

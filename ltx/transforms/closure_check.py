@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,11 +21,32 @@ from torch.overrides import TorchFunctionMode
 
 from ltx import tree
 from ltx.errors import StepError
-from ltx.transforms.functional_call import buffers_of, own_buffer_text, own_written
+from ltx.transforms.functional_call import own_buffer_text, own_written
+from ltx.transforms.swap import Members
 from ltx.typing import Tree
 
+
+class Seen:
+    """What was seen of functions while they live; nothing of those that can't be hashed or weakly referenced."""
+
+    def __init__(self) -> None:
+        self._keys: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+
+    def has(self, fn: Any, key: Any = None) -> bool:
+        """Whether `key` was seen of `fn`."""
+        try:
+            return key in self._keys.get(fn, ())
+        except TypeError:
+            return False
+
+    def add(self, fn: Any, key: Any = None) -> None:
+        """Make :meth:`has` true."""
+        with suppress(TypeError):
+            self._keys.setdefault(fn, set()).add(key)
+
+
 # The graphs of steps that were looked at, by the number of nodes that a call made. They have thousands.
-_looked_at: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+_looked_at = Seen()
 
 
 def nodes_made() -> int:
@@ -68,10 +89,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> None:
     Looks at each function once, and again when a call makes another number of nodes, `made`. Only under plain autograd:
     under torch.func nothing but arguments is differentiated.
     """
-    try:
-        if made in _looked_at.setdefault(fn, set()):
-            return
-    except TypeError:  # can't be hashed, or weakly referenced
+    if _looked_at.has(fn, made):
         return
     variable = captured(tree.flatten(outputs)[0], tree.flatten(given)[0])
     if variable is not None:
@@ -81,7 +99,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> None:
             "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
             "If it is meant to be frozen, call requires_grad_(False) on it."
         )
-    _looked_at[fn].add(made)
+    _looked_at.add(fn, made)
 
 
 class TracedValueError(Exception):
@@ -105,7 +123,7 @@ def _is_wrapped(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x)
 
 
-_watched: WeakSet[Any] = WeakSet()
+_watched = Seen()
 
 
 @contextmanager
@@ -115,18 +133,12 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
     A function that closes over a traced value was made inside the transform, so it is new. Watching costs microseconds
     an operation.
     """
-    try:
-        known = fn in _watched
-    except TypeError:  # can't be hashed
-        known = False
-    with nullcontext() if known else _Watch():
+    with nullcontext() if _watched.has(fn) else _Watch():
         yield
-    if not known:
-        with suppress(TypeError):
-            _watched.add(fn)
+    _watched.add(fn)
 
 
-_called: WeakSet[Any] = WeakSet()
+_called = Seen()
 
 
 @contextmanager
@@ -136,14 +148,10 @@ def look_at_modules(fn: Any) -> Iterator[None]:
     Raises:
         StepError: it wrote to one, or uses an embedding that renormalises its rows in place.
     """
-    try:
-        known = fn in _called
-    except TypeError:  # can't be hashed
-        known = False
-    modules = [] if known else modules_of(fn)
+    modules = [] if _called.has(fn) else modules_of(fn)
     for module in modules:
         _refuse_max_norm(module)
-    watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in buffers_of(module)]
+    watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
     try:
         yield
     except RuntimeError as error:
@@ -155,9 +163,7 @@ def look_at_modules(fn: Any) -> Iterator[None]:
     for module, buffer, value in watched:
         counted = buffer._replace(version=-1) if _differs(buffer.tensor, value) else buffer
         own_written([counted], type(module).__name__)
-    if not known:
-        with suppress(TypeError):
-            _called.add(fn)
+    _called.add(fn)
 
 
 def modules_of(fn: Any) -> list[nn.Module]:

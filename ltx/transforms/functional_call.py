@@ -168,11 +168,6 @@ class _Kept:
             return not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def buffers_of(module: nn.Module) -> list[Buffer]:
-    """All buffers of `module`, as they are now."""
-    return Members(module).buffers
-
-
 def own_written(buffers: Sequence[Buffer], where: str) -> None:
     """Raise if one of `buffers`, which `where` says whose they are, isn't any more what it was.
 

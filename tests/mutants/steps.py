@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a Weighted step is divided by the weights alone",
-        file="training/backward.py",
+        file="training/completion.py",
         old="return schedule.among.size / weight",
         new="return 1 / weight",
         breaks="gradients of weighted steps are n times too small, between processes",
@@ -147,8 +147,8 @@ MUTANTS = (
     ),
     Mutant(
         name="precision: gradients keep the loss scale",
-        file="training/backward.py",
-        old="return Scale(1.0 / self.loss_scale)",
+        file="training/completion.py",
+        old="return Scale(1.0 / work.loss_scale)",
         new="return Scale(1.0)",
         breaks="updates are 65536 times too large, between processes",
         tests=("tests/training/test_mixed_precision.py::test_a_scale_that_is_a_power_of_two_changes_no_bit",),
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         name="precision: gradients keep the loss scale in a world of one",
         file="training/backward.py",
-        old="return grads if _is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]",
+        old="return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]",
         new="return grads",
         breaks="updates are 65536 times too large, in a world of one and on simulated ranks",
         tests=("tests/training/test_mixed_precision.py::test_a_scale_leaves_no_trace_without_a_wire",),
