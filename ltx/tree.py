@@ -78,6 +78,11 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
         raise
 
 
+def detached(tree: Tree) -> Tree:
+    """`tree` with detached tensors: new objects on the same memory."""
+    return map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
+
+
 def filled(tree: Tree, others: Tree) -> Tree:
     """`tree` with the leaves of `others` in the places where it has None.
 

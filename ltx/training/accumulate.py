@@ -25,6 +25,7 @@ from ltx.training.outputs import as_loss, loss_in
 from ltx.training.pending_step import leaf_like
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.plain_autograd import gradients
 from ltx.transforms.recompute import checkpoints_allowed
 from ltx.transforms.run import Weighted
 from ltx.typing import Step, Tree
@@ -137,10 +138,6 @@ class _Call:
                 f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; "
                 f"got {got}.{hint}"
             )
-        self._refuse_unequal()
-        return _Part(first, None, [rest], carry)
-
-    def _refuse_unequal(self) -> None:
         for leaf, chunk in zip(self.leaves, self.chunks, strict=True):
             if chunk is not None and leaf.shape[0] % self.step.steps:
                 raise StepError(
@@ -148,6 +145,7 @@ class _Call:
                     "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) "
                     "from the step, or choose a batch size that divides."
                 )
+        return _Part(first, None, [rest], carry)
 
     def finish(self, part: _Part) -> Any:
         """The output of the whole: a mean (or Weighted sums), then what the step returned besides, stacked."""
@@ -210,7 +208,7 @@ class _Sums:
         at = [tensors[i] for i in self.wanted]
         if torch._C._are_functorch_transforms_active():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
-            return list(found), parts[-1]._replace(total=value, carry=_detached(parts[-1].carry))
+            return list(found), parts[-1]._replace(total=value, carry=tree.detached(parts[-1].carry))
         leaves = [leaf_like(x) for x in at]
         try:
             with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.call.step.fn):
@@ -223,9 +221,8 @@ class _Sums:
             ) from None
         refuse_captured(self.call.step.fn, value, [*leaves, *tensors])
         with checkpoints_allowed():
-            grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
-        filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
-        return filled, _detached(parts[-1])
+            grads = gradients(value, leaves)
+        return grads, tree.detached(parts[-1])
 
 
 class MicroBatches(Function):
@@ -283,10 +280,6 @@ def _add(a: _Part, b: _Part) -> _Part:
         raise StepError("accumulate: the step returned ltx.Weighted for one micro-batch and a plain loss for another.")
     weight = a.weight + b.weight if a.weight is not None and b.weight is not None else None
     return _Part(a.total + b.total, weight, a.rest + b.rest, b.carry)
-
-
-def _detached(part: Any) -> Any:
-    return tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, part)
 
 
 def _stack(values: Sequence[Tree]) -> Tree:

@@ -107,14 +107,17 @@ class DataPosition:
     def check_sizes(self, fewest: int, most: int) -> None:
         """Raise InputError unless all steps of an epoch can be shared out among each number of ranks in that range."""
         for size in range(fewest, most + 1):
-            for taken in (min(self.batch_size, self.length), self.length % self.batch_size):
+            for taken in self._step_sizes:
                 self._check_divides(taken, size)
 
     def fits(self, size: int) -> bool:
         """Whether all steps of an epoch can be shared out among `size` ranks."""
-        return self.weighted or all(
-            taken % size == 0 for taken in (min(self.batch_size, self.length), self.length % self.batch_size)
-        )
+        return self.weighted or not any(taken % size for taken in self._step_sizes)
+
+    @property
+    def _step_sizes(self) -> tuple[int, int]:
+        """What the steps of an epoch take: all but the last, and that one; 0 if it takes as much."""
+        return min(self.batch_size, self.length), self.length % self.batch_size
 
     def _check_divides(self, taken: int, size: int) -> None:
         if not self.weighted and taken % size:

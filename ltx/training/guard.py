@@ -24,12 +24,13 @@ from ltx.training.placed_state import on_any_rank
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.compare import with_ranks
+from ltx.transforms.plain_autograd import gradients
 from ltx.transforms.run import CallOptions, Weighted
 from ltx.transforms.sync_state import SyncState, plain_values
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
-    from ltx.transforms.precision import DynamicLossScale
+    from ltx.training.mixed_precision import DynamicLossScale, Precision
 
 _SHOWN = 4
 
@@ -166,8 +167,7 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
     with torch.enable_grad():  # as the step itself does, whatever torch.func may think of the user's function
         leaves = [x.detach().requires_grad_() for x in leaves]
         total = loss(tree.unflatten(spec, leaves))
-    found = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return gradients(total, leaves)
 
 
 def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:
@@ -189,7 +189,8 @@ def _listed(texts: Sequence[str]) -> str:
 
 def scaling(train: TrainSettings) -> DynamicLossScale | None:
     """The step's dynamic loss scaling, if it has any."""
-    return None if train.step.precision is None else train.step.precision.dynamic
+    precision: Precision | None = train.step.precision
+    return None if precision is None else precision.dynamic
 
 
 def checks_finite(train: TrainSettings) -> bool:

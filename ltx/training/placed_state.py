@@ -71,13 +71,9 @@ class PlacedState:
 
     def placed(self, state: TrainState) -> TrainState:
         """The inverse of :meth:`local`."""
-        held = [state.held(name) for name in _PARTS]
+        pairs = zip((state.held(name) for name in _PARTS), self.parts, strict=True)
         with torch.no_grad():
-            parts = [
-                part if placements is None else _placed(part, placements)
-                for part, placements in zip(held, self.parts, strict=True)
-            ]
-        return _with_parts(state, parts)
+            return _with_parts(state, [part if how is None else _placed(part, how) for part, how in pairs])
 
     def train(self, train: Train) -> Train:
         """`train` for :meth:`local` states."""
@@ -92,28 +88,14 @@ class PlacedState:
                 f"train_step: {strategy!r} works on whole parameters, and ranks hold parts of some (DTensors), so that "
                 "its result would depend on how many these are. Use another strategy, such as ltx.DDPStrategy()."
             )
-        if self.trained is None:
-            return replace(train, step=replace(train.step, placements=self.given))
-        optimizer = _on_parts(train.optimizer, self.trained)
+        optimizer = train.optimizer if self.trained is None else _on_parts(train.optimizer, self.trained)
         return replace(train, step=replace(train.step, placements=self.given), optimizer=optimizer)
 
 
 def _with_parts(state: TrainState, parts: Sequence[Tree]) -> TrainState:
     """`state` with other :data:`_PARTS`; donated when `state` is."""
-    params, buffers, opt_state, frozen = parts
-    changed = TrainState(
-        params,
-        buffers,
-        opt_state,
-        state.held("sync_state"),
-        state.step,
-        state.layout,
-        state.held("loss_scale"),
-        state.pending,
-        frozen,
-        state._lease,
-    )
-    return changed.unseen()
+    held = {name: state.held(name) for name in ("sync_state", "loss_scale")}
+    return replace(state, **dict(zip(_PARTS, parts, strict=True)), **held).unseen()
 
 
 def _placed(part: Tree, placements: Placements) -> Tree:

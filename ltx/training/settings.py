@@ -18,7 +18,7 @@ from ltx.transforms.data_parallel import DataParallel
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
-    from ltx.transforms.precision import Precision
+    from ltx.training.mixed_precision import Precision
 
 
 def check_pieces(step: Any, optimizer: Any, guard: str) -> None:

@@ -114,12 +114,13 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") != "__get__":  # looking at a shape is harmless
             here = _functorch.maybe_current_level() or 0
             for x in tree.flatten((args, tuple(kwargs.values())))[0]:
-                if _is_wrapped(x) and _functorch.maybe_get_level(x) > here:
+                if is_wrapped(x) and _functorch.maybe_get_level(x) > here:
                     raise TracedValueError
         return func(*args, **kwargs)
 
 
-def _is_wrapped(x: Any) -> bool:
+def is_wrapped(x: Any) -> bool:
+    """Whether `x` is a tensor at a level of torch.func."""
     return isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x)
 
 

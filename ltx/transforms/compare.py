@@ -236,29 +236,31 @@ def _check_processes(axis_comm: comm.AxisComm, leaves: dict[str, torch.Tensor]) 
 
 def _check_threads(threads: comm.ThreadComm, leaves: dict[str, torch.Tensor]) -> None:
     signature = comm.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
-    first, *others = threads.exchange(signature, leaves)
-    found = {path: {r: _difference(x[path], first[path]) for r, x in enumerate(others, 1)} for path in leaves}
-    if differ := [path for path, by_rank in found.items() if any(by_rank.values())]:
-        told = {rank: text for rank, text in found[differ[0]].items() if text}
-        raise _diverged_in_debug(threads.name, differ, first[differ[0]], told, "")
+    by_rank = threads.exchange(signature, leaves)
+    everyone = {tuple(range(len(by_rank)))}
+    _check_here(threads.name, everyone, {path: [theirs[path] for theirs in by_rank] for path in leaves})
 
 
 def _check_simulated(axis: Axis, backing: VmapBacking, leaves: dict[str, torch.Tensor]) -> None:
     part = backing.part
-    differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
     together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
-    for path, leaf in leaves.items():
-        value, dim = with_ranks(leaf, backing)
-        if dim is None:
-            continue  # one value that all simulated ranks share
-        all_values = [values(x) for x in value.unbind(dim)]
+    split = {path: with_ranks(leaf, backing) for path, leaf in leaves.items()}
+    # Where there is no dimension of ranks, all share one value.
+    by_rank = {path: [values(x) for x in value.unbind(dim)] for path, (value, dim) in split.items() if dim is not None}
+    _check_here(axis.name, together, by_rank)
+
+
+def _check_here(axis_name: str, together: set[tuple[int, ...]], by_rank: dict[str, list[torch.Tensor]]) -> None:
+    """Compare the values of ranks of this process; those of `together` should be the same."""
+    differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
+    for path, of_ranks in by_rank.items():
         for members in sorted(together):
-            first, *others = (all_values[rank] for rank in members)
-            told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if digest(x) != digest(first)}
-            if told and path not in differ:
-                differ[path] = first, told
+            first, *others = (of_ranks[rank] for rank in members)
+            told = {rank: text for rank, x in enumerate(others, 1) if (text := _difference(x, first))}
+            if told:
+                differ.setdefault(path, (first, told))
     if differ:
-        raise _diverged_in_debug(axis.name, list(differ), *next(iter(differ.values())), "")
+        raise _diverged_in_debug(axis_name, list(differ), *next(iter(differ.values())), "")
 
 
 def _diverged_in_debug(

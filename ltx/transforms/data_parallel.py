@@ -99,7 +99,7 @@ class DataParallel(StepSettings):
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
-            local, within = False, None
+            local, within = self.blocked, None
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             placements = self.placements or Placements.of(leaves)
@@ -125,8 +125,8 @@ class DataParallel(StepSettings):
             output = self._call(self._replaced(args, given), kwargs, marked, options)
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
-        mean, blocked = self.outputs == "mean", self.blocked
-        return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, inputs=marked.inputs)
+        mean = self.outputs == "mean" and not self.blocked
+        return Run(tied, self.axis, marked.schedule, mean, local, within, marked.inputs)
 
     def _check_placements(self, placements: Placements, params: Tree, frozen: Tree) -> None:
         def paths() -> list[str]:

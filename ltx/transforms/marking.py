@@ -43,8 +43,8 @@ def prepare_trace(
     blocked: bool = False,
     dtype: torch.dtype | None = None,
     choice: str = "",
-) -> str:
-    """The key of a step's settings in a graph; "" where gradients stay local.
+) -> tuple[str, tuple[str, ...]]:
+    """(the key of a step's settings in a graph, the names of a leaf's states); "" where gradients stay local.
 
     `with_state`: the step was given its communication state. `dtype`: as in :func:`in_dtype`. `choice`: the state's.
     """
@@ -57,7 +57,7 @@ def prepare_trace(
             "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
         )
     if hook is None:
-        return ""
+        return "", ()
     if (hook.stateful or strategy.auto_hook) and not with_state:
         raise SyncStateError(
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
@@ -66,14 +66,7 @@ def prepare_trace(
     key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
     if found.comm is not None:
         key += f" of {id(found.comm)}"
-    return traced.keep(key, (strategy, hook, found))
-
-
-@traced.at_trace_time
-def names_in_graph(key: str) -> tuple[str, ...]:
-    """The names of a leaf's states in the graph of `key`, which :func:`prepare_trace` gave."""
-    names: tuple[str, ...] = traced.kept(key)[1].state_names
-    return names
+    return traced.keep(key, (strategy, hook, found)), hook.state_names
 
 
 def _schedule_in_graph(
@@ -216,7 +209,7 @@ def mark_in_graph(
     step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
     """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
-    key = prepare_trace(
+    key, all_names = prepare_trace(
         step_fn.strategy,
         step_fn.axis,
         step,
@@ -232,7 +225,7 @@ def mark_in_graph(
     states: list[torch.Tensor] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     if sync_state is not None:
-        paths, all_names = tree.plain_paths(params), names_in_graph(key)
+        paths = tree.plain_paths(params)
         entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
         names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
         states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -21,9 +21,6 @@ from ltx.strategies import DEFAULT, Strategy
 from ltx.strategies.fields import in_dtype
 from ltx.transforms.sync_state import plain_values
 from ltx.typing import Step, Tree
-
-if TYPE_CHECKING:
-    from ltx.transforms.precision import Precision
 
 
 class Weighted(NamedTuple):
@@ -84,7 +81,7 @@ class StepSettings:
         strategy: how gradients are reduced.
         argnums, axis, outputs, returns: as in :func:`ltx.data_parallel`.
         blocked: gradients stay local (:func:`ltx.block_backward_sync`).
-        precision: that of :func:`ltx.mixed_precision`, or None.
+        precision: the :class:`ltx.Precision` of :func:`ltx.mixed_precision`, or None.
         placements: how all parameters lie on meshes, for a caller that gives the step their local parts; None: the
             parameters themselves say.
     """
@@ -96,7 +93,7 @@ class StepSettings:
     outputs: Literal["local", "mean"] = "local"
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
-    precision: Precision | None = None
+    precision: Any = None
     placements: Placements | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +127,8 @@ class StepSettings:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        return None if self.precision is None else self.precision.reduce
+        reduce: torch.dtype | None = None if self.precision is None else self.precision.reduce
+        return reduce
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,6 @@ class Run:
         axis: the step's.
         schedule, inputs: as in :class:`Marked`.
         mean: values are means over ranks.
-        blocked: the value and its gradients are this rank's own.
         local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
         within: the part of the axis whose ranks share them, if it isn't all.
     """
@@ -212,30 +209,22 @@ class Run:
     axis: Any
     schedule: Schedule | None
     mean: bool
-    blocked: bool
-    local: bool = False
-    within: Axis | None = None
-    inputs: list[torch.Tensor] | None = None
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the step returned a :class:`Weighted`, alone or first in a tuple."""
-        return isinstance(self.output, Weighted) or (
-            isinstance(self.output, tuple) and len(self.output) > 0 and isinstance(self.output[0], Weighted)
-        )
+    local: bool
+    within: Axis | None
+    inputs: list[torch.Tensor] | None
 
     def value(self) -> Any:
         """What the caller of the step gets."""
         output = self.output
-        if self.weighted:
-            first = output if isinstance(output, Weighted) else output[0]
-            mean = self._weighted_mean(first)
-            return mean if isinstance(output, Weighted) else (mean, *self.averaged(output[1:]))
+        if isinstance(output, Weighted):
+            return self._weighted_mean(output)
+        if isinstance(output, tuple) and output and isinstance(output[0], Weighted):
+            return (self._weighted_mean(output[0]), *self.averaged(output[1:]))
         return self.averaged(output)
 
     def averaged(self, values: Tree) -> Tree:
         """`values` with the mean over ranks of floating tensors, if outputs are means."""
-        if not self.mean or self.blocked:
+        if not self.mean:
             return values
         leaves, spec = tree.flatten(values)
         floating = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -246,12 +235,11 @@ class Run:
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
         total, weight = output.checked()
-        alone = self.blocked or self.local
-        if not alone:
+        if not self.local:
             total, weight = collectives.psum((total, weight), self.within or self.axis)
         if not torch.compiler.is_compiling() and self._is_zero(weight):
             of = "" if self.within is None else f" of {self.within.name!r}"
-            whose = "this rank's weight is 0" if alone else f"the weights of all ranks{of} add up to 0"
+            whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
             raise WeightError(
                 f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
                 "them."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,7 +82,7 @@ def sync_gradients(
     arrival = partial(arrival_order, grads, wanted)
     mine = [leaves[i] for i in wanted]
     if compiling:
-        key = prepare_trace(strategy, axis, 0, False)
+        key, _ = prepare_trace(strategy, axis, 0, False)
         reduced = mine
         if key and mine:
             reduced = list(reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
@@ -135,7 +134,7 @@ def _reduce(
     step = state.checked_step() if state is not None else 0
     hook = strategy.hook(step)
     if hook is None or not grads:
-        return grads, None if state is None else replace(state, clock=torch.zeros_like(state.clock), step=step + 1)
+        return grads, None if state is None else state.advanced()
     if state is None and strategy.stateful:
         whose = hook if hook.stateful else strategy
         raise SyncStateError(
@@ -163,4 +162,4 @@ def _reduce(
     for path, names, tensors in zip(paths, states, advanced, strict=True):
         if names:
             leaves[path].update(zip(names, tensors, strict=True))
-    return reduced, replace(state, leaves=leaves, clock=torch.zeros_like(state.clock), step=step + 1)
+    return reduced, state.advanced(leaves)

@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         name="precision: the loss scale never comes down",
-        file="transforms/precision.py",
+        file="training/mixed_precision.py",
         old="torch.where(finite, after_good, state.scale * self.backoff)",
         new="torch.where(finite, after_good, state.scale)",
         breaks="all steps are skipped once gradients overflow",
