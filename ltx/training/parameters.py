@@ -58,8 +58,7 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
             "train_step: every parameter is frozen, so there is nothing to train. Frozen are those whose requires_grad "
             "is False while others' isn't, and those that trainable= leaves out."
         )
-    parts = zip(leaves, frozen, strict=True)
-    halves = [(None, x) if f else (x, None) for x, f in parts]
+    halves = [(None, x) if f else (x, None) for x, f in zip(leaves, frozen, strict=True)]
     return tree.unflatten(spec, [x for x, _ in halves]), tree.unflatten(spec, [x for _, x in halves])
 
 

@@ -211,17 +211,13 @@ def _check_differentiable(params: Tree, number: int) -> None:
     tree.check_tensors(params, f"argument {number} of the step")
     if tree.has_none(params):
         raise StepError(f"argument {number} of the step holds None, which has no gradient. Leave it out of the tree.")
-    leaves = tree.flatten(params)[0]
-    if all((x.is_floating_point() or x.is_complex()) and x.layout in _LAYOUTS for x in leaves):
-        return
-    pairs = zip(tree.leaf_paths(params), leaves, strict=True)
-    path, x = next(
-        (p, x) for p, x in pairs if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS
-    )
-    raise StepError(
-        f"argument {number} of the step: leaf {path!r} is {tree.describe(x)} ({x.layout}), which has no gradient. Pass "
-        "floating or complex tensors, and others as arguments of their own."
-    )
+    for place, x in enumerate(tree.flatten(params)[0]):
+        if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:
+            raise StepError(
+                f"argument {number} of the step: leaf {tree.leaf_paths(params)[place]!r} is {tree.describe(x)} "
+                f"({x.layout}), which has no gradient. Pass floating or complex tensors, and others as arguments of "
+                "their own."
+            )
 
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)
