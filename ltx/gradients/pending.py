@@ -87,10 +87,6 @@ class PendingReductions:
         pending = self._pending[place]
         result = pending.work.wait() if pending.work is not None else None
         pending.halfway = True
-        self._run_on(pending, place, result)
-        pending.halfway = False
-
-    def _run_on(self, pending: _PendingReduction, place: int, result: torch.Tensor | None) -> None:
         arrived, version = result, -1 if result is None else result._version
         assert pending.program is not None
         while isinstance(request := advance(pending.program.requests, result), CollectiveRequest):
@@ -110,11 +106,12 @@ class PendingReductions:
             if request.buffer.numel():
                 what = f"{self._what} {place}"
                 pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
+                pending.halfway = False
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
         if pending.work is not None and request[0] is arrived and version == arrived._version:
             pending.total = pending.work.total  # the transport's sum is that of the hook's result
-        pending.completed, pending.work, pending.program = request, None, None
+        pending.completed, pending.work, pending.program, pending.halfway = request, None, None, False
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""

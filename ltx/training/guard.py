@@ -7,8 +7,7 @@ Which rank caused them is asked only then: each rank takes its own gradients aga
 from __future__ import annotations
 
 import cmath
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -81,17 +80,6 @@ def not_finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([x.double() for x in largest]).isfinite().all().logical_not()
 
 
-@contextmanager
-def random_numbers_from(states: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Draw the numbers that followed :func:`random_states` again, and restore the generators afterwards."""
-    now = random_states()
-    set_random_states(states)
-    try:
-        yield
-    finally:
-        set_random_states(now)
-
-
 def random_states() -> list[torch.Tensor]:
     """torch's default generators: the CPU's, and the current CUDA device's if there is one in use."""
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -119,7 +107,8 @@ def not_finite_error(
     `states`: the generators' before the step; `factor`: the loss scale.
     """
     paths = tree.leaf_paths(state.trained)
-    with random_numbers_from(states):
+    with torch.random.fork_rng([torch.cuda.current_device()] if len(states) > 1 else []):
+        set_random_states(states)
         own = _own_gradients(train, state, batch, info, factor)
     axis_comm, threads, simulated = info.axis.comm, info.axis.threads, info.axis.simulated
     if axis_comm or threads:

@@ -13,6 +13,7 @@ from ltx.axis import Axis
 from ltx.errors import StepError, TreeError
 from ltx.training.donated import give_away
 from ltx.training.train_state import TrainState
+from ltx.transforms.compare import tensors_by_path
 from ltx.typing import Tree
 
 #: Which leaves are trained: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
@@ -161,7 +162,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     values: dict[str, torch.Tensor] = {}
     for part in (state,) if isinstance(state, dict) else (state.params, state.buffers):
         tree.check_tensors(part, "to_module: the state")
-        values |= dict(zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True))
+        values |= tensors_by_path(part)
     slots = _slots(module)
     trainable = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in values.items():

@@ -99,5 +99,5 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     if torch.compiler.is_compiling():  # a number in the structure that changed would compile each step anew
         next_sync = SyncState(updated.states, sync.uses, sync.clock + 1, sync.step, sync.choice)
     else:
-        next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)
+        next_sync = sync.advanced(updated.states)
     return next_state(train, state, updated, buffers, next_sync, Metrics(loss, aux), finite)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FrameType
@@ -42,13 +42,13 @@ from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.run import CallOptions, Weighted
-from ltx.transforms.sync_state import Synced, SyncState
+from ltx.transforms.sync_state import Synced
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay SIGINT to the end of the block; in the main thread, which handles signals."""
-    if threading.current_thread() is not threading.main_thread():
+def uninterrupted(wanted: bool) -> Iterator[None]:
+    """Delay SIGINT to the end of the block, if `wanted`; in the main thread, which handles signals."""
+    if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
@@ -270,7 +270,7 @@ class Step:
         drawn: list[torch.Tensor],
     ) -> tuple[TrainState, Metrics]:
         """Check that gradients are finite, run the optimizer and the strategy's part, and commit."""
-        train, state, info, strategy = self.train, self.state, self.info, self.train.step.strategy
+        train, state, info = self.train, self.state, self.info
         states, buffers = done.states, forward.buffers
         finite: bool | torch.Tensor | None = None
         if done.grads is not None:
@@ -286,54 +286,41 @@ class Step:
                 raise not_finite_error(train, state, self.batch, info, reduced, drawn, loss_scale_of(train, state))
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
 
-        def commit() -> tuple[TrainState, Metrics, Callable[[], None] | None]:
-            if done.grads is None:
-                params, after = strategy.after_update(done.params, states, info)
-                updated = Updated(params, done.opt_state, after, self.pending)
-            else:
-                with comm.span("update"):
-                    leaves, spec = tree.flatten(state.trained)
-                    reduced = dict(zip(self._trained, done.grads, strict=True))
-                    done.grads.clear()  # so that the optimizer's are all that is left of them
-                    filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
-                    del reduced
-                    grads, overwrite = tree.unflatten(spec, filled), self.late and train.donate
-                    update = Update(
-                        train.optimizer, state.trained, grads, state.opt_state, self._in_place, finite, overwrite
-                    )
-                    updated = strategy.update(update, states, info, self.pending)
-            sync = self.start.sync
-            next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)
-            metrics = Metrics(mean, forward.aux)
-            following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
-            return following, metrics, updated.finish
-
-        return self._commit(commit, work.invalidated_by if done.grads is None else None)
-
-    def _commit(
-        self,
-        commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
-        invalidated_by: Callable[[BaseException], None] | None,
-    ) -> tuple[TrainState, Metrics]:
-        """Commit the step, protected from interrupts.
-
-        If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get its
-        result then, so the state itself becomes the next one. `invalidated_by`: buckets have been updated already.
-        """
+        # If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get
+        # its result then, so the state itself becomes the next one.
         finished = None
         try:
-            with uninterrupted() if self._in_place else nullcontext():
-                following, metrics, finish = commit()
-                with uninterrupted() if finish is not None else nullcontext():
-                    if finish is not None:
-                        finish()
+            with uninterrupted(self._in_place):
+                updated = self._updated(done, states, finite)
+                next_sync = self.start.sync.advanced(updated.states)
+                metrics = Metrics(mean, forward.aux)
+                following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
+                with uninterrupted(updated.finish is not None):
+                    if updated.finish is not None:
+                        updated.finish()
                     finished = following, metrics
-                    if self.train.donate:
-                        hand_over(self.state, following.unseen(), self.start.seen)
+                    if train.donate:
+                        hand_over(state, following.unseen(), self.start.seen)
         except BaseException as error:
-            if finished is None and invalidated_by is not None:
-                invalidated_by(error)
-            elif finished is not None and self.train.donate:
-                self.state.become(finished[0])
+            if finished is None and done.grads is None:
+                work.invalidated_by(error)
+            elif finished is not None and train.donate:
+                state.become(finished[0])
             raise
         return finished
+
+    def _updated(self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None) -> Updated:
+        """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
+        train, state, strategy = self.train, self.state, self.train.step.strategy
+        if done.grads is None:
+            params, after = strategy.after_update(done.params, states, self.info)
+            return Updated(params, done.opt_state, after, self.pending)
+        with comm.span("update"):
+            leaves, spec = tree.flatten(state.trained)
+            reduced = dict(zip(self._trained, done.grads, strict=True))
+            done.grads.clear()  # so that the optimizer's are all that is left of them
+            filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
+            del reduced
+            grads, overwrite = tree.unflatten(spec, filled), self.late and train.donate
+            update = Update(train.optimizer, state.trained, grads, state.opt_state, self._in_place, finite, overwrite)
+            return strategy.update(update, states, self.info, self.pending)

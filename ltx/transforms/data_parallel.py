@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -110,7 +111,9 @@ class DataParallel(StepSettings):
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
             if placements is not None:
-                self._check_placements(placements, params, options.frozen)
+                whole = params if options.frozen is None else tree.filled(params, options.frozen)
+                axis, paths = comm.resolve(self.axis), partial(tree.leaf_paths, whole)
+                check_placements(axis, placements, self.strategy, paths, "data_parallel")
             marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
@@ -127,12 +130,6 @@ class DataParallel(StepSettings):
         tied = marked.tied(output)
         mean = self.outputs == "mean" and not self.blocked
         return Run(tied, self.axis, marked.schedule, mean, local, within, marked.inputs)
-
-    def _check_placements(self, placements: Placements, params: Tree, frozen: Tree) -> None:
-        def paths() -> list[str]:
-            return tree.leaf_paths(params if frozen is None else tree.filled(params, frozen))
-
-        check_placements(comm.resolve(self.axis), placements, self.strategy, paths, "data_parallel")
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, options: CallOptions) -> Any:
         """Call the user's step, and see to what it does besides returning something."""
