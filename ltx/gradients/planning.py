@@ -83,21 +83,17 @@ class Owner(Protocol):
     @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` those without a known network."""
-        ...
 
     @property
     def auto_sizes(self) -> bool:
         """Whether sizes are chosen for the network."""
-        ...
 
     @property
     def network(self) -> comm.Network | None:
         """The network, if the user has described it."""
-        ...
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         """Which of the leaves at `paths` travel together; as the `groups` of :func:`plan_buckets`."""
-        ...
 
 
 @lru_cache(maxsize=256)

@@ -121,7 +121,7 @@ class UpdateBuckets:
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         # Not `work`: it holds the old parameters, and a pending step holds this.
         self.updated = 0
-        self._optimizer, self._state, self._trained = work.optimizer, work.state, work.trained
+        self._optimizer, self.state, self.trained = work.optimizer, work.state, work.trained
         self._schedule, self._scale = schedule, scale
         self.params, self._opt_state = work.state.trained, work.state.opt_state
         if not work.donate:
@@ -136,16 +136,15 @@ class UpdateBuckets:
         grads = unpack(reduced[0].view(-1), bucket)
         self.updated += 1
         self._scale.apply(grads)
-        at = [self._trained[m] for m in bucket.members]
+        at = [self.trained[m] for m in bucket.members]
+        states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
         with comm.span("update"):
-            self._applied.apply_leaves(
-                grads, [self._leaf_states[i] for i in at], [self._leaves[i] for i in at], self._state.step
-            )
+            self._applied.apply_leaves(grads, states, params, self.state.step)
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
-        before = self._state.sync_state.leaves
-        after = states_after(self._schedule.plan, self._states, before, self.params, self._trained)
+        before = self.state.sync_state.leaves
+        after = states_after(self._schedule.plan, self._states, before, self.params, self.trained)
         return BackwardResult(None, after, self.params, self._optimizer.advance(self._opt_state))
 
 

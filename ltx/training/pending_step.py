@@ -120,7 +120,7 @@ class StepStart:
 def step_start(state: TrainState, fn: Any, late: bool, seen: tuple[str, ...]) -> StepStart:
     """The start of a step `fn` on `state`. Unless `late`, everything is complete in it."""
     pending_step = cast("PendingStep | None", state.pending_step)
-    if pending_step is None or pending_step.completed or not late or _compiled.has(fn) or under_way:
+    if pending_step is None or pending_step.over or not late or _compiled.has(fn) or under_way:
         leaves, spec = tree.flatten(state.trained)
         return StepStart(leaves, spec, state.sync_state, None, seen)
     return StepStart(pending_step.stand_ins(), pending_step.spec, pending_step.sync, pending_step, seen)
@@ -132,8 +132,6 @@ class PendingStep:
     Args:
         updates: updates the buckets.
         schedule: that of its backward pass.
-        trained: the places of the parameters that are trained.
-        number: the number of the step, for errors.
         sync: the communication state after it, whose leaves are still those before it.
         stand_in: the class of an earlier pending step's stand-ins, to be used again.
     """
@@ -142,17 +140,15 @@ class PendingStep:
         self,
         updates: UpdateBuckets,
         schedule: ProcessSchedule,
-        trained: Sequence[int],
-        number: int,
         sync: SyncState,
-        stand_in: type[PendingParameter] | None = None,
+        stand_in: type[PendingParameter] | None,
     ):
         assert schedule.summary is not None
         self.sync = sync
         self.stand_in = stand_in
-        self._updates, self._schedule, self._summary, self._number = updates, schedule, schedule.summary, number
+        self._updates, self._schedule, self._summary = updates, schedule, schedule.summary
         self._leaves, self.spec = tree.flatten(updates.params)
-        members = [[trained[m] for m in bucket.members] for bucket in schedule.plan.buckets]
+        members = [[updates.trained[m] for m in bucket.members] for bucket in schedule.plan.buckets]
         self._bucket_of = {place: index for index, places in enumerate(members) for place in places}
         self._left = set(range(len(members)))
         self._hidden: dict[int, list[tuple[torch.Tensor, int]]] = {index: [] for index in self._left}
@@ -166,14 +162,9 @@ class PendingStep:
             look_after(self)
 
     @property
-    def completed(self) -> bool:
-        """Whether all buckets are applied."""
-        return self._result is not None
-
-    @property
     def over(self) -> bool:
         """Whether all buckets are applied, or never will be."""
-        return self.completed or self._error is not None
+        return self._result is not None or self._error is not None
 
     def result(self) -> tuple[Tree, Tree, SyncState]:
         """(parameters, optimizer state, communication state), once all are there.
@@ -317,7 +308,7 @@ class PendingStep:
         axis_comm, buckets = self._schedule.comm, len(self._schedule.plan.buckets)
         done = buckets - len(self._left)
         raise InvalidStateError(
-            f"rank {axis_comm.rank}: step {self._number} was still pending when something failed "
+            f"rank {axis_comm.rank}: step {self._updates.state.step + 1} was still pending when something failed "
             f"({type(self._error).__name__}: {self._error}). {done} of its {buckets} buckets of parameters were "
             f"updated, so this state is neither that before the step nor that after it. Load a checkpoint, or start "
             "from train.init(params) and take the state of a rank whose own is whole: train.broadcast(state, src). "

@@ -154,20 +154,15 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     by_path = dict(zip(tree.leaf_paths(params), given.leaves, strict=True))
     shapes = dict(zip(tree.leaf_paths(parts), (x.shape for x in tree.flatten(parts)[0]), strict=True))
 
-    def of_part(part: Tree) -> Placements | None:
-        found = tuple(by_path[path] for path in tree.leaf_paths(part))
-        return Placements(found) if any(found) else None
-
-    def of_optimizer(part: Tree) -> Placements | None:
+    def of(part: Tree) -> Placements | None:
+        """Those of parameters, or of what an optimizer keeps for them."""
         pairs = zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)
         paths = [(_parameter_of(path, by_path), x) for path, x in pairs]
         found = tuple(by_path[path] if path is not None and shapes[path] == x.shape else None for path, x in paths)
         return Placements(found) if any(found) else None
 
-    buffers_placements = Placements.of(tree.flatten(buffers)[0])
-    opt_state = of_optimizer(state.held("opt_state"))
-    parts_placements = (of_part(trained), buffers_placements, opt_state, of_part(frozen))
-    return PlacedState(given, parts_placements[0], parts_placements).placed(state)
+    found = (of(trained), Placements.of(tree.flatten(buffers)[0]), of(state.held("opt_state")), of(frozen))
+    return PlacedState(given, found[0], found).placed(state)
 
 
 _SHARED = (

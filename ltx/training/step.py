@@ -251,7 +251,7 @@ class Step:
         updates = UpdateBuckets(replace(work, state=kept), schedule, scale)
         sync = replace(kept.sync_state, step=self.info.step + 1)
         stand_in = None if start.pending_step is None else start.pending_step.stand_in
-        pending_step = PendingStep(updates, schedule, self._trained, state.step + 1, sync, stand_in)
+        pending_step = PendingStep(updates, schedule, sync, stand_in)
         # What the step returned mustn't change when the parameters do.
         buffers, aux = unshared((forward.buffers, forward.aux), kept.trained)
         layout = replace(self.train.step.strategy.layout, strategy=state.layout.strategy)

@@ -75,8 +75,8 @@ def _schedule_in_graph(
     tensors: Sequence[torch.Tensor],
     arrival: tuple[int, ...],
     names: Names,
-    step: int,
-    clock: torch.Tensor | None,
+    step: int = 0,
+    clock: torch.Tensor | None = None,
 ) -> Schedule:
     strategy, hook, axis = traced.kept(key)
     plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, list, operation, None, compare=False)
@@ -95,7 +95,8 @@ def _mark_node(
     """(marked parameters, tokens) of ``*parameters, *states``, at the step `step` + `clock`."""
     count = len(arrival)
     schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step, clock)
-    marked, tokens = marker.mark(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
+    states = iter(tensors[count:])
+    marked, tokens = marker.mark(schedule, tensors[:count], [[next(states) for _ in leaf] for leaf in names])
     return (*marked, *tokens)
 
 
@@ -103,25 +104,15 @@ def _mark_node(
 def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
     _, hook, axis = traced.kept(key)
-    schedule = _in_graph(Plan(axis, hook, (), ()))
-    pairs = list(zip(tensors[tokens : tokens + kept], tensors[tokens + kept : tokens + 2 * kept], strict=True))
-    return tuple(marker.tie(schedule, tensors[:tokens], tensors[tokens + 2 * kept :], pairs))
+    return tuple(marker.Tie.apply(_in_graph(Plan(axis, hook, (), ())), tokens, kept, *tensors))
 
 
 @traced.node
-def reduce_in_graph(
-    key: str, arrival: tuple[int, ...], names: Names, step: int, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """(reduced gradients, next states) of ``*gradients, *states``."""
-    count = len(arrival)
-    schedule = _schedule_in_graph(key, "sync_gradients", tensors[:count], arrival, names, step, None)
-    grads, states = reduce_gradients(schedule, tensors[:count], _states_by_leaf(tensors[count:], names))
-    return (*grads, *(t for leaf in states for t in leaf))
-
-
-def _states_by_leaf(flat: Sequence[torch.Tensor], names: Names) -> list[list[torch.Tensor]]:
-    tensors = iter(flat)
-    return [[next(tensors) for _ in leaf] for leaf in names]
+def reduce_in_graph(key: str, arrival: tuple[int, ...], *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reduced gradients, by a hook without state."""
+    none: list[tuple[()]] = [() for _ in grads]
+    schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none))
+    return tuple(reduce_gradients(schedule, grads, none)[0])
 
 
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:

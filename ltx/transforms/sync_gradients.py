@@ -83,9 +83,7 @@ def sync_gradients(
     mine = [leaves[i] for i in wanted]
     if compiling:
         key, _ = prepare_trace(strategy, axis, 0, False)
-        reduced = mine
-        if key and mine:
-            reduced = list(reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
+        reduced = list(reduce_in_graph(key, tuple(arrival()), *mine)) if key and mine else mine
     else:
         paths = tree.leaf_paths(grads)
         hook = strategy.hook(sync_state.checked_step() if sync_state is not None else 0) if sparse else None
