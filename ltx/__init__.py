@@ -94,20 +94,19 @@ if TYPE_CHECKING:
     from ltx.strategies.horovod import HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy
     from ltx.strategies.zero import ZeroStrategy
-    from ltx.training.data_position import DataPosition
-    from ltx.training.mixed_precision import mixed_precision
-    from ltx.transforms.precision import DynamicLossScale, Precision
+    from ltx.training.data import DataPosition
+    from ltx.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
 
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
-    "DataPosition": "ltx.training.data_position",
+    "DataPosition": "ltx.training.data",
     "DiLoCoStrategy": "ltx.strategies.diloco",
-    "DynamicLossScale": "ltx.transforms.precision",
+    "DynamicLossScale": "ltx.training.mixed_precision",
     "HorovodStrategy": "ltx.strategies.horovod",
     "LocalSGDStrategy": "ltx.strategies.local_sgd",
     "PerRank": "ltx.runtime.per_rank",
     "Pool": "ltx.runtime.pool",
-    "Precision": "ltx.transforms.precision",
+    "Precision": "ltx.training.mixed_precision",
     "ZeroStrategy": "ltx.strategies.zero",
     "elastic": "ltx.runtime.elastic",
     "launch": "ltx.runtime.pool",

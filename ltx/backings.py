@@ -168,7 +168,7 @@ class MetaBacking:
     Attributes:
         rank: the one that is looked at.
         answer: ``(operation, buffer, arguments, number of ranks)`` -> what that collective would give.
-        exchange: makes a strategy's exchanges in place of :class:`ltx.gradients.exchange.Exchange`, if given: ``(plan,
+        exchange: makes a strategy's exchanges in place of :class:`ltx.gradients.pending.Exchange`, if given: ``(plan,
             tensors, states, background, paths)``.
     """
 

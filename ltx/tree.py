@@ -70,6 +70,11 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
     return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
 
 
+def detached(tree: Tree) -> Tree:
+    """`tree` with detached tensors: new objects on the same memory."""
+    return map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
+
+
 def filled(tree: Tree, others: Tree) -> Tree:
     """`tree` with the leaves of `others` in the places where it has None.
 

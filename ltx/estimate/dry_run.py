@@ -32,7 +32,7 @@ from ltx.estimate.requests import (
 )
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import reduce_at_once
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.gradients.planning import arrival_order, differentiable, make_plan
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan

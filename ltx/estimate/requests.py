@@ -14,7 +14,7 @@ import torch
 
 from ltx import comm, hooks, tree
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def reduce_gradients(
     link = torch.zeros(())
     started: list[torch.Tensor] = []
     for bucket in plan.buckets:
-        tensors = [*(grads[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
+        tensors = plan.tensors_of(bucket, grads, states)
         started.extend(Launch.apply(schedule, bucket.index, (), index, link, *tensors))
     results = iter(Wait.apply(schedule, None, (), index, *started))
     reduced: dict[int, torch.Tensor] = {}

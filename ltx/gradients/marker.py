@@ -44,7 +44,7 @@ from ltx.gradients.functions import (
     _zeros_later,
     raise_priority,
 )
-from ltx.gradients.schedule import Dims, Plan, Schedule
+from ltx.gradients.schedule import Dims, Schedule
 
 
 class Fence(Peeled):
@@ -170,11 +170,8 @@ def mark(
 
     `source`: requires gradients in place of parameters that don't, and gets none: where there is no fence.
     """
-    plan: Plan = schedule.plan
-    per_bucket = [
-        [*(params[m] for m in bucket.members), *(t for m in bucket.members for t in states[m])]
-        for bucket in plan.buckets
-    ]
+    plan = schedule.plan
+    per_bucket = [plan.tensors_of(bucket, params, states) for bucket in plan.buckets]
     index = _index(plan.axis) if source is None else source
     if schedule.fenced:
         # The fence's inputs lie in the order in which `wait` gives its results.
@@ -203,20 +200,13 @@ def tie(
 
 
 class LeafHooks:
-    """The leaves of one pass.
-
-    Args:
-        schedule: what reduces their gradients.
-        params: the parameters of the schedule's plan.
-        states: each one's state tensors.
-    """
+    """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors."""
 
     def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
         self._schedule, self._states, self._begun = schedule, states, False
-        plan: Plan = schedule.plan
-        self._missing = {bucket.index: len(bucket.members) for bucket in plan.buckets}
+        self._missing = {bucket.index: len(bucket.members) for bucket in schedule.plan.buckets}
         self.leaves = [param.detach().requires_grad_() for param in params]
-        for bucket in plan.buckets:
+        for bucket in schedule.plan.buckets:
             for member in bucket.members:
                 self.leaves[member].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
 

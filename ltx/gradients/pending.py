@@ -6,20 +6,27 @@ out in bucket order, so all ranks issue alike, whatever the order in which gradi
 On stream-ordered backends an axis has one communicator, and the host needn't wait between two phases: a program is
 enqueued as a whole when it is launched, on the communication stream. So the order of issues is that of the buckets, and
 within a bucket that of its phases.
+
+The same outside of a backward pass is an :class:`Exchange`. A strategy writes what it does with parameters as a
+communication hook too, so the same lines run between processes, on simulated ranks, and on the meta device, where
+:func:`ltx.profile.explain` counts what they send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ltx import comm
 from ltx.comm.backends import Fence
-from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import CommHook
-from ltx.gradients.reduction import CollectiveRequest, Program, Reduced, advance, collective_alone
+from ltx.errors import LtxError, StrategyError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.comm_hook import CommHook, program_of, reduce_at_once
+from ltx.gradients.packing import pack, pack_pure, unpack
+from ltx.gradients.reduction import CollectiveRequest, LeafState, Program, Reduced, advance, collective_alone
+from ltx.gradients.schedule import Plan
 
 
 @dataclass
@@ -34,10 +41,6 @@ class _PendingReduction:
     halfway: bool = False  # between two collectives
     total: float | None = None  # of all elements of the result, if the transport knows it
     fence: Fence | None = None  # until the stream that waits is behind the result
-
-    @property
-    def may_go_on(self) -> bool:
-        return self.work is not None and self.work.done
 
 
 class PendingReductions:
@@ -84,10 +87,6 @@ class PendingReductions:
         pending = self._pending[place]
         result = pending.work.wait() if pending.work is not None else None
         pending.halfway = True
-        self._run_on(pending, place, result)
-        pending.halfway = False
-
-    def _run_on(self, pending: _PendingReduction, place: int, result: torch.Tensor | None) -> None:
         arrived, version = result, -1 if result is None else result._version
         assert pending.program is not None
         while isinstance(request := advance(pending.program.requests, result), CollectiveRequest):
@@ -107,16 +106,17 @@ class PendingReductions:
             if request.buffer.numel():
                 what = f"{self._what} {place}"
                 pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
+                pending.halfway = False
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
         if pending.work is not None and request[0] is arrived and version == arrived._version:
             pending.total = pending.work.total  # the transport's sum is that of the hook's result
-        pending.completed, pending.work, pending.program = request, None, None
+        pending.completed, pending.work, pending.program, pending.halfway = request, None, None, False
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
         for place, pending in enumerate(self._pending):
-            while pending.may_go_on and self._may_issue(place, pending.phase):
+            while pending.work is not None and pending.work.done and self._may_issue(place, pending.phase):
                 self._advance(place)
 
     def _may_issue(self, place: int, phase: int) -> bool:
@@ -181,3 +181,119 @@ class PendingReductions:
         """Wait for what was launched so far. More may be launched afterwards."""
         for _ in self.wait_each():
             pass
+
+
+class Exchange:
+    """The pending buckets of a plan.
+
+    Args:
+        plan: what is exchanged; all ranks have compared it.
+        tensors: one for each leaf of the plan. They are packed at once, and not read again.
+        states: the hook's state of each leaf; empty for a hook without states.
+        background: use the background channel, where peers may come much later. The buckets' channels go through shared
+            memory between ranks of one machine, but progress only while ranks wait.
+        midway: another exchange of the same step follows, so a rank that has completed this one hasn't completed the
+            step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState] = (),
+        background: bool = False,
+        midway: bool = False,
+    ):
+        self._midway = midway
+        self._plan = plan
+        self._pending: PendingReductions | None = None
+        self._summary: comm.PendingSummary | None = None
+        self._completed: list[Reduced] = []
+        self._failed: LtxError | None = None
+        self._states = list(states) or [{} for _ in tensors]
+        if background and (phases := plan.hook.phases_on(plan.axis.size)) > 1:
+            raise StrategyError(f"{plan.hook!r} has {phases} phases; in the background there is one channel, for one.")
+        if plan.axis.comm is not None:
+            try:
+                self._launch(plan.axis.comm, tensors, background)
+            except LtxError as error:
+                if not background:
+                    raise
+                self._failed = error  # the caller has other work to finish; wait() raises it
+        else:
+            if plan.axis.threads and plan.agreement is not None:
+                plan.axis.threads.announce(plan.agreement.signature)
+            self._completed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
+
+    def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
+        """The tensors and states of the leaves of `bucket`."""
+        return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
+
+    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
+        plan, bucket = self._plan, self._plan.buckets[place]
+        mine, states = self._of(bucket, tensors)
+        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, states)
+        return reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, states))
+
+    def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
+        plan, hook = self._plan, self._plan.hook
+        if background:
+            axis_comm.wait_for_earlier()
+            axis_comm.recovery.recover()
+            axis_comm.under_way = "an exchange of the strategy"
+            assert plan.agreement is not None
+            axis_comm.background.advance(plan.agreement)
+            self._pending = PendingReductions(axis_comm, lambda axis_comm, phase: axis_comm.background, "background")
+        else:
+            self._summary = comm.begin_pass(axis_comm, axis_comm, "an exchange of the strategy", plan.agreement)
+            self._pending = PendingReductions(axis_comm, what="exchange")
+        for bucket in plan.buckets:
+            mine, states = self._of(bucket, tensors)
+            flat = pack(mine, bucket, hook, plan.axis.size, states)
+            self._pending.launch(program_of(hook, plan.bucket_input(bucket, flat, states)), hook)
+            self._pending.poll()
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._failed is not None or self._pending is None or self._pending.done
+
+    def wait(self) -> tuple[list[torch.Tensor], list[LeafState]]:
+        """(the result for each leaf, its next state), once all are complete; new tensors, which are views of buckets.
+
+        Raises:
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it can't complete.
+            RankMismatchError: ranks have issued different things before it.
+        """
+        plan, results = self._plan, [torch.empty(0)] * len(self._states)
+        states: list[LeafState] = [{} for _ in self._states]
+        for bucket, (flat, advanced) in self.wait_buckets():
+            given = plan.hook.output_bucket(bucket, plan.axis.size)
+            for member, tensor in zip(bucket.members, unpack(flat, given), strict=True):
+                results[member] = tensor
+            if advanced:
+                for member, state in zip(bucket.members, advanced, strict=True):
+                    states[member] = dict(state)
+        return results, states
+
+    def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
+        """:meth:`wait` by bucket: (bucket, (what the hook returns for it, the next states))."""
+        try:
+            self._wait()
+        except BaseException as error:
+            if self._summary is not None:  # a wait in the background may be repeated
+                self._plan.axis.comm.recovery.abort(error)
+            raise
+        return list(zip(self._plan.buckets, self._completed, strict=True))
+
+    def _wait(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._pending is None:
+            return
+        self._completed = list(self._pending.wait_each())
+        if self._summary is not None:
+            comm.end_pass(self._plan.axis.comm, self._summary)
+        if not self._midway:
+            self._plan.axis.comm.recovery.complete()
+        self._pending = None

@@ -83,21 +83,17 @@ class Owner(Protocol):
     @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` those without a known network."""
-        ...
 
     @property
     def auto_sizes(self) -> bool:
         """Whether sizes are chosen for the network."""
-        ...
 
     @property
     def network(self) -> comm.Network | None:
         """The network, if the user has described it."""
-        ...
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         """Which of the leaves at `paths` travel together; as the `groups` of :func:`plan_buckets`."""
-        ...
 
 
 @lru_cache(maxsize=256)
@@ -163,17 +159,18 @@ def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) ->
 
 def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
     """The network that sizes are chosen for: all ranks know it, or all call this. None where sizes are fixed."""
-    if not owner.auto_sizes or background or owner.network is not None:
-        return owner.network if owner.auto_sizes and not background else None
+    if not owner.auto_sizes or background:
+        return None
+    if owner.network is not None:
+        return owner.network
     if axis.comm is None or axis.size == 1:
         return None
     axis_comm: comm.AxisComm = axis.comm
     if axis_comm.network is None and not compare:
         raise UnsupportedError(
             'bucket_bytes="auto" measures the network, which a compiled graph can\'t do. Call '
-            "ltx.profile.measure_network() on "
-            "every rank before, or train.init(params); or say what it is: network=ltx.profile.Network(bandwidth=, "
-            "latency=)."
+            "ltx.profile.measure_network() on every rank before, or train.init(params); or say what it is: "
+            "network=ltx.profile.Network(bandwidth=, latency=)."
         )
     return comm.measured(axis_comm)
 
@@ -210,7 +207,8 @@ def make_plan(
     key = (operation, owner, hook, leaves, names, structure)  # not the order: it may differ
 
     def described() -> comm.Signature:
-        text = f"{hook!r} with {_names_text(names)}buckets of {_sizes_text(owner)}"
+        states = f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
+        text = f"{hook!r} with {states}buckets of {_sizes_text(owner)}"
         return comm.Signature.of(operation, paths(), list(tensors), text)
 
     if compare and axis.threads is not None:
@@ -225,23 +223,14 @@ def make_plan(
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)
     sizes = owner.sizes
-    if sizes[0] == DEFAULT_BYTES and not background and _on_streams(axis, tensors):
+    on_streams = axis.comm is not None and any(axis.comm.stream_of(x.device) for x in tensors)
+    if sizes[0] == DEFAULT_BYTES and not background and on_streams:
         sizes = (DEFAULT_STREAM_BYTES, sizes[1])
     groups = owner.grouping(paths, order)
     # A meta axis is used once; its plan isn't cached.
     make = _plan.__wrapped__ if axis.meta else _plan
     plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan
-
-
-def _on_streams(axis: Axis, tensors: Sequence[torch.Tensor]) -> bool:
-    axis_comm: comm.AxisComm | None = axis.comm
-    return axis_comm is not None and any(axis_comm.stream_of(x.device) for x in tensors)
-
-
-def _names_text(names: Names) -> str:
-    """The states of a hook, for an error."""
-    return f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
 
 
 def _sizes_text(owner: Owner) -> str:

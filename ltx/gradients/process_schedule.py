@@ -13,11 +13,10 @@ from ltx import comm
 from ltx.errors import UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import program_of
-from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.packing import pack, unpack
 from ltx.gradients.pending import PendingReductions
 from ltx.gradients.reduction import LeafState, Program, ProgramOf, Reduced
-from ltx.gradients.schedule import Dims, Plan, Schedule
+from ltx.gradients.schedule import Dims, ImmediateSchedule, Plan, Schedule
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class ProcessSchedule(Schedule):
             # A deferred pass has sent its summary already, and its train step watches it.
             self._backward_pass = self.among.recovery.enter()
             if self.has_later_phases:
-                self._backward_pass.flush = self._pending.flush
+                self._backward_pass.flush = self.pending.flush
             self.send_summary()
 
     def abandon(self, reason: BaseException) -> None:
@@ -98,14 +97,25 @@ class ProcessSchedule(Schedule):
             self.among.recovery.abort(reason)
 
     def _reset(self) -> None:
-        self._pending = PendingReductions(self.comm, summed=self.options.sums)
+        #: The buckets that are launched, in the order of launches.
+        self.pending = PendingReductions(self.comm, summed=self.options.sums)
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Make the program of a bucket whose gradients are there, and launch what is due in the order of launches."""
+        bucket = self.plan.buckets[index]
+        grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         with self._watched():
-            self._prepare(self.plan.buckets[index], dims, tensors)
-            self._pending.poll()
+            self._check_batchable(dims, states)
+            self._batches[index] = tensors[0].shape[: len(dims)]
+            program = self.options.program or self.program
+            self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
+            if self._backward_pass is not None and self.has_later_phases:
+                self.among.recovery.flush_others(self._backward_pass)
+            if not self._held:
+                self._launch_ready()
+            self.pending.poll()
         return tuple(tensors)
 
     @contextmanager
@@ -114,23 +124,11 @@ class ProcessSchedule(Schedule):
         try:
             yield
         except BaseException as error:
-            if isinstance(error, UnsupportedError) and not len(self._pending):
+            if isinstance(error, UnsupportedError) and not len(self.pending):
                 self._forget()  # a mistake of the program, which all ranks see before the first bucket
             else:
                 self.abandon(error)
             raise
-
-    def _prepare(self, bucket: Bucket, dims: Dims, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the program of a bucket whose gradients are there, and launch what is due in the order of launches."""
-        count = len(bucket.members)
-        self._check_batchable(dims, tensors[count:])
-        self._batches[bucket.index] = tensors[0].shape[: len(dims)]
-        program = self.options.program or self.program
-        self._ready[bucket.index] = program(bucket, tensors[:count], self.plan.states_of(bucket, tensors[count:]))
-        if self._backward_pass is not None and self.has_later_phases:
-            self.among.recovery.flush_others(self._backward_pass)
-        if not self._held:
-            self._launch_ready()
 
     def launch(self) -> None:
         """The backward pass is over: launch what isn't yet."""
@@ -140,8 +138,8 @@ class ProcessSchedule(Schedule):
 
     def _launch_ready(self) -> None:
         # In the order of launches: a bucket that is ready early waits for those before it.
-        while len(self._pending) < len(self._order) and (place := self._order[len(self._pending)]) in self._ready:
-            self._pending.launch(self._ready.pop(place), self.hook)
+        while len(self.pending) < len(self._order) and (place := self._order[len(self.pending)]) in self._ready:
+            self.pending.launch(self._ready.pop(place), self.hook)
 
     def program(
         self,
@@ -159,13 +157,13 @@ class ProcessSchedule(Schedule):
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
         """The buckets in order, each as soon as it is complete, with what its program returned."""
         self.launch()
-        for place, reduced in zip(self._order, self._pending.wait_each(), strict=False):
+        for place, reduced in zip(self._order, self.pending.wait_each(), strict=False):
             yield self.plan.buckets[place], reduced
 
     def wait_bucket(self, index: int) -> tuple[Bucket, Reduced]:
         """One bucket, once it is complete, with what its program returned."""
-        reduced = self._pending.wait(self._order.index(index))
-        self._pending.poll()
+        reduced = self.pending.wait(self._order.index(index))
+        self.pending.poll()
         return self.plan.buckets[index], reduced
 
     def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
@@ -175,7 +173,7 @@ class ProcessSchedule(Schedule):
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
         same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
-        return self._pending.total(self._order.index(bucket.index)) if same else None
+        return self.pending.total(self._order.index(bucket.index)) if same else None
 
     @property
     def has_later_phases(self) -> bool:
@@ -191,19 +189,6 @@ class ProcessSchedule(Schedule):
         """
         by_hand = self.comm.bucket_channel(0).transport is not None and self.plan.buckets[0].device.type == "cpu"
         return not by_hand and self.hook.phases_on(self.plan.axis.size) > 0
-
-    @property
-    def intact(self) -> bool:
-        """Whether what was launched can still be waited for, after an exception during a wait."""
-        return self._pending.intact
-
-    def poll(self) -> None:
-        """Continue with later phases of the buckets, as far as that is possible without waiting."""
-        self._pending.poll()
-
-    def flush(self) -> None:
-        """Wait until all that was launched is complete."""
-        self._pending.flush()
 
     def confirm(self) -> None:
         """Where the host runs ahead of the device: wait until all ranks' devices have completed all buckets.
@@ -234,11 +219,6 @@ class ProcessSchedule(Schedule):
         if self._backward_pass is not None:
             self._backward_pass.done()
         self._reset()
-
-    def drain(self) -> None:
-        """Wait for everything and drop the results."""
-        self.flush()
-        self.finish()
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():

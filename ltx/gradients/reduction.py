@@ -4,7 +4,7 @@ A program yields a :class:`CollectiveRequest` wherever it needs the network and 
 bucket's results. The reduction of a communication hook is one; a training step whose ranks communicate after the
 optimizer has programs with the optimizer inside. The same program runs on every kind of axis, since drivers differ only
 in how they answer requests: asynchronously between processes (:mod:`ltx.gradients.pending`), as nodes of a compiled
-graph (:mod:`ltx.gradients.graph_schedule`), or at once, here.
+graph (:mod:`ltx.gradients.schedule`), or at once, here.
 """
 
 from __future__ import annotations

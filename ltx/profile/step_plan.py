@@ -19,7 +19,7 @@ from ltx.estimate.costs import BESIDE_S, Link, check_device, codec, copies, send
 from ltx.estimate.dry_run import Steps
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
 from ltx.strategies import Strategy
 from ltx.typing import Tree

@@ -12,7 +12,7 @@ from ltx.runtime.elastic_run import Batch, ElasticRun, ones_own
 from ltx.runtime.environments import Placement
 from ltx.runtime.world import World, settings_of_world
 from ltx.runtime.world import world as current_world
-from ltx.training.data_position import DataPosition
+from ltx.training.data import DataPosition
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.train_step import TrainStep
 

@@ -28,7 +28,7 @@ from ltx.runtime.environments import Placement
 from ltx.runtime.init import reform
 from ltx.runtime.membership import Membership, begin_run
 from ltx.runtime.world import World, abandon, process, settings_of_world, world
-from ltx.training.data_position import DataPosition
+from ltx.training.data import DataPosition
 from ltx.training.replicas import fingerprint
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.train_step import TrainStep

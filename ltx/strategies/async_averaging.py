@@ -24,7 +24,7 @@ from ltx import hooks, tree
 from ltx.arguments import brief, check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
 from ltx.optim.update import Update
 from ltx.strategies.local_sgd import WithinNode

@@ -14,7 +14,7 @@ from ltx import comm, tree
 from ltx.arguments import brief, check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.gradients.planning import DEFAULT_BYTES, MIB, make_plan
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan

@@ -22,7 +22,7 @@ from ltx import comm, tree
 from ltx.arguments import brief, check_whole
 from ltx.axis import Axis
 from ltx.errors import RankMismatchError, StrategyError
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
 from ltx.optim.update import Update

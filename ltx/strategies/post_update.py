@@ -5,7 +5,7 @@
 
 Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket has its part of both as soon as its
-gradients are there (:class:`ltx.training.update_then_send.UpdateThenSend`), so messages travel during the backward
+gradients are there (:class:`ltx.training.completion.UpdateThenSend`), so messages travel during the backward
 pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
@@ -24,8 +24,8 @@ import torch
 from ltx import tree
 from ltx.axis import Axis
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.exchange import Exchange
 from ltx.gradients.packing import is_plain
+from ltx.gradients.pending import Exchange
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.hooks import CommHook
 from ltx.optim.update import Update

@@ -1,11 +1,11 @@
 """Whole training steps: gradients, optimizer, and what a strategy does with parameters, as one function of a state."""
 
 from ltx.training.accumulate import accumulate
+from ltx.training.data import uneven
+from ltx.training.parameters import to_module
 from ltx.training.replicas import check_replicas, sync_params
-from ltx.training.to_module import to_module
 from ltx.training.train_state import Metrics, TrainState
 from ltx.training.train_step import TrainStep, train_step
-from ltx.training.uneven import uneven
 
 __all__ = [
     "Metrics",

@@ -9,7 +9,7 @@ Function, with a derivative of its own (computed again when asked for), second d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, overload
 
@@ -25,8 +25,9 @@ from ltx.training.outputs import as_loss, loss_in
 from ltx.training.pending_step import leaf_like
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
+from ltx.transforms.plain_autograd import gradients
 from ltx.transforms.recompute import checkpoints_allowed
-from ltx.transforms.weighted import Weighted
+from ltx.transforms.run import Weighted
 from ltx.typing import Step, Tree
 
 
@@ -49,11 +50,8 @@ class Accumulated:
     carry: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        named = tuple(kwargs.values())  # Dynamo can't flatten an empty dict
-        leaves, spec = tree.flatten((args, named))
-        split = self._split_leaves(args, named)
-        chunks = [self.chunks_of(leaf) if splits else None for leaf, splits in zip(leaves, split, strict=True)]
-        call = _Call(self, spec, leaves, chunks, tuple(kwargs))
+        call = _Call(self, args, kwargs)
+        leaves = call.leaves
         if torch.compiler.is_compiling():
             return call.finish(call.run(leaves, range(self.steps)))
         with torch._C.DisableTorchFunctionSubclass():  # asking doesn't read what may still be pending
@@ -66,7 +64,7 @@ class Accumulated:
         last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
         return call.finish(_add(first, last))
 
-    def _split_leaves(self, args: tuple[Any, ...], named: tuple[Any, ...]) -> list[bool]:
+    def split_leaves(self, args: tuple[Any, ...], named: tuple[Any, ...]) -> list[bool]:
         """For each leaf of the arguments, those by keyword last: is it part of the batch?"""
         whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
         if self.carry is not None:
@@ -85,15 +83,21 @@ class Accumulated:
         return torch.tensor_split(leaf, self.steps)
 
 
-@dataclass(frozen=True)
 class _Call:
-    """One call of an accumulated step. Leaves of the batch are given by their chunks, all others are whole."""
+    """One call of an accumulated step. Leaves of the batch are given by their chunks, all others are whole.
 
-    step: Accumulated
-    spec: Any
-    leaves: list[Any]
-    chunks: list[tuple[torch.Tensor, ...] | None]
-    names: tuple[str, ...]  # of keyword arguments
+    Called with tensors in the places of its own, it gives the sums over all micro-batches but the last.
+    """
+
+    def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        named = tuple(kwargs.values())  # Dynamo can't flatten an empty dict
+        self.step, self.names = step, tuple(kwargs)
+        self.leaves, self.spec = tree.flatten((args, named))
+        split = zip(self.leaves, step.split_leaves(args, named), strict=True)
+        self.chunks = [step.chunks_of(leaf) if splits else None for leaf, splits in split]
+        self._structure: tuple[Any, list[Any]] = (None, [])
+        self._positions: list[int] = []  # of tensors among the leaves
+        self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
         """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
@@ -137,10 +141,6 @@ class _Call:
                 f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; "
                 f"got {got}.{hint}"
             )
-        self._refuse_unequal()
-        return _Part(first, None, [rest], carry)
-
-    def _refuse_unequal(self) -> None:
         for leaf, chunk in zip(self.leaves, self.chunks, strict=True):
             if chunk is not None and leaf.shape[0] % self.step.steps:
                 raise StepError(
@@ -148,6 +148,7 @@ class _Call:
                     "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) "
                     "from the step, or choose a batch size that divides."
                 )
+        return _Part(first, None, [rest], carry)
 
     def finish(self, part: _Part) -> Any:
         """The output of the whole: a mean (or Weighted sums), then what the step returned besides, stacked."""
@@ -159,34 +160,20 @@ class _Call:
     def first_micro_batches(self, inputs: list[int]) -> _Part:
         """All but the last micro-batch, holding one graph at a time."""
         # All tensors are arguments of the Function, since it unwraps what it is given and nothing else.
-        positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
-        sums = _Sums(self, positions, tuple(positions.index(i) for i in inputs))
-        outs = MicroBatches.apply(sums, *(self.leaves[i] for i in positions))
+        self._positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.wanted = tuple(self._positions.index(i) for i in inputs)
+        outs = MicroBatches.apply(self, *(self.leaves[i] for i in self._positions))
         raise_priority(outs[0], ACCUMULATE_PRIORITY)
-        weight, rest, carry = sums.unflatten(outs[1 + len(inputs) :])
-        return _Part(outs[0], weight, rest, carry)
-
-
-class _Sums:
-    """The sum of losses and of gradients over all micro-batches but the last, on tensors at hand."""
-
-    def __init__(self, call: _Call, positions: list[int], wanted: tuple[int, ...]):
-        self.call = call
-        self.positions = positions
-        self.wanted = wanted
-        self._structure: tuple[Any, list[Any]] = (None, [])
-
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """(weight, rest, carry) from the tensors behind the gradients in what :meth:`__call__` gave."""
         spec, others = self._structure
-        extras = iter(tensors)
-        return tree.unflatten(spec, [next(extras) if isinstance(x, torch.Tensor) else x for x in others])
+        extras = iter(outs[1 + len(inputs) :])
+        filled = [next(extras) if isinstance(x, torch.Tensor) else x for x in others]
+        return _Part(outs[0], *tree.unflatten(spec, filled))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """(sum of losses, *sums of gradients with respect to the wanted tensors, *everything else)."""
         part: _Part | None = None
         grads: list[torch.Tensor] = []
-        for k in range(self.call.step.steps - 1):
+        for k in range(self.step.steps - 1):
             found, one = self._gradient(tensors, k, part.carry if part is not None else None)
             part = one if part is None else _add(part, one)
             grads = found if not grads else [total + g for total, g in zip(grads, found, strict=True)]
@@ -199,21 +186,21 @@ class _Sums:
         parts: list[_Part] = []
 
         def total(*wanted: torch.Tensor) -> torch.Tensor:
-            leaves = list(self.call.leaves)
-            for i, tensor in zip(self.positions, tensors, strict=True):
+            leaves = list(self.leaves)
+            for i, tensor in zip(self._positions, tensors, strict=True):
                 leaves[i] = tensor
             for i, tensor in zip(self.wanted, wanted, strict=True):
-                leaves[self.positions[i]] = tensor
-            parts.append(self.call.run(leaves, range(k, k + 1), carry))
+                leaves[self._positions[i]] = tensor
+            parts.append(self.run(leaves, range(k, k + 1), carry))
             return parts[-1].total
 
         at = [tensors[i] for i in self.wanted]
         if torch._C._are_functorch_transforms_active():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
-            return list(found), parts[-1]._replace(total=value, carry=_detached(parts[-1].carry))
+            return list(found), parts[-1]._replace(total=value, carry=tree.detached(parts[-1].carry))
         leaves = [leaf_like(x) for x in at]
         try:
-            with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.call.step.fn):
+            with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
                 value = total(*leaves)
         except TracedValueError:
             raise UnsupportedError(
@@ -221,28 +208,27 @@ class _Sums:
                 "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "
                 "micro-batch)."
             ) from None
-        refuse_captured(self.call.step.fn, value, [*leaves, *tensors])
+        refuse_captured(self.step.fn, value, [*leaves, *tensors])
         with checkpoints_allowed():
-            grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(at)
-        filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
-        return filled, _detached(parts[-1])
+            grads = gradients(value, leaves)
+        return grads, tree.detached(parts[-1])
 
 
 class MicroBatches(Function):
-    """``MicroBatches.apply(sums, *tensors)``: the outputs of `sums`, with their derivatives.
+    """``MicroBatches.apply(call, *tensors)``: what `call` gives for the tensors, with its derivatives.
 
     The cotangent of each wanted tensor is ct(total) * G, for G the gradients that the forward pass has made. G's own
     derivative is the Hessian, taken through the steps again, only when somebody asks for it.
     """
 
     @staticmethod
-    def forward(sums: _Sums, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return sums(tensors)
+    def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.sums, *tensors = inputs
-        count = len(ctx.sums.wanted)
+        ctx.call, *tensors = inputs
+        count = len(ctx.call.wanted)
         ctx.inputs = len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1 + count :])
@@ -250,32 +236,28 @@ class MicroBatches(Function):
 
     @staticmethod
     def backward(ctx: Any, total: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
-        sums: _Sums = ctx.sums
+        call: _Call = ctx.call
         tensors, grads = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
         found: list[torch.Tensor | None] = [None if total is None else total * g for g in grads]
         if any(ct is not None for ct in others[: len(grads)]):
             cotangents = [torch.zeros_like(g) if ct is None else ct for ct, g in zip(others, grads, strict=False)]
-            transpose = torch.func.vjp(_gradient_of(sums, tensors), *(tensors[i] for i in sums.wanted))[1]
-            again = transpose(tuple(cotangents))
+
+            def gradient(*wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                here = list(tensors)
+                for i, tensor in zip(call.wanted, wanted, strict=True):
+                    here[i] = tensor
+                return call(here)[1 : 1 + len(wanted)]
+
+            again = torch.func.vjp(gradient, *(tensors[i] for i in call.wanted))[1](tuple(cotangents))
             found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
-        by_position = dict(zip(sums.wanted, found, strict=True))
+        by_position = dict(zip(call.wanted, found, strict=True))
         return (None, *(by_position.get(i) for i in range(ctx.inputs)))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], sums: _Sums, *tensors: torch.Tensor) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:
         # The differentiable path: levels below this one see plain operations.
-        outs = torch.vmap(lambda *mine: sums(mine), in_dims=in_dims[1:], randomness=info.randomness)(*tensors)
+        outs = torch.vmap(lambda *mine: call(mine), in_dims=in_dims[1:], randomness=info.randomness)(*tensors)
         return outs, (0,) * len(outs)
-
-
-def _gradient_of(sums: _Sums, tensors: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def gradient(*wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        here = list(tensors)
-        for i, tensor in zip(sums.wanted, wanted, strict=True):
-            here[i] = tensor
-        return sums(here)[1 : 1 + len(wanted)]
-
-    return gradient
 
 
 def _add(a: _Part, b: _Part) -> _Part:
@@ -283,10 +265,6 @@ def _add(a: _Part, b: _Part) -> _Part:
         raise StepError("accumulate: the step returned ltx.Weighted for one micro-batch and a plain loss for another.")
     weight = a.weight + b.weight if a.weight is not None and b.weight is not None else None
     return _Part(a.total + b.total, weight, a.rest + b.rest, b.carry)
-
-
-def _detached(part: Any) -> Any:
-    return tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, part)
 
 
 def _stack(values: Sequence[Tree]) -> Tree:

@@ -1,29 +1,54 @@
-"""The second half of an eager training step: the backward pass, and what is done with its buckets when they complete.
+"""The two halves of an eager training step: what the forward pass gave, and what the backward pass needs and gives.
 
-When that is, the step's policy says: at the end of the backward pass for all of them, as each arrives, or where the
-next step first uses a parameter (:class:`ltx.training.pending_step.PendingStep`).
+What is done with its buckets is in :mod:`ltx.training.completion`. When that is, the step's policy says: at the end of
+the backward pass for all of them, as each arrives, or where the next step first uses a parameter
+(:class:`ltx.training.pending_step.PendingStep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ltx import collectives, comm, tree
 from ltx.axis import Axis
 from ltx.errors import WeightError
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.packing import unpack
 from ltx.gradients.process_schedule import ProcessSchedule
-from ltx.gradients.reduction import LeafState, Reduced
+from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer
 from ltx.training.train_state import TrainState
-from ltx.transforms.sync_state import states_after
+from ltx.transforms.run import Run
 from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the forward pass gave.
+
+    Attributes:
+        run: the call of the user's step.
+        leaves, sync_leaves, sync_spec: the parameters and the communication state that the step was given.
+        total, weight: the loss, or a Weighted's sums; None for the weight of a plain loss.
+        buffers, aux: what the step returned besides.
+    """
+
+    run: Run
+    leaves: list[torch.Tensor]
+    sync_leaves: list[torch.Tensor]
+    sync_spec: Any
+    total: torch.Tensor
+    weight: torch.Tensor | None
+    buffers: Tree
+    aux: Any
+
+    @property
+    def schedule(self) -> ProcessSchedule | None:
+        """What reduces the gradients, if ranks are processes that share them."""
+        return self.run.schedule if isinstance(self.run.schedule, ProcessSchedule) else None
 
 
 @dataclass(frozen=True)
@@ -57,7 +82,7 @@ class Backward:
         The pass is ``torch.autograd.backward`` and not ``grad``: accumulating lays each gradient out as its parameter,
         which the optimizers' kernels want, while it is still in the cache.
         """
-        if not _is_one(self.loss_scale):
+        if not is_one(self.loss_scale):
             with torch.enable_grad():
                 total = total * self.loss_scale
         return total if self.inputs and total.requires_grad else None
@@ -78,13 +103,7 @@ class Backward:
         """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
         if divisor is not None:
             grads = [g / divisor.to(g.dtype) for g in grads]
-        return grads if _is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
-
-    def completion(self, schedule: ProcessSchedule, by_bucket: bool, scale: Scale) -> Completion:
-        """What is done with complete buckets: they are updated one by one, or their gradients collected."""
-        if by_bucket:
-            return UpdateBuckets(self.optimizer, self.state, self.trained, self.donate, schedule, scale)
-        return CollectGradients(self.state, self.trained, schedule, scale, self.probes)
+        return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
 
     def invalidated_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
         """Mark the state as invalid if `error` came when `updated` buckets (None: all) had been updated in place."""
@@ -96,38 +115,10 @@ class Backward:
                 'overlap="backward" a state is that before the step or that after it.'
             )
 
-    def scale(self, schedule: ProcessSchedule, weighted: bool) -> Scale:
-        """The factor of reduced gradients. With weights this waits for the step summary, if that comes to the host."""
-        if not weighted:
-            return Scale(1.0 / self.loss_scale)
-        assert schedule.summary is not None
-        if not schedule.summary.stays_on_device or self.optimizer.unless(_NEVER, self.leaves) is None:
-            return Scale(_weighted_scale(schedule) / self.loss_scale)
-        weight = schedule.summary.enqueued().weight
-        empty = weight == 0  # the host raises when it reads the summary; until then nothing may change
-        return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / self.loss_scale, empty)
 
-
-_NEVER = torch.tensor(False)
-
-
-def _is_one(scale: float | torch.Tensor) -> bool:
+def is_one(scale: float | torch.Tensor) -> bool:
+    """Whether the host knows that it is 1."""
     return not isinstance(scale, torch.Tensor) and scale == 1
-
-
-def _weighted_scale(schedule: ProcessSchedule) -> float:
-    assert schedule.summary is not None
-    weight = float(schedule.summary.wait().weight)
-    alone = schedule.among is not schedule.comm
-    if weight == 0 and alone:  # no data on this rank and those that it shares gradients with; other ranks continue
-        return 1.0
-    if weight == 0:
-        schedule.drain()  # every rank raises: keep the channels in step
-        raise WeightError(
-            "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. "
-            "Give at least one rank a sample, or skip the step on all of them."
-        )
-    return schedule.among.size / weight
 
 
 def mean_at_once(
@@ -153,38 +144,6 @@ def mean_at_once(
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What reduced gradients are multiplied by.
-
-    Attributes:
-        factor: a tensor where the host doesn't wait for it.
-        skip: on the device, whether nothing may be updated; None if that isn't in question.
-    """
-
-    factor: float | torch.Tensor
-    skip: torch.Tensor | None = None
-
-    @property
-    def at_most_one(self) -> bool:
-        """Whether it is known to keep finite numbers finite."""
-        return not isinstance(self.factor, torch.Tensor) and abs(self.factor) <= 1
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it changes nothing."""
-        return not isinstance(self.factor, torch.Tensor) and self.factor == 1
-
-    def apply(self, grads: Sequence[torch.Tensor]) -> None:
-        """Multiply in place."""
-        torch._foreach_mul_(list(grads), self.factor)
-
-    def conditional(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
-        """`optimizer`, which does nothing where nothing may be updated."""
-        found = None if self.skip is None else optimizer.unless(self.skip, params)
-        return optimizer if found is None else found
-
-
-@dataclass(frozen=True)
 class BackwardResult:
     """What the backward pass gave.
 
@@ -202,105 +161,3 @@ class BackwardResult:
     opt_state: Tree = None
     sums: list[torch.Tensor | float] | None = None
     skip: torch.Tensor | None = None
-
-
-class Completion(Protocol):
-    """What is done with the buckets of a pass.
-
-    Attributes:
-        updated: how many buckets the optimizer has updated in the state's own memory.
-    """
-
-    updated: int
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """The program of `bucket` has returned `reduced`."""
-        ...
-
-    def result(self) -> BackwardResult:
-        """The result, once all buckets are complete."""
-        ...
-
-
-class CollectGradients:
-    """Collects the gradients, for an optimizer that runs on all of them. Nothing of the state is touched."""
-
-    updated = 0
-
-    def __init__(
-        self,
-        state: TrainState,
-        trained: Sequence[int],
-        schedule: ProcessSchedule,
-        scale: Scale,
-        probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None,
-    ):
-        self._state, self._trained, self._schedule = state, trained, schedule
-        self._scale, self._probes = scale, probes
-        self._grads: dict[int, torch.Tensor] = {}
-        self._states: dict[int, LeafState] = {}
-        self._sums: list[torch.Tensor | float] = []
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """Keep the bucket's gradients."""
-        grads = unpack(reduced[0].view(-1), bucket)
-        self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
-        # A multiple (of at most 1) of finite numbers is finite.
-        total = self._schedule.total(bucket) if self._probes is not None and self._scale.at_most_one else None
-        if not self._scale.is_one:
-            self._scale.apply(grads)
-        if total is not None:
-            self._sums.append(total)
-        elif self._probes is not None:
-            self._sums += self._probes(grads)  # while they are in the cache
-        self._grads.update(zip(bucket.members, grads, strict=True))
-
-    def result(self) -> BackwardResult:
-        """All gradients, in the order of the leaves."""
-        before, sums = self._state.sync_state.leaves, self._sums if self._probes is not None else None
-        after = states_after(self._schedule.plan, self._states, before, self._state.trained, self._trained)
-        grads = [self._grads[m] for m in range(len(self._trained))]
-        return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
-
-
-class UpdateBuckets:
-    """Runs the optimizer on each bucket. With `donate` in the state's own memory, else in copies."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        state: TrainState,
-        trained: Sequence[int],
-        donate: bool,
-        schedule: ProcessSchedule,
-        scale: Scale,
-    ):
-        self.updated = 0
-        self._optimizer, self._state, self._trained = optimizer, state, trained
-        self._schedule, self._scale = schedule, scale
-        self.params, self._opt_state = state.trained, state.opt_state
-        if not donate:
-            self.params, self._opt_state = tree.map(torch.clone, self.params), tree.map(torch.clone, self._opt_state)
-        self._leaves = tree.flatten(self.params)[0]
-        self._leaf_states = optimizer.leaf_states(self._opt_state, self.params)
-        self._applied = scale.conditional(optimizer, [self._leaves[i] for i in trained])
-        self._states: dict[int, LeafState] = {}
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """Update the bucket's parameters with its gradients, which are overwritten."""
-        grads = unpack(reduced[0].view(-1), bucket)
-        self.updated += 1
-        if not self._scale.is_one:
-            self._scale.apply(grads)
-        at = [self._trained[m] for m in bucket.members]
-        with comm.span("update"):
-            self._applied.apply_leaves(
-                grads, [self._leaf_states[i] for i in at], [self._leaves[i] for i in at], self._state.step
-            )
-        self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
-
-    def result(self) -> BackwardResult:
-        """Parameters and optimizer state after the step."""
-        before = self._state.sync_state.leaves
-        after = states_after(self._schedule.plan, self._states, before, self.params, self._trained)
-        return BackwardResult(None, after, self.params, self._optimizer.advance(self._opt_state))

@@ -7,7 +7,7 @@ were read off the state or put into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -17,7 +17,6 @@ from ltx import tree
 from ltx.errors import DonatedStateError
 from ltx.placements import own_part
 from ltx.training.train_state import TrainState
-from ltx.typing import Tree
 
 # What may be asked of a donated tensor: nothing of it is a value.
 _HARMLESS = frozenset(
@@ -61,32 +60,21 @@ def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
             x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_DTENSORS)
 
 
-def alias(x: Any) -> Any:
-    """A new tensor object on the memory of `x`."""
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
 def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:
     """`following`, which shares the memory of `state`, with tensor objects of its own; `state` is donated.
 
     `seen`: the parts of `state` whose tensors the user may hold.
     """
     leaves = [x for part in state.parts(seen) for x in tree.flatten(part)[0] if isinstance(x, torch.Tensor)]
-    held = list({id(x): x for x in leaves}.values())  # parameters may be communication state too
+    held = {id(x): x for x in leaves}  # parameters may be communication state too
     state.donate()
     if held:
-        following.renew(apart_from(held))
+        following.renew(lambda part: tree.map(lambda x: x.detach() if id(x) in held else x, part))
         give_away(
-            held,
+            held.values(),
             f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "
             f"that made state {state.step + 1}: its memory holds other values now. Read it off the state that the step "
             "returned; to keep old values copy them before the step, such as {name: x.clone() for name, x in "
             "state.params.items()}, or use train_step(..., donate=False).",
         )
     return following
-
-
-def apart_from(held: Sequence[torch.Tensor]) -> Callable[[Tree], Tree]:
-    """A function that gives a tree new objects in place of those among `held`."""
-    known = {id(x) for x in held}
-    return lambda part: tree.map(lambda x: alias(x) if id(x) in known else x, part)

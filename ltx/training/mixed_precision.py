@@ -1,19 +1,198 @@
-"""mixed_precision: a step that computes in one dtype, with parameters, gradients and optimizer in another."""
+"""mixed_precision: a step that computes in one dtype, with parameters, gradients and optimizer in another.
+
+    f16(p, batch) = output(f(compute(p), compute(batch)))          parameters p, gradients and optimizer in p's dtype
+    dynamic scaling:    g = grad(s f16) / s
+                        all of g finite on all ranks:   update; s <- growth s after growth_interval such steps in a row
+                        else:                           no update; s <- backoff s
+
+Micikevicius et al., "Mixed precision training", ICLR 2018: sections 3.1 (master weights) and 3.2 (loss scaling). The
+dynamic scale is that of torch.amp.GradScaler.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from ltx import tree
-from ltx.arguments import brief
-from ltx.errors import StepError
+from ltx import traced, tree
+from ltx.arguments import brief, check_whole
+from ltx.errors import StepError, StrategyError
 from ltx.training.accumulate import Accumulated
 from ltx.transforms.data_parallel import DataParallel
-from ltx.transforms.precision import Precision
 from ltx.typing import Step
+
+_COMPUTE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_REDUCE = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """The state of dynamic loss scaling, the same on every rank.
+
+    Attributes:
+        scale: 0-dim float32: what the next loss is multiplied by.
+        good_steps: 0-dim int32: steps with finite gradients since the scale changed last.
+    """
+
+    scale: torch.Tensor
+    good_steps: torch.Tensor
+
+
+tree.register_node(
+    LossScale,
+    lambda state: ((state.scale, state.good_steps), None),
+    lambda children, _: LossScale(*children),
+    names=("scale", "good_steps"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+    """A loss scale that shrinks where gradients overflow, and grows while they don't: GradScaler's rule.
+
+    Args:
+        init: the first scale.
+        growth: it is multiplied by this after `growth_interval` steps in a row with finite gradients.
+        backoff: it is multiplied by this after a step with others.
+        growth_interval: see `growth`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("init", 0.0, float("inf")), ("growth", 1.0, float("inf")), ("backoff", 0.0, 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < high:
+                raise StrategyError(
+                    f"DynamicLossScale.{name} must be a number above {low:g} and below {high:g}, got {brief(value)}."
+                )
+        check_whole(self, 1, "growth_interval")
+
+    def start(self) -> LossScale:
+        """The state before the first step."""
+        return LossScale(torch.tensor(float(self.init)), torch.tensor(0, dtype=torch.int32))
+
+    def after(self, state: LossScale, finite: torch.Tensor | bool) -> LossScale:
+        """The state after a step whose gradients were `finite` on all ranks, or weren't."""
+        finite = torch.as_tensor(finite, device=state.scale.device)
+        full, grown = state.good_steps + 1 >= self.growth_interval, state.scale * self.growth
+        after_good = torch.where(full & grown.isfinite(), grown, state.scale)
+        scale = torch.where(finite, after_good, state.scale * self.backoff)
+        return LossScale(scale, torch.where(finite & ~full, state.good_steps + 1, torch.zeros_like(state.good_steps)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of a step, for :func:`ltx.mixed_precision`.
+
+    Args:
+        compute: what floating parameters and floating tensors of the batch are cast to inside the step.
+        reduce: torch.float16 or torch.bfloat16: gradients travel between ranks in it (:func:`ltx.hooks.cast`). None: as
+            the strategy sends them, in the parameters' own dtype.
+        output: what floating outputs in `compute` are cast to. Those that the step itself has made in another dtype
+            stay as they are. None: all do.
+        loss_scale: in :func:`ltx.train_step` the loss is multiplied by it before the backward pass, and gradients are
+            divided by it before the optimizer. None: 1; a number: that; a :class:`ltx.DynamicLossScale` skips the
+            update, on all ranks alike, where any gradient of any rank isn't finite. A fixed scale skips nothing.
+        keep_params: paths of parameters that aren't cast, as patterns of :mod:`fnmatch` (``("*norm*", "*.bn?.*")``) or
+            a function from a path to a bool. Norms' weights and biases want float32 where the rest is in half
+            precision: torch's batch norm takes half precision inputs with float32 parameters and statistics.
+        keep: positions of arguments whose tensors aren't cast. ``keep=(1,)`` for the buffers of a train step, such as
+            running means, which would lose what half precision can't hold.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=1024.0))
+        Precision(compute=torch.float16, loss_scale=DynamicLossScale(init=1024.0, growth=2.0, backoff=0.5, \
+growth_interval=2000))
+    """
+
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = torch.float32
+    loss_scale: float | DynamicLossScale | None = None
+    keep: tuple[int, ...] = ()
+    keep_params: tuple[str, ...] | Callable[[str], bool] = ()
+
+    def __post_init__(self) -> None:
+        if self.compute not in _COMPUTE:
+            raise StrategyError(f"Precision.compute must be one of {_named(_COMPUTE)}, got {brief(self.compute)}.")
+        if self.reduce is not None and self.reduce not in _REDUCE:
+            raise StrategyError(
+                f"Precision.reduce must be None (the parameters' own dtype, which gradients have) or one of "
+                f"{_named(_REDUCE)}, got {brief(self.reduce)}."
+            )
+        if self.output is not None and self.output not in _COMPUTE:
+            raise StrategyError(
+                f"Precision.output must be None or one of {_named(_COMPUTE)}, got {brief(self.output)}."
+            )
+        scale = self.loss_scale
+        if not (scale is None or isinstance(scale, DynamicLossScale)):
+            if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+                raise StrategyError(
+                    f"Precision.loss_scale must be None, a positive number or an ltx.DynamicLossScale, "
+                    f"got {brief(scale)}."
+                )
+            object.__setattr__(self, "loss_scale", float(scale))
+        if not isinstance(self.keep, tuple) or any(not isinstance(n, int) or n < 0 for n in self.keep):
+            raise StrategyError(
+                f"Precision.keep must be a tuple of positions of arguments, such as (1,), got {brief(self.keep)}."
+            )
+
+        patterns = self.keep_params
+        if not callable(patterns) and not (
+            isinstance(patterns, tuple) and all(isinstance(pattern, str) for pattern in patterns)
+        ):
+            raise StrategyError(
+                "Precision.keep_params must be a tuple of patterns of parameters' paths, such as ('*norm*',), or a "
+                f"function from a path to a bool, got {brief(patterns)}."
+            )
+
+    def keeps(self, path: str) -> bool:
+        """Whether the parameter at `path` isn't cast."""
+        patterns = self.keep_params
+        return bool(patterns(path)) if callable(patterns) else _matches(patterns, path)
+
+    def __repr__(self) -> str:
+        said = ((f.name, getattr(self, f.name)) for f in fields(self))
+        changed = (f"{name}={value!r}" for name, value in said if name == "compute" or value != _DEFAULTS[name])
+        return f"Precision({', '.join(changed)})"
+
+    @property
+    def dynamic(self) -> DynamicLossScale | None:
+        """The rule of a scale that changes."""
+        return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
+
+    @property
+    def fixed_scale(self) -> float | None:
+        """A scale that doesn't."""
+        return None if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale
+
+
+@traced.at_trace_time
+def _matches(patterns: tuple[str, ...], path: str) -> bool:
+    """Whether a path fits one of `patterns`."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Precision)}
+
+
+def _named(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from ltx.arguments import brief
 from ltx.errors import StepError
 from ltx.transforms.closure_check import nodes_made, refuse_captured
 from ltx.transforms.data_parallel import DataParallel
-from ltx.transforms.run import Run
-from ltx.transforms.weighted import Weighted
+from ltx.transforms.run import Run, Weighted
 from ltx.typing import Step, Tree
 
 
@@ -112,7 +111,7 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
             f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its "
             "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
         )
-    rest = run.averaged(tree.map(_detach, parts[1:]))
+    rest = run.averaged(tree.detached(parts[1:]))
     return Outputs(loss, None if buffers is None else rest[0], rest[-1] if has_aux else None)
 
 
@@ -127,10 +126,6 @@ def unshared(values: Tree, others: Tree) -> Tree:
         return x.clone() if shares else x
 
     return tree.map(apart, values)
-
-
-def _detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def _what(value: Any) -> str:
@@ -171,7 +166,7 @@ class GivenGradients:
     fn: Step
 
     def __call__(self, params: Tree, *args: Any, **named: Any) -> Any:
-        apart = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, params)  # the step differentiates itself
+        apart = tree.detached(params)  # the step differentiates itself
         before = 0 if torch.compiler.is_compiling() else nodes_made()
         returned = self.fn(apart, *args, **named)
         if not isinstance(returned, tuple) or isinstance(returned, Weighted) or len(returned) < 2:

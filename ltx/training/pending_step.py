@@ -16,6 +16,7 @@ extension, finds NaN in a parameter that nothing has used before.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,12 +32,35 @@ from ltx.errors import InvalidStateError, LtxError
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
-from ltx.training.backward import UpdateBuckets
-from ltx.training.compiled_calls import calls_compiled, on_compilation
+from ltx.training.completion import UpdateBuckets
 from ltx.training.progress_thread import look_after
 from ltx.training.train_state import TrainState
+from ltx.transforms.closure_check import Seen
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
+
+# Steps that call compiled functions, whose guards want plain tensors.
+_compiled = Seen()
+
+
+@contextmanager
+def _on_compilation(fn: Any, react: Callable[[], None]) -> Iterator[None]:
+    """Call `react` as soon as Dynamo begins to compile something, and remember that `fn` calls compiled functions."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+
+    def begun(_: Any) -> None:
+        _compiled.add(fn)
+        react()
+
+    dynamo.callback_handler.register_start_callback(begun)
+    try:
+        yield
+    finally:
+        dynamo.callback_handler.remove_start_callback(begun)
+
 
 _NOTHING_TO_CALL = torch._C._disabled_torch_function_impl
 
@@ -46,16 +70,15 @@ class _Trigger:
 
     def __get__(self, tensor: torch.Tensor | None, owner: type[PendingParameter]) -> Any:
         pending_step = owner.pending_step
-        if pending_step is None or (tensor is None and pending_step.unseen is None):
+        if pending_step is None:
             return _NOTHING_TO_CALL
         # Torch takes an error here for a no. So the answer is yes, and the function raises when torch calls it.
         if tensor is not None and pending_step.unseen is None:
             try:
                 pending_step.wait_for_parameter(tensor)
-                return _NOTHING_TO_CALL
             except BaseException as error:
                 pending_step.unseen = error
-        return pending_step.raise_unseen
+        return _NOTHING_TO_CALL if pending_step.unseen is None else pending_step.raise_unseen
 
 
 class _Asked(type(torch.Tensor)):  # type: ignore[misc]
@@ -90,17 +113,17 @@ class StepStart:
     leaves: list[torch.Tensor]
     spec: Any
     sync: SyncState
-    pending_step: PendingStep | None = None
-    seen: tuple[str, ...] = ()
+    pending_step: PendingStep | None
+    seen: tuple[str, ...]
 
 
-def step_start(state: TrainState, fn: Any, late: bool) -> StepStart:
+def step_start(state: TrainState, fn: Any, late: bool, seen: tuple[str, ...]) -> StepStart:
     """The start of a step `fn` on `state`. Unless `late`, everything is complete in it."""
     pending_step = cast("PendingStep | None", state.pending_step)
-    if pending_step is None or pending_step.completed or not late or calls_compiled(fn) or under_way:
+    if pending_step is None or pending_step.over or not late or _compiled.has(fn) or under_way:
         leaves, spec = tree.flatten(state.trained)
-        return StepStart(leaves, spec, state.sync_state)
-    return StepStart(pending_step.stand_ins(), pending_step.spec, pending_step.sync, pending_step)
+        return StepStart(leaves, spec, state.sync_state, None, seen)
+    return StepStart(pending_step.stand_ins(), pending_step.spec, pending_step.sync, pending_step, seen)
 
 
 class PendingStep:
@@ -109,8 +132,6 @@ class PendingStep:
     Args:
         updates: updates the buckets.
         schedule: that of its backward pass.
-        trained: the places of the parameters that are trained.
-        number: the number of the step, for errors.
         sync: the communication state after it, whose leaves are still those before it.
         stand_in: the class of an earlier pending step's stand-ins, to be used again.
     """
@@ -119,17 +140,15 @@ class PendingStep:
         self,
         updates: UpdateBuckets,
         schedule: ProcessSchedule,
-        trained: Sequence[int],
-        number: int,
         sync: SyncState,
-        stand_in: type[PendingParameter] | None = None,
+        stand_in: type[PendingParameter] | None,
     ):
         assert schedule.summary is not None
         self.sync = sync
         self.stand_in = stand_in
-        self._updates, self._schedule, self._summary, self._number = updates, schedule, schedule.summary, number
+        self._updates, self._schedule, self._summary = updates, schedule, schedule.summary
         self._leaves, self.spec = tree.flatten(updates.params)
-        members = [[trained[m] for m in bucket.members] for bucket in schedule.plan.buckets]
+        members = [[updates.trained[m] for m in bucket.members] for bucket in schedule.plan.buckets]
         self._bucket_of = {place: index for index, places in enumerate(members) for place in places}
         self._left = set(range(len(members)))
         self._hidden: dict[int, list[tuple[torch.Tensor, int]]] = {index: [] for index in self._left}
@@ -143,14 +162,9 @@ class PendingStep:
             look_after(self)
 
     @property
-    def completed(self) -> bool:
-        """Whether all buckets are applied."""
-        return self._result is not None
-
-    @property
     def over(self) -> bool:
         """Whether all buckets are applied, or never will be."""
-        return self.completed or self._error is not None
+        return self._result is not None or self._error is not None
 
     def result(self) -> tuple[Tree, Tree, SyncState]:
         """(parameters, optimizer state, communication state), once all are there.
@@ -162,8 +176,6 @@ class PendingStep:
         self.wait_all()
         assert self._result is not None
         return self._result
-
-    # --- the forward pass during which it completes ------------------------------------------------------------------
 
     def stand_ins(self) -> list[torch.Tensor]:
         """A tensor for each parameter: itself if it is there, else NaN in its shape, which takes no memory."""
@@ -191,7 +203,7 @@ class PendingStep:
         for place, index in self._bucket_of.items():
             if index in self._left:
                 self._hide(leaves[place], place)
-        with on_compilation(fn, self.wait_all):
+        with _on_compilation(fn, self.wait_all):
             yield
 
     def _hide(self, leaf: torch.Tensor, place: int) -> None:
@@ -210,11 +222,9 @@ class PendingStep:
 
     def raise_unseen(self, *_: Any, **__: Any) -> Any:
         """``__torch_function__`` of a parameter whose bucket has failed."""
+        assert self.unseen is not None
         error, self.unseen = self.unseen, None
-        assert error is not None
         raise error
-
-    # --- completion --------------------------------------------------------------------------------------------------
 
     def wait_for_parameter(self, tensor: torch.Tensor) -> None:
         """Complete the bucket of a stand-in."""
@@ -231,7 +241,7 @@ class PendingStep:
             self._check()
             if self._result is None:
                 if self._left and self._schedule.has_later_phases:
-                    self._guarded(self._schedule.flush)
+                    self._guarded(self._schedule.pending.flush)
                 for index in sorted(self._left):
                     self._complete(index)
                 if self._result is None:  # no parameters
@@ -242,7 +252,7 @@ class PendingStep:
         if self._lock.acquire(blocking=False):
             try:
                 if self._left and not self.over:
-                    self._guarded(self._schedule.poll)
+                    self._guarded(self._schedule.pending.poll)
             finally:
                 self._lock.release()
 
@@ -267,24 +277,23 @@ class PendingStep:
             leaf.data = self._leaves[place]
             self._places.pop(id(leaf), None)
 
-    def _guarded(self, complete: Callable[[], None]) -> None:
+    def _guarded(self, complete: Callable[[], object]) -> None:
         try:
             with _undisturbed(self._leaves):
                 complete()
         except BaseException as error:
             # An interrupt during a wait harms nothing: the next read waits again.
-            if isinstance(error, LtxError) or not self._schedule.intact:
+            if isinstance(error, LtxError) or not self._schedule.pending.intact:
                 self._fail(error)
             raise
 
     def _finish(self) -> None:
-        self._guarded(self._end_pass)
+        self._guarded(self._schedule.finish)
         done = self._updates.result()
         self._result = done.params, done.opt_state, replace(self.sync, leaves=done.states)
-        self._end()
-
-    def _end_pass(self) -> None:
-        self._schedule.finish()
+        self._schedule.comm.pending_steps.remove(self)
+        if self.stand_in is not None and self.stand_in.pending_step is self:
+            self.stand_in.pending_step = None
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -293,18 +302,13 @@ class PendingStep:
             with suppress(LtxError, RuntimeError):  # peers can't be told where the store is gone too
                 self._schedule.abandon(error)
 
-    def _end(self) -> None:
-        self._schedule.comm.pending_steps.remove(self)
-        if self.stand_in is not None and self.stand_in.pending_step is self:
-            self.stand_in.pending_step = None
-
     def _check(self) -> None:
         if self._error is None:
             return
         axis_comm, buckets = self._schedule.comm, len(self._schedule.plan.buckets)
         done = buckets - len(self._left)
         raise InvalidStateError(
-            f"rank {axis_comm.rank}: step {self._number} was still pending when something failed "
+            f"rank {axis_comm.rank}: step {self._updates.state.step + 1} was still pending when something failed "
             f"({type(self._error).__name__}: {self._error}). {done} of its {buckets} buckets of parameters were "
             f"updated, so this state is neither that before the step nor that after it. Load a checkpoint, or start "
             "from train.init(params) and take the state of a rank whose own is whole: train.broadcast(state, src). "
@@ -331,11 +335,13 @@ def leaf_like(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _undisturbed(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Without the transforms, modes and autocast that may surround the place where a parameter is used."""
-    with ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch._C._DisableFuncTorch())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        ExitStack() as stack,  # each restores what it has found, so the others are left before these
+    ):
         for device in {leaf.device.type for leaf in leaves}:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

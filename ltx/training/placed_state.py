@@ -71,13 +71,9 @@ class PlacedState:
 
     def placed(self, state: TrainState) -> TrainState:
         """The inverse of :meth:`local`."""
-        held = [state.held(name) for name in _PARTS]
+        pairs = zip((state.held(name) for name in _PARTS), self.parts, strict=True)
         with torch.no_grad():
-            parts = [
-                part if placements is None else _placed(part, placements)
-                for part, placements in zip(held, self.parts, strict=True)
-            ]
-        return _with_parts(state, parts)
+            return _with_parts(state, [part if how is None else _placed(part, how) for part, how in pairs])
 
     def train(self, train: Train) -> Train:
         """`train` for :meth:`local` states."""
@@ -92,28 +88,14 @@ class PlacedState:
                 f"train_step: {strategy!r} works on whole parameters, and ranks hold parts of some (DTensors), so that "
                 "its result would depend on how many these are. Use another strategy, such as ltx.DDPStrategy()."
             )
-        if self.trained is None:
-            return replace(train, step=replace(train.step, placements=self.given))
-        optimizer = _on_parts(train.optimizer, self.trained)
+        optimizer = train.optimizer if self.trained is None else _on_parts(train.optimizer, self.trained)
         return replace(train, step=replace(train.step, placements=self.given), optimizer=optimizer)
 
 
 def _with_parts(state: TrainState, parts: Sequence[Tree]) -> TrainState:
     """`state` with other :data:`_PARTS`; donated when `state` is."""
-    params, buffers, opt_state, frozen = parts
-    changed = TrainState(
-        params,
-        buffers,
-        opt_state,
-        state.held("sync_state"),
-        state.step,
-        state.layout,
-        state.held("loss_scale"),
-        state.pending,
-        frozen,
-        state._lease,
-    )
-    return changed.unseen()
+    held = {name: state.held(name) for name in ("sync_state", "loss_scale")}
+    return replace(state, **dict(zip(_PARTS, parts, strict=True)), **held).unseen()
 
 
 def _placed(part: Tree, placements: Placements) -> Tree:
@@ -172,20 +154,15 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     by_path = dict(zip(tree.leaf_paths(params), given.leaves, strict=True))
     shapes = dict(zip(tree.leaf_paths(parts), (x.shape for x in tree.flatten(parts)[0]), strict=True))
 
-    def of_part(part: Tree) -> Placements | None:
-        found = tuple(by_path[path] for path in tree.leaf_paths(part))
-        return Placements(found) if any(found) else None
-
-    def of_optimizer(part: Tree) -> Placements | None:
+    def of(part: Tree) -> Placements | None:
+        """Those of parameters, or of what an optimizer keeps for them."""
         pairs = zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)
         paths = [(_parameter_of(path, by_path), x) for path, x in pairs]
         found = tuple(by_path[path] if path is not None and shapes[path] == x.shape else None for path, x in paths)
         return Placements(found) if any(found) else None
 
-    buffers_placements = Placements.of(tree.flatten(buffers)[0])
-    opt_state = of_optimizer(state.held("opt_state"))
-    parts_placements = (of_part(trained), buffers_placements, opt_state, of_part(frozen))
-    return PlacedState(given, parts_placements[0], parts_placements).placed(state)
+    found = (of(trained), Placements.of(tree.flatten(buffers)[0]), of(state.held("opt_state")), of(frozen))
+    return PlacedState(given, found[0], found).placed(state)
 
 
 _SHARED = (

@@ -12,33 +12,20 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import Protocol
+from typing import Any
 
 _PATIENCE_S = 0.1
 _PAUSE_S = 0.01
 
 
-class Pollable(Protocol):
-    """Something that continues when it is polled."""
-
-    @property
-    def over(self) -> bool:
-        """Whether polling is of no more use."""
-        ...
-
-    def poll(self) -> None:
-        """Continue as far as possible without waiting; do nothing while another thread is in here."""
-        ...
-
-
 class _Mover:
     def __init__(self) -> None:
-        self._watched: list[tuple[float, weakref.ref[Pollable]]] = []
+        self._watched: list[tuple[float, weakref.ref[Any]]] = []
         self._ends = False
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def watch(self, pending_step: Pollable) -> None:
+    def watch(self, pending_step: Any) -> None:
         with self._more:
             self._forget()
             self._watched.append((time.monotonic(), weakref.ref(pending_step)))
@@ -51,7 +38,8 @@ class _Mover:
             self._more.notify()
 
     def _forget(self) -> None:
-        self._watched = [(since, ref) for since, ref in self._watched if not _is_over(ref)]
+        alive = ((since, ref, ref()) for since, ref in self._watched)
+        self._watched = [(since, ref) for since, ref, step in alive if step is not None and not step.over]
 
     def _end(self) -> None:
         """Python must not exit while the thread frees tensors: torch releases the interpreter there, and aborts."""
@@ -65,11 +53,8 @@ class _Mover:
         while True:
             with self._more:
                 self._forget()
-                while not self._watched and not self._ends:
-                    self._more.wait()
-                if self._ends:
-                    return
-                oldest, watched = self._watched[0][0], list(self._watched)
+                self._more.wait_for(lambda: self._watched or self._ends)
+                oldest, watched = self._watched[0][0] if self._watched else 0.0, list(self._watched)
                 due = max(_PAUSE_S, oldest + _PATIENCE_S - time.monotonic())
                 if self._more.wait_for(lambda: self._ends, due):
                     return
@@ -78,12 +63,7 @@ class _Mover:
                     _poll(ref)
 
 
-def _is_over(ref: weakref.ref[Pollable]) -> bool:
-    pending_step = ref()
-    return pending_step is None or pending_step.over
-
-
-def _poll(ref: weakref.ref[Pollable]) -> None:
+def _poll(ref: weakref.ref[Any]) -> None:
     pending_step = ref()
     if pending_step is not None:
         with suppress(BaseException):  # a read of the state raises
@@ -93,6 +73,9 @@ def _poll(ref: weakref.ref[Pollable]) -> None:
 _mover = _Mover()
 
 
-def look_after(pending_step: Pollable) -> None:
-    """Poll `pending_step` now and then, once it has been pending for a while."""
+def look_after(pending_step: Any) -> None:
+    """Call ``pending_step.poll()`` now and then, once it has been pending for a while, until it is ``over``.
+
+    `poll` goes on as far as it can without waiting, and does nothing while another thread is in it.
+    """
     _mover.watch(pending_step)

@@ -13,15 +13,22 @@ from ltx.errors import UnsupportedError
 from ltx.optim.update import Update
 from ltx.placements import refuse_in_graph as refuse_dtensors
 from ltx.strategies.update import StepInfo
-from ltx.training.guard import not_finite_error, random_states
+from ltx.training.guard import (
+    all_finite,
+    checks_finite,
+    kept_if_skipped,
+    loss_scale_of,
+    next_state,
+    not_finite_error,
+    random_states,
+    should_raise,
+)
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.replicas import check_replicas
 from ltx.training.settings import TrainSettings, refuse_in_graph
-from ltx.training.step_parts import all_finite, checks_finite, kept_if_skipped, loss_scale_of, next_state, should_raise
 from ltx.training.train_state import Metrics, TrainState
-from ltx.transforms.run import CallOptions
+from ltx.transforms.run import CallOptions, Weighted
 from ltx.transforms.sync_state import Synced, SyncState, plain_values
-from ltx.transforms.weighted import Weighted
 
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -92,5 +99,5 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     if torch.compiler.is_compiling():  # a number in the structure that changed would compile each step anew
         next_sync = SyncState(updated.states, sync.uses, sync.clock + 1, sync.step, sync.choice)
     else:
-        next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)
+        next_sync = sync.advanced(updated.states)
     return next_state(train, state, updated, buffers, next_sync, Metrics(loss, aux), finite)

@@ -16,7 +16,7 @@ from ltx import collectives, comm, tree
 from ltx.arguments import checked
 from ltx.placements import Placements
 from ltx.training.train_state import TrainState
-from ltx.transforms.compare import check_leaves, digest, digests_by_rank, values
+from ltx.transforms.compare import check_leaves, digest, digests_by_rank, tensors_by_path, values
 from ltx.typing import Tree
 
 State = TypeVar("State")
@@ -110,11 +110,10 @@ def fingerprint(state: TrainState) -> str:
 
 def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
     """(path, tensor) of what should be the same on every rank."""
-    found = zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True)
     if not isinstance(state, TrainState):
-        return [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
+        return tensors_by_path(state)
     state.check_owned()
     parts = {
         part for part in ("params", "buffers", "opt_state", "sync_state") if getattr(state.layout, part) == "replicated"
     } | {"loss_scale", "frozen"}
-    return [(path, leaf) for path, leaf in found if path.partition(".")[0] in parts]
+    return [(path, leaf) for path, leaf in tensors_by_path(state) if path.partition(".")[0] in parts]

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from ltx import traced, tree
 from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
-from ltx.training.trainable import Trainable, check_trainable
+from ltx.training.parameters import Trainable, check_trainable
+from ltx.transforms.compare import tensors_by_path
 from ltx.transforms.data_parallel import DataParallel
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
-    from ltx.transforms.precision import Precision
+    from ltx.training.mixed_precision import Precision
 
 
 def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
@@ -50,8 +49,8 @@ def check_devices(axis: Axis, value: Tree, what: str) -> None:
     if axis.comm is None or axis.comm.device.type == "cpu":
         return
     here = axis.comm.device
-    for path, leaf in zip(tree.leaf_paths(value), tree.flatten(value)[0], strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.device != here:
+    for path, leaf in tensors_by_path(value):
+        if leaf.device != here:
             raise StepError(
                 f"train.init: rank {axis.comm.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. "
                 f"Move it there before: ltx.to_device({what}), or module.to(ltx.world().device). To train on the CPU, "
@@ -134,7 +133,7 @@ def check_kept(buffers: Tree, precision: Precision | None) -> None:
     tree.check_tensors(buffers, "buffers")
     if precision is None or 1 in precision.keep:
         return
-    for path, leaf in zip(tree.leaf_paths(buffers), tree.flatten(buffers)[0], strict=True):
+    for path, leaf in tensors_by_path(buffers):
         if leaf.is_floating_point() and leaf.dtype != precision.compute:
             raise StepError(
                 f"train_step: the buffer {path!r} is {tree.describe(leaf)}, and would be rounded to "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,55 +21,44 @@ from ltx.gradients.reduction import ProgramOf
 from ltx.optim.update import Update
 from ltx.strategies.post_update import PostUpdateHook
 from ltx.strategies.update import StepInfo, Updated
-from ltx.training.backward import Backward, BackwardResult, Completion, UpdateBuckets, mean_at_once
+from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
+from ltx.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.training.donated import hand_over
-from ltx.training.guard import not_finite_error, probes, random_states
-from ltx.training.interrupts import uninterrupted
-from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
-from ltx.training.pending_step import PendingStep, StepStart
-from ltx.training.settings import TrainSettings
-from ltx.training.step_parts import (
+from ltx.training.guard import (
     all_finite,
     checks_finite,
     kept_if_skipped,
     loss_scale_of,
     next_state,
+    not_finite_error,
+    probes,
+    random_states,
     runs_ahead,
     should_raise,
 )
+from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
+from ltx.training.pending_step import PendingStep, StepStart
+from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
-from ltx.training.update_then_send import UpdateThenSend
 from ltx.transforms.marking import marks_on_wire
-from ltx.transforms.run import CallOptions, Run
-from ltx.transforms.sync_state import Synced, SyncState
-from ltx.transforms.weighted import Weighted
-from ltx.typing import Tree
+from ltx.transforms.run import CallOptions, Weighted
+from ltx.transforms.sync_state import Synced
 
 
-@dataclass(frozen=True)
-class Forward:
-    """What the forward pass gave.
-
-    Attributes:
-        run: the call of the user's step.
-        leaves, sync_leaves, sync_spec: the parameters and the communication state that the step was given.
-        total, weight: the loss, or a Weighted's sums; None for the weight of a plain loss.
-        buffers, aux: what the step returned besides.
-    """
-
-    run: Run
-    leaves: list[torch.Tensor]
-    sync_leaves: list[torch.Tensor]
-    sync_spec: Any
-    total: torch.Tensor
-    weight: torch.Tensor | None
-    buffers: Tree
-    aux: Any
-
-    @property
-    def schedule(self) -> ProcessSchedule | None:
-        """What reduces the gradients, if ranks are processes that share them."""
-        return self.run.schedule if isinstance(self.run.schedule, ProcessSchedule) else None
+@contextmanager
+def uninterrupted(wanted: bool) -> Iterator[None]:
+    """Delay SIGINT to the end of the block, if `wanted`; in the main thread, which handles signals."""
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came and callable(handler):
+            handler(*came[0])
 
 
 @dataclass(frozen=True)
@@ -187,8 +179,9 @@ class Step:
             schedule.configure(PassOptions())  # all programs are made; `program` holds this step
             if completion is not None or (self.train.overlap == "step" and schedule.progresses_alone):
                 return completion
-            scale = work.scale(schedule, weighted=weight is not None)
-            return work.completion(schedule, self.train.overlap != "backward", scale)
+            scale = scale_of(work, schedule, weighted=weight is not None)
+            by_bucket = self.train.overlap != "backward"
+            return (UpdateBuckets if by_bucket else CollectGradients)(work, schedule, scale)
         except BaseException as error:
             self._abandon(error, schedule, work, completion)
             raise
@@ -248,18 +241,17 @@ class Step:
         state, start, summary = self.state, self.start, schedule.summary
         assert summary is not None
         try:
-            scale = work.scale(schedule, weighted=forward.weight is not None)
+            scale = scale_of(work, schedule, weighted=forward.weight is not None)
         except BaseException as error:
             self._abandon(error, schedule, work, None)
             raise
         kept = replace(state, _lease=[None])  # it can still be read when the original is donated
         if self.train.donate:
             hand_over(state, kept, start.seen)
-        updates = replace(work, state=kept).completion(schedule, True, scale)
-        assert isinstance(updates, UpdateBuckets)
+        updates = UpdateBuckets(replace(work, state=kept), schedule, scale)
         sync = replace(kept.sync_state, step=self.info.step + 1)
         stand_in = None if start.pending_step is None else start.pending_step.stand_in
-        pending_step = PendingStep(updates, schedule, self._trained, state.step + 1, sync, stand_in)
+        pending_step = PendingStep(updates, schedule, sync, stand_in)
         # What the step returned mustn't change when the parameters do.
         buffers, aux = unshared((forward.buffers, forward.aux), kept.trained)
         layout = replace(self.train.step.strategy.layout, strategy=state.layout.strategy)
@@ -278,7 +270,7 @@ class Step:
         drawn: list[torch.Tensor],
     ) -> tuple[TrainState, Metrics]:
         """Check that gradients are finite, run the optimizer and the strategy's part, and commit."""
-        train, state, info, strategy = self.train, self.state, self.info, self.train.step.strategy
+        train, state, info = self.train, self.state, self.info
         states, buffers = done.states, forward.buffers
         finite: bool | torch.Tensor | None = None
         if done.grads is not None:
@@ -294,54 +286,41 @@ class Step:
                 raise not_finite_error(train, state, self.batch, info, reduced, drawn, loss_scale_of(train, state))
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
 
-        def commit() -> tuple[TrainState, Metrics, Callable[[], None] | None]:
-            if done.grads is None:
-                params, after = strategy.after_update(done.params, states, info)
-                updated = Updated(params, done.opt_state, after, self.pending)
-            else:
-                with comm.span("update"):
-                    leaves, spec = tree.flatten(state.trained)
-                    reduced = dict(zip(self._trained, done.grads, strict=True))
-                    done.grads.clear()  # so that the optimizer's are all that is left of them
-                    filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
-                    del reduced
-                    grads, overwrite = tree.unflatten(spec, filled), self.late and train.donate
-                    update = Update(
-                        train.optimizer, state.trained, grads, state.opt_state, self._in_place, finite, overwrite
-                    )
-                    updated = strategy.update(update, states, info, self.pending)
-            sync = self.start.sync
-            next_sync = SyncState(updated.states, sync.uses, sync.clock, info.step + 1, sync.choice)
-            metrics = Metrics(mean, forward.aux)
-            following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
-            return following, metrics, updated.finish
-
-        return self._commit(commit, work.invalidated_by if done.grads is None else None)
-
-    def _commit(
-        self,
-        commit: Callable[[], tuple[TrainState, Metrics, Callable[[], None] | None]],
-        invalidated_by: Callable[[BaseException], None] | None,
-    ) -> tuple[TrainState, Metrics]:
-        """Commit the step, protected from interrupts.
-
-        If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get its
-        result then, so the state itself becomes the next one. `invalidated_by`: buckets have been updated already.
-        """
+        # If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get
+        # its result then, so the state itself becomes the next one.
         finished = None
         try:
-            with uninterrupted() if self._in_place else nullcontext():
-                following, metrics, finish = commit()
-                with uninterrupted() if finish is not None else nullcontext():
-                    if finish is not None:
-                        finish()
+            with uninterrupted(self._in_place):
+                updated = self._updated(done, states, finite)
+                next_sync = self.start.sync.advanced(updated.states)
+                metrics = Metrics(mean, forward.aux)
+                following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
+                with uninterrupted(updated.finish is not None):
+                    if updated.finish is not None:
+                        updated.finish()
                     finished = following, metrics
-                    if self.train.donate:
-                        hand_over(self.state, following.unseen(), self.start.seen)
+                    if train.donate:
+                        hand_over(state, following.unseen(), self.start.seen)
         except BaseException as error:
-            if finished is None and invalidated_by is not None:
-                invalidated_by(error)
-            elif finished is not None and self.train.donate:
-                self.state.become(finished[0])
+            if finished is None and done.grads is None:
+                work.invalidated_by(error)
+            elif finished is not None and train.donate:
+                state.become(finished[0])
             raise
         return finished
+
+    def _updated(self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None) -> Updated:
+        """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
+        train, state, strategy = self.train, self.state, self.train.step.strategy
+        if done.grads is None:
+            params, after = strategy.after_update(done.params, states, self.info)
+            return Updated(params, done.opt_state, after, self.pending)
+        with comm.span("update"):
+            leaves, spec = tree.flatten(state.trained)
+            reduced = dict(zip(self._trained, done.grads, strict=True))
+            done.grads.clear()  # so that the optimizer's are all that is left of them
+            filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
+            del reduced
+            grads, overwrite = tree.unflatten(spec, filled), self.late and train.donate
+            update = Update(train.optimizer, state.trained, grads, state.opt_state, self._in_place, finite, overwrite)
+            return strategy.update(update, states, self.info, self.pending)

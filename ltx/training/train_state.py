@@ -59,7 +59,7 @@ class TrainState:
         sync_state: the communication state, an :class:`ltx.SyncState`.
         step: the number of steps done, a Python int.
         layout: how each part relates across ranks.
-        loss_scale: the :class:`ltx.transforms.precision.LossScale` of dynamic loss scaling; else ().
+        loss_scale: the :class:`ltx.training.mixed_precision.LossScale` of dynamic loss scaling; else ().
         pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
         frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
     """
@@ -236,8 +236,12 @@ def counted(state: TrainState, step: int, updates: int) -> TrainState:
 
     Steps are counted in the structure: here, by the optimizer and by the communication state.
     """
-    sync_state = replace(state.sync_state, step=step)
-    return replace(state, step=step, opt_state=_counted(state.opt_state, updates), sync_state=sync_state)
+    opt_state = tree.map(
+        lambda node: replace(node, count=updates) if isinstance(node, TorchState) else node,
+        state.opt_state,
+        is_leaf=lambda node: isinstance(node, TorchState),
+    )
+    return replace(state, step=step, opt_state=opt_state, sync_state=replace(state.sync_state, step=step))
 
 
 def updates_of(state: TrainState) -> int:
@@ -249,15 +253,6 @@ def updates_of(state: TrainState) -> int:
         is_leaf=lambda node: isinstance(node, TorchState),
     )
     return counts[-1]
-
-
-def _counted(opt_state: Tree, step: int) -> Tree:
-    """An optimizer state after `step` updates, its tensors as they are."""
-    return tree.map(
-        lambda node: replace(node, count=step) if isinstance(node, TorchState) else node,
-        opt_state,
-        is_leaf=lambda node: isinstance(node, TorchState),
-    )
 
 
 def _children(state: TrainState) -> tuple[str, ...]:

@@ -1,28 +1,52 @@
 """Checks of what a step uses without getting it as an argument.
 
-Parameters, whose gradients would silently stay local; and values that a surrounding transform differentiates, which
-have no derivative where a step runs below that transform.
+Parameters, whose gradients would silently stay local; buffers of modules, which would stay on one rank; and values that
+a surrounding transform differentiates, which have no derivative where a step runs below that transform.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch._C import _autograd, _functorch
 from torch.overrides import TorchFunctionMode
 
 from ltx import tree
 from ltx.errors import StepError
+from ltx.transforms.functional_call import own_buffer_text, own_written
+from ltx.transforms.swap import Members
 from ltx.typing import Tree
 
+
+class Seen:
+    """What was seen of functions while they live; nothing of those that can't be hashed or weakly referenced."""
+
+    def __init__(self) -> None:
+        self._keys: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+
+    def has(self, fn: Any, key: Any = None) -> bool:
+        """Whether `key` was seen of `fn`."""
+        try:
+            return key in self._keys.get(fn, ())
+        except TypeError:
+            return False
+
+    def add(self, fn: Any, key: Any = None) -> None:
+        """Make :meth:`has` true."""
+        with suppress(TypeError):
+            self._keys.setdefault(fn, set()).add(key)
+
+
 # The graphs of steps that were looked at, by the number of nodes that a call made. They have thousands.
-_looked_at: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+_looked_at = Seen()
 
 
 def nodes_made() -> int:
@@ -65,10 +89,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> None:
     Looks at each function once, and again when a call makes another number of nodes, `made`. Only under plain autograd:
     under torch.func nothing but arguments is differentiated.
     """
-    try:
-        if made in _looked_at.setdefault(fn, set()):
-            return
-    except TypeError:  # can't be hashed, or weakly referenced
+    if _looked_at.has(fn, made):
         return
     variable = captured(tree.flatten(outputs)[0], tree.flatten(given)[0])
     if variable is not None:
@@ -78,7 +99,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> None:
             "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
             "If it is meant to be frozen, call requires_grad_(False) on it."
         )
-    _looked_at[fn].add(made)
+    _looked_at.add(fn, made)
 
 
 class TracedValueError(Exception):
@@ -93,16 +114,17 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") != "__get__":  # looking at a shape is harmless
             here = _functorch.maybe_current_level() or 0
             for x in tree.flatten((args, tuple(kwargs.values())))[0]:
-                if _is_wrapped(x) and _functorch.maybe_get_level(x) > here:
+                if is_wrapped(x) and _functorch.maybe_get_level(x) > here:
                     raise TracedValueError
         return func(*args, **kwargs)
 
 
-def _is_wrapped(x: Any) -> bool:
+def is_wrapped(x: Any) -> bool:
+    """Whether `x` is a tensor at a level of torch.func."""
     return isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x)
 
 
-_watched: WeakSet[Any] = WeakSet()
+_watched = Seen()
 
 
 @contextmanager
@@ -112,12 +134,125 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
     A function that closes over a traced value was made inside the transform, so it is new. Watching costs microseconds
     an operation.
     """
-    try:
-        known = fn in _watched
-    except TypeError:  # can't be hashed
-        known = False
-    with nullcontext() if known else _Watch():
+    with nullcontext() if _watched.has(fn) else _Watch():
         yield
-    if not known:
-        with suppress(TypeError):
-            _watched.add(fn)
+    _watched.add(fn)
+
+
+_called = Seen()
+
+
+@contextmanager
+def look_at_modules(fn: Any) -> Iterator[None]:
+    """While `fn` is called for the first time: what modules it uses, and whether it writes to their buffers.
+
+    Raises:
+        StepError: it wrote to one, or uses an embedding that renormalises its rows in place.
+    """
+    modules = [] if _called.has(fn) else modules_of(fn)
+    for module in modules:
+        _refuse_max_norm(module)
+    watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
+    try:
+        yield
+    except RuntimeError as error:
+        # On simulated ranks torch can't write what differs among ranks into a tensor that they share.
+        norms = [path for module in modules for path in _running_statistics(module)]
+        if norms and any(text in str(error) for text in _IN_PLACE):
+            raise StepError(own_buffer_text(norms[0])) from error
+        raise
+    for module, buffer, value in watched:
+        counted = buffer._replace(version=-1) if _differs(buffer.tensor, value) else buffer
+        own_written([counted], type(module).__name__)
+    _called.add(fn)
+
+
+def modules_of(fn: Any) -> list[nn.Module]:
+    """The modules that `fn` refers to, of several inside each other the outermost."""
+    found = {id(value): value for value in reached_from(fn) if isinstance(value, nn.Module)}
+    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    return [module for key, module in found.items() if key not in inner]
+
+
+def reached_from(fn: Any) -> Iterator[Any]:
+    """What `fn` refers to: in closures, globals, defaults, partials, and objects whose method it is."""
+    seen: set[int] = set()
+    queue: list[tuple[Any, int]] = [(fn, 0)]
+    while queue and len(seen) < _MANY:
+        value, depth = queue.pop()
+        if id(value) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(value))
+        yield value
+        if not isinstance(value, nn.Module):
+            queue.extend((x, depth + 1) for x in _referred(value))
+
+
+# A step may refer to all of a program.
+_DEPTH, _MANY = 6, 10_000
+
+
+def _referred(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value[:100])
+    if isinstance(value, dict):
+        return list(value.values())[:100]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return [value.__self__, value.__func__]
+    if inspect.isfunction(value):
+        cells = [cell for cell in value.__closure__ or () if _filled(cell)]
+        library = str(value.__module__).partition(".")[0] in ("torch", "ltx")
+        names = () if library else _names(value.__code__)
+        globals_ = [value.__globals__[name] for name in names if name in value.__globals__]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*(cell.cell_contents for cell in cells), *globals_, *defaults, getattr(value, "__wrapped__", None)]
+    if inspect.ismodule(value) or inspect.isclass(value) or isinstance(value, torch.Tensor):
+        return []
+    return list(getattr(value, "__dict__", {}).values())[:100]
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _names(code: Any) -> Sequence[str]:
+    inner = [name for constant in code.co_consts if inspect.iscode(constant) for name in _names(constant)]
+    return [*code.co_names, *inner]
+
+
+_IN_PLACE = ("which will be updated in place, were not batched", "that would mutate a captured Tensor")
+
+
+def _running_statistics(module: nn.Module) -> Iterator[str]:
+    for path, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.running_mean is not None:
+            yield f"{f'{path}.running_mean' if path else 'running_mean'!r} of {type(module).__name__}"
+
+
+def _refuse_max_norm(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            where = f"{path}.weight" if path else "weight"
+            raise StepError(
+                f"{where!r} of {type(module).__name__}: {type(part).__name__}(max_norm={part.max_norm}) renormalises, "
+                "in place, the rows that this rank's batch looks up, so each rank would change other rows. Set "
+                "max_norm=None and renormalise all rows in the step: w = params[...]; w = w * (max_norm / "
+                "w.norm(dim=1, keepdim=True)).clamp(max=1)."
+            )
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C._DisableFuncTorch(), torch.no_grad():
+        return tensor.detach().clone()
+
+
+def _differs(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    with torch._C._DisableFuncTorch(), torch.no_grad():
+        if tensor.is_meta or tensor.shape != value.shape:
+            return False
+        return not bool(((tensor == value) | ((tensor != tensor) & (value != value))).all())

@@ -44,13 +44,17 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
         return
     if axis_comm is not None and axis_comm.compared.has(fn, key):
         return
-    found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
     # No transform around the step may see this.
     with torch._C._DisableFuncTorch(), torch.no_grad():
-        leaves = [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
-        check_leaves(axis, leaves, _START, signature)
+        check_leaves(axis, tensors_by_path(params), _START, signature)
     if axis_comm is not None:
         axis_comm.compared.add(fn, key)
+
+
+def tensors_by_path(value: Tree) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in `value`, each with its path."""
+    found = zip(tree.leaf_paths(value), tree.flatten(value)[0], strict=True)
+    return [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def check_leaves(
@@ -66,31 +70,20 @@ def digests_by_rank(
     axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], signature: comm.Signature | None = None
 ) -> list[list[str]]:
     """Each rank's digests of `leaves`; where all are the same perhaps only this rank's."""
-    if axis.comm:
-        return _on_processes(axis.comm, leaves, signature)
-    if axis.threads:
-        mine = [digest(values(leaf)) for _, leaf in leaves]
-        gathered: list[list[str]] = axis.threads.exchange(signature or _signature_of(leaves), mine)
-        return gathered
     if axis.simulated:
         return _on_simulated_ranks(axis.simulated, axis.size, leaves)
-    return [["" for _ in leaves]]
-
-
-def _signature_of(leaves: Sequence[tuple[str, torch.Tensor]]) -> comm.Signature:
-    return comm.Signature.of("check_replicas", [path for path, _ in leaves], [leaf for _, leaf in leaves])
-
-
-def _on_processes(
-    axis_comm: comm.AxisComm, leaves: Sequence[tuple[str, torch.Tensor]], signature: comm.Signature | None
-) -> list[list[str]]:
-    """Each rank's digests: one of all leaves, unless they differ."""
+    if not (axis.comm or axis.threads):
+        return [["" for _ in leaves]]
     mine = [digest(values(leaf)) for _, leaf in leaves]
+    paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
+    signature = signature or comm.Signature.of("check_replicas", paths, tensors)
+    exchange = axis.threads.exchange if axis.threads else axis.comm.negotiation.exchange_values
+    # Through the store one digest of all leaves, unless they differ.
     whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
-    signature = signature or _signature_of(leaves)
-    if len(set(axis_comm.negotiation.exchange_values(signature, whole))) == 1:
+    if axis.comm and len(set(exchange(signature, whole))) == 1:
         return [mine]
-    return axis_comm.negotiation.exchange_values(signature, mine)
+    gathered: list[list[str]] = exchange(signature, mine)
+    return gathered
 
 
 def _on_simulated_ranks(backing: VmapBacking, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
@@ -206,8 +199,7 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     """Under ``ltx.debug_checks()``: raise ReplicaDivergedError on every rank unless `params` are the same on all."""
     if not under_way:
         return
-    found = zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
-    leaves = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor)}
+    leaves = dict(tensors_by_path(params))
     # Transforms around the step must not see this.
     with torch._C._DisableFuncTorch(), torch.no_grad():
         if axis.comm:
@@ -236,29 +228,31 @@ def _check_processes(axis_comm: comm.AxisComm, leaves: dict[str, torch.Tensor]) 
 
 def _check_threads(threads: comm.ThreadComm, leaves: dict[str, torch.Tensor]) -> None:
     signature = comm.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
-    first, *others = threads.exchange(signature, leaves)
-    found = {path: {r: _difference(x[path], first[path]) for r, x in enumerate(others, 1)} for path in leaves}
-    if differ := [path for path, by_rank in found.items() if any(by_rank.values())]:
-        told = {rank: text for rank, text in found[differ[0]].items() if text}
-        raise _diverged_in_debug(threads.name, differ, first[differ[0]], told, "")
+    by_rank = threads.exchange(signature, leaves)
+    everyone = {tuple(range(len(by_rank)))}
+    _check_here(threads.name, everyone, {path: [theirs[path] for theirs in by_rank] for path in leaves})
 
 
 def _check_simulated(axis: Axis, backing: VmapBacking, leaves: dict[str, torch.Tensor]) -> None:
     part = backing.part
-    differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
     together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
-    for path, leaf in leaves.items():
-        value, dim = with_ranks(leaf, backing)
-        if dim is None:
-            continue  # one value that all simulated ranks share
-        all_values = [values(x) for x in value.unbind(dim)]
+    split = {path: with_ranks(leaf, backing) for path, leaf in leaves.items()}
+    # Where there is no dimension of ranks, all share one value.
+    by_rank = {path: [values(x) for x in value.unbind(dim)] for path, (value, dim) in split.items() if dim is not None}
+    _check_here(axis.name, together, by_rank)
+
+
+def _check_here(axis_name: str, together: set[tuple[int, ...]], by_rank: dict[str, list[torch.Tensor]]) -> None:
+    """Compare the values of ranks of this process; those of `together` should be the same."""
+    differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
+    for path, of_ranks in by_rank.items():
         for members in sorted(together):
-            first, *others = (all_values[rank] for rank in members)
-            told = {rank: _difference(x, first) for rank, x in enumerate(others, 1) if digest(x) != digest(first)}
-            if told and path not in differ:
-                differ[path] = first, told
+            first, *others = (of_ranks[rank] for rank in members)
+            told = {rank: text for rank, x in enumerate(others, 1) if (text := _difference(x, first))}
+            if told:
+                differ.setdefault(path, (first, told))
     if differ:
-        raise _diverged_in_debug(axis.name, list(differ), *next(iter(differ.values())), "")
+        raise _diverged_in_debug(axis_name, list(differ), *next(iter(differ.values())), "")
 
 
 def _diverged_in_debug(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -20,14 +21,12 @@ from ltx.estimate.autotune import choose_on_axis
 from ltx.placements import Placements, refuse_in_graph
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import plain_autograd
-from ltx.transforms.closure_check import TracedValueError, nodes_made, refuse_captured
+from ltx.transforms.closure_check import TracedValueError, look_at_modules, nodes_made, refuse_captured
 from ltx.transforms.compare import check_in_debug, check_params_once
-from ltx.transforms.first_call import look_at_modules
 from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.placed import check_placements, local_parts, placed, whole_scalars
 from ltx.transforms.recompute import in_step
-from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, refuse_gradients
-from ltx.transforms.step_settings import StepSettings
+from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, StepSettings, refuse_gradients
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -37,7 +36,7 @@ class DataParallel(StepSettings):
     """A step with synchronised gradients: what :func:`data_parallel` returns.
 
     An immutable value, called like the step. Its attributes are those of
-    :class:`ltx.transforms.step_settings.StepSettings`.
+    :class:`ltx.transforms.run.StepSettings`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +100,7 @@ class DataParallel(StepSettings):
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
-            local, within = False, None
+            local, within = self.blocked, None
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             placements = self.placements or Placements.of(leaves)
@@ -112,7 +111,9 @@ class DataParallel(StepSettings):
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
             if placements is not None:
-                self._check_placements(placements, params, options.frozen)
+                whole = params if options.frozen is None else tree.filled(params, options.frozen)
+                axis, paths = comm.resolve(self.axis), partial(tree.leaf_paths, whole)
+                check_placements(axis, placements, self.strategy, paths, "data_parallel")
             marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
         given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
@@ -127,14 +128,8 @@ class DataParallel(StepSettings):
             output = self._call(self._replaced(args, given), kwargs, marked, options)
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
-        mean, blocked = self.outputs == "mean", self.blocked
-        return Run(tied, self.axis, marked.schedule, mean, blocked, local=local, within=within, inputs=marked.inputs)
-
-    def _check_placements(self, placements: Placements, params: Tree, frozen: Tree) -> None:
-        def paths() -> list[str]:
-            return tree.leaf_paths(params if frozen is None else tree.filled(params, frozen))
-
-        check_placements(comm.resolve(self.axis), placements, self.strategy, paths, "data_parallel")
+        mean = self.outputs == "mean" and not self.blocked
+        return Run(tied, self.axis, marked.schedule, mean, local, within, marked.inputs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, options: CallOptions) -> Any:
         """Call the user's step, and see to what it does besides returning something."""
@@ -294,3 +289,47 @@ def data_parallel(
         return DataParallel(fn, strategy if strategy is not None else DEFAULT, argnums, axis, outputs, returns)
 
     return wrap if step_fn is None else wrap(step_fn)
+
+
+@dataclass(frozen=True)
+class Blocked(DataParallel):
+    """A data-parallel step whose gradients stay local; as a context manager it yields itself and changes nothing."""
+
+    blocked: bool = True
+
+    def __enter__(self) -> Blocked:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+def block_backward_sync(step: DataParallel) -> Blocked:
+    """The same step with this rank's own gradients: nothing is reduced, nothing is sent.
+
+    Args:
+        step: what :func:`ltx.data_parallel` returned.
+
+    Returns:
+        A new step; `step` itself is as before. It is also a context manager that yields itself, for people used to
+        Lightning's ``block_backward_sync`` and DDP's ``no_sync``; other than there, only what is called through it is
+        affected, whether or not its forward pass lies inside the ``with``. A communication state passes through it
+        unchanged. A :class:`ltx.Weighted` step gives its local mean.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        >>> w, x = torch.tensor(1.0), torch.tensor([2.0, 4.0])
+        >>> with ltx.block_backward_sync(step) as local:
+        ...     ltx.vmap(torch.func.grad(local), in_dims=(None, 0))(w, x)
+        tensor([2., 4.])
+
+    Raises:
+        StepError: `step` isn't data parallel.
+    """
+    if not isinstance(step, DataParallel):
+        raise StepError(
+            f"block_backward_sync takes a step made by ltx.data_parallel, got {type(step).__name__}. A step that isn't "
+            "data parallel has local gradients already."
+        )
+    return Blocked(**{f.name: getattr(step, f.name) for f in fields(DataParallel)} | {"blocked": True})

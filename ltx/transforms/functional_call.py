@@ -75,7 +75,11 @@ def functional_call(
     args = args if isinstance(args, tuple) else () if args is None else (args,)
     kwargs = {} if kwargs is None else dict(kwargs)
     if torch.compiler.is_compiling():
-        return _in_graph(module, given, args, kwargs, tie_weights, return_buffers)
+        # There checkpoints are operators that have all they need as arguments.
+        names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given]
+        filled = {**given, **{name: given[name].clone() for name in names}}
+        output = torch.func.functional_call(module, filled, args, kwargs, tie_weights=tie_weights)
+        return (output, {name: filled[name] for name in names}) if return_buffers else output
     for name, flag in (("tie_weights", tie_weights), ("return_buffers", return_buffers)):
         if not isinstance(flag, bool):
             raise InputError(f"functional_call: {name} must be a bool, got {brief(flag)}.")
@@ -104,21 +108,6 @@ def functional_call(
                 "module.eval()."
             )
     return output
-
-
-def _in_graph(
-    module: nn.Module,
-    given: dict[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tie_weights: bool,
-    return_buffers: bool,
-) -> Any:
-    """In a compiled graph, where checkpoints are operators that have all they need as arguments."""
-    names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given]
-    filled = {**given, **{name: given[name].clone() for name in names}}
-    output = torch.func.functional_call(module, filled, args, kwargs, tie_weights=tie_weights)
-    return (output, {name: filled[name] for name in names}) if return_buffers else output
 
 
 def _merged(given: Any) -> dict[str, torch.Tensor]:
@@ -166,11 +155,6 @@ class _Kept:
         with torch._C._DisableFuncTorch():
             a, b = unwrapped(now), self.value
             return not bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def buffers_of(module: nn.Module) -> list[Buffer]:
-    """All buffers of `module`, as they are now."""
-    return Members(module).buffers
 
 
 def own_written(buffers: Sequence[Buffer], where: str) -> None:

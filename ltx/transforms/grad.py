@@ -21,6 +21,7 @@ from ltx.gradients.reduction import LeafState
 from ltx.placements import Placements
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.marking import marks_on_wire
+from ltx.transforms.plain_autograd import gradients
 from ltx.transforms.run import CallOptions
 from ltx.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
@@ -178,14 +179,13 @@ def _by_plain_autograd(
     except BaseException as error:
         schedule.abandon(error)
         raise
-    value = tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
+    value = tree.detached(output)
     with torch.no_grad():
         found = tree.unflatten(spec, grads if placements is None else placements.placed(grads))
     if sync_state is None:
         return found, value
     after = states_after(schedule.plan, states, sync_state.leaves, params, range(len(leaves)))
-    clock = torch.zeros_like(sync_state.clock)
-    return (found, replace(sync_state, leaves=after, clock=clock, step=sync_state.checked_step() + 1)), value
+    return (found, sync_state.advanced(after)), value
 
 
 def _by_local_parts(
@@ -199,10 +199,10 @@ def _by_local_parts(
         filled[argnum] = tree.unflatten(spec, placements.placed(parts))
         output = scalar(*filled, **kwargs)
         total = output[0] if isinstance(output, tuple) else output
-    found = torch.autograd.grad(total, parts, allow_unused=True) if total.requires_grad else [None] * len(parts)
+    found = gradients(total, parts)
     with torch.no_grad():
-        grads = placements.placed([torch.zeros_like(x) if g is None else g for x, g in zip(parts, found, strict=True)])
-    value = tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
+        grads = placements.placed(found)
+    value = tree.detached(output)
     return tree.unflatten(spec, grads), value
 
 
@@ -211,17 +211,13 @@ def _check_differentiable(params: Tree, number: int) -> None:
     tree.check_tensors(params, f"argument {number} of the step")
     if tree.has_none(params):
         raise StepError(f"argument {number} of the step holds None, which has no gradient. Leave it out of the tree.")
-    leaves = tree.flatten(params)[0]
-    if all((x.is_floating_point() or x.is_complex()) and x.layout in _LAYOUTS for x in leaves):
-        return
-    pairs = zip(tree.leaf_paths(params), leaves, strict=True)
-    path, x = next(
-        (p, x) for p, x in pairs if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS
-    )
-    raise StepError(
-        f"argument {number} of the step: leaf {path!r} is {tree.describe(x)} ({x.layout}), which has no gradient. Pass "
-        "floating or complex tensors, and others as arguments of their own."
-    )
+    for place, x in enumerate(tree.flatten(params)[0]):
+        if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:
+            raise StepError(
+                f"argument {number} of the step: leaf {tree.leaf_paths(params)[place]!r} is {tree.describe(x)} "
+                f"({x.layout}), which has no gradient. Pass floating or complex tensors, and others as arguments of "
+                "their own."
+            )
 
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)

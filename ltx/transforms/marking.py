@@ -1,6 +1,7 @@
 """Marking the parameters of a step, so that their gradients are reduced in the backward pass.
 
-An eager call gets a schedule, a compiled graph an operator; without communication there is no mark.
+An eager call gets a schedule. A compiled graph gets nodes, which make a schedule of functional collectives when they
+run. Without communication there is no mark.
 """
 
 from __future__ import annotations
@@ -12,23 +13,106 @@ from typing import Any
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.axis import Axis
-from ltx.errors import UnsupportedError
+from ltx.backings import unwrapped
+from ltx.collectives.calls import refuse_threads
+from ltx.errors import SyncStateError, UnsupportedError
 from ltx.gradients import functions, marker
-from ltx.gradients.immediate_schedule import ImmediateSchedule
+from ltx.gradients.functions import reduce_gradients
 from ltx.gradients.marker import LeafHooks
-from ltx.gradients.planning import all_tracked, arrival_order, differentiable, make_plan, tracked
+from ltx.gradients.planning import Names, all_tracked, arrival_order, differentiable, make_plan, tracked
 from ltx.gradients.process_schedule import ProcessSchedule, schedule_for
-from ltx.gradients.schedule import Plan
+from ltx.gradients.schedule import GraphSchedule, ImmediateSchedule, Plan, Schedule
 from ltx.hooks import AllReduce, CommHook
+from ltx.strategies import Strategy
+from ltx.strategies.fields import in_dtype
 from ltx.strategies.post_update import PostUpdateHook
-from ltx.transforms import graph_entry
 from ltx.transforms.compare import check_in_debug, check_params_once
-from ltx.transforms.run import CallOptions, Marked
-from ltx.transforms.step_settings import StepSettings
+from ltx.transforms.run import CallOptions, Marked, StepSettings
 from ltx.transforms.sync_state import SyncState, kept_beside, states_of_leaves
 from ltx.typing import Tree
+
+
+@traced.at_trace_time
+def prepare_trace(
+    strategy: Strategy,
+    axis: Any,
+    step: int,
+    with_state: bool,
+    blocked: bool = False,
+    dtype: torch.dtype | None = None,
+    choice: str = "",
+) -> tuple[str, tuple[str, ...]]:
+    """(the key of a step's settings in a graph, the names of a leaf's states); "" where gradients stay local.
+
+    `with_state`: the step was given its communication state. `dtype`: as in :func:`in_dtype`. `choice`: the state's.
+    """
+    refuse_threads(found := comm.resolve(axis))
+    if strategy.auto_hook and with_state and not blocked:
+        strategy = strategy.with_choice(choice)
+    hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)
+    if hook is None and with_state:
+        raise UnsupportedError(
+            "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
+        )
+    if hook is None:
+        return "", ()
+    if (hook.stateful or strategy.auto_hook) and not with_state:
+        raise SyncStateError(
+            f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
+            "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
+        )
+    key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
+    if found.comm is not None:
+        key += f" of {id(found.comm)}"
+    return traced.keep(key, (strategy, hook, found)), hook.state_names
+
+
+def _schedule_in_graph(
+    key: str,
+    operation: str,
+    tensors: Sequence[torch.Tensor],
+    arrival: tuple[int, ...],
+    names: Names,
+    step: int = 0,
+    clock: torch.Tensor | None = None,
+) -> Schedule:
+    strategy, hook, axis = traced.kept(key)
+    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, list, operation, None, compare=False)
+    # Reductions run below every level of torch.func.
+    return _in_graph(replace(plan, clock=None if clock is None else unwrapped(clock)))
+
+
+def _in_graph(plan: Plan) -> Schedule:
+    return GraphSchedule(plan) if plan.axis.comm is not None else ImmediateSchedule(plan)
+
+
+@traced.node
+def _mark_node(
+    key: str, arrival: tuple[int, ...], names: Names, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(marked parameters, tokens) of ``*parameters, *states``, at the step `step` + `clock`."""
+    count = len(arrival)
+    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step, clock)
+    states = iter(tensors[count:])
+    marked, tokens = marker.mark(schedule, tensors[:count], [[next(states) for _ in leaf] for leaf in names])
+    return (*marked, *tokens)
+
+
+@traced.node
+def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
+    _, hook, axis = traced.kept(key)
+    return tuple(marker.Tie.apply(_in_graph(Plan(axis, hook, (), ())), tokens, kept, *tensors))
+
+
+@traced.node
+def reduce_in_graph(key: str, arrival: tuple[int, ...], *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reduced gradients, by a hook without state."""
+    none: list[tuple[()]] = [() for _ in grads]
+    schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none))
+    return tuple(reduce_gradients(schedule, grads, none)[0])
 
 
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
@@ -116,7 +200,7 @@ def mark_in_graph(
     step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
     """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
-    key = graph_entry.prepare_trace(
+    key, all_names = prepare_trace(
         step_fn.strategy,
         step_fn.axis,
         step,
@@ -132,19 +216,19 @@ def mark_in_graph(
     states: list[torch.Tensor] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     if sync_state is not None:
-        paths, all_names = tree.plain_paths(params), graph_entry.names_in_graph(key)
+        paths = tree.plain_paths(params)
         entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
         names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
         states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
         kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
     arrival = tuple(arrival_order(params, wanted))
     clock = None if sync_state is None else sync_state.clock
-    outs = graph_entry.mark_in_graph(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
+    outs = _mark_node(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
     tokens = outs[len(wanted) :]
     before, after = [x for x, _ in kept], [y for _, y in kept]
 
     def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
-        return list(graph_entry.tie_in_graph(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
+        return list(_tie_node(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
 
     return Marked(_filled(leaves, wanted, outs[: len(wanted)]), tie)
 

@@ -21,8 +21,15 @@ from ltx import comm, tree
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.planning import tracked
-from ltx.transforms.closure_check import watch_for_traced_values
+from ltx.transforms.closure_check import is_wrapped, watch_for_traced_values
 from ltx.transforms.recompute import checkpoints_allowed
+
+
+def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of `total` with respect to `leaves`, by plain autograd; zeros where there are none."""
+    if not total.requires_grad:
+        return [torch.zeros_like(x) for x in leaves]
+    return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
 
 
 class Call:
@@ -31,7 +38,7 @@ class Call:
     def __init__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.step = step
         self.leaves, self.spec = tree.flatten((args, kwargs))
-        self.wrapped = [i for i, x in enumerate(self.leaves) if _is_wrapped(x)]
+        self.wrapped = [i for i, x in enumerate(self.leaves) if is_wrapped(x)]
         self._wanted = [tracked(self.leaves[i]) for i in self.wrapped]
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
@@ -66,8 +73,8 @@ class Call:
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with comm.nested_run():
-                found = torch.autograd.grad(self.outputs, wanted, one, retain_graph=True, allow_unused=True)
-            return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True))
+                options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+                return torch.autograd.grad(self.outputs, wanted, one, **options)
 
         with comm.span("backward"), checkpoints_allowed():
             grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
@@ -143,7 +150,7 @@ def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
     return (
         any(tracked(x) for x in params)
         and not any(tracked(x) for x in others if isinstance(x, torch.Tensor))
-        and not any((_functorch.get_unwrapped(x) if _is_wrapped(x) else x).requires_grad for x in tensors)
+        and not any((_functorch.get_unwrapped(x) if is_wrapped(x) else x).requires_grad for x in tensors)
     )
 
 
@@ -154,7 +161,3 @@ def call_below(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not call.outputs:
         raise StepError("the step returned no floating tensor that depends on its parameters.")
     return call.result(outputs)
-
-
-def _is_wrapped(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x)

@@ -32,12 +32,12 @@ in_step: ContextVar[bool] = ContextVar("in_step", default=False)
 def tensors_in_place() -> set[int]:
     """The ids of tensors that functional calls under way, ltx's and torch's, have put into modules."""
     ids = {id(x) for swap in placed.get() for x in swap.tensors.values()}
-    return ids.union(*({id(x) for x in call.tensors.values()} for call in _calls().of_torch))
+    return ids.union(*({id(x) for x in call.tensors.values()} for call in _calls()[0]))
 
 
 def functional_calls_of_torch() -> list[nn.Module]:
     """The modules of torch.func.functional_call that are under way in this thread."""
-    return [call.module for call in _calls().of_torch]
+    return [call.module for call in _calls()[0]]
 
 
 class _Call(NamedTuple):
@@ -48,15 +48,11 @@ class _Call(NamedTuple):
     for_ltx: bool
 
 
-class _Calls(NamedTuple):
-    """What runs in this thread: functional calls of torch, and whether a data-parallel step does."""
+def _calls() -> tuple[list[_Call], bool]:
+    """What runs in this thread: functional calls of torch, and whether a data-parallel step does.
 
-    of_torch: list[_Call]
-    in_step: bool
-
-
-def _calls() -> _Calls:
-    """Found on the stack. Where a part of a compiled function can't be compiled, it runs in branches for graphs."""
+    Found on the stack. Where a part of a compiled function can't be compiled, it runs in branches for graphs.
+    """
     found, inside = [], in_step.get()
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -68,7 +64,7 @@ def _calls() -> _Calls:
         elif code.co_name == "run" and frame.f_globals.get("__name__") == "ltx.transforms.data_parallel":
             inside = True
         frame = frame.f_back
-    return _Calls(found, inside)
+    return found, inside
 
 
 _CALL = stateless._functional_call.__code__
@@ -133,8 +129,8 @@ class _Reentrant(CheckpointFunction):
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        calls = _calls()
-        if placed.get() or calls.in_step or any(call.for_ltx for call in calls.of_torch):
+        calls, inside = _calls()
+        if placed.get() or inside or any(call.for_ltx for call in calls):
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
         passes = iter([function])
         again = _run_again(function)

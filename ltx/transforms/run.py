@@ -1,23 +1,134 @@
-"""One call of a step: its marked parameters, its tied output, and the value that the caller gets."""
+"""One call of a step: its settings, its marked parameters, its tied output, and the value that the caller gets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ltx import collectives, comm, tree
+from ltx.arguments import brief, check_fields, is_number
 from ltx.axis import Axis
-from ltx.errors import StepError, WeightError
+from ltx.comm import to_device
+from ltx.errors import StepError, StrategyError, WeightError
 from ltx.gradients.schedule import Schedule
 from ltx.hooks import CommHook
 from ltx.placements import Placements
+from ltx.strategies import DEFAULT, Strategy
+from ltx.strategies.fields import in_dtype
 from ltx.transforms.sync_state import plain_values
-from ltx.transforms.weighted import Weighted
-from ltx.typing import Tree
+from ltx.typing import Step, Tree
+
+
+class Weighted(NamedTuple):
+    """What a step returns instead of a mean: a sum over its samples or tokens, and their count.
+
+    The value and gradient of the wrapped step are then the sum of the totals divided by the sum of the weights, over
+    ranks and micro-batches, exactly; ranks may have unequal batches, and a rank without data contributes weight 0.
+
+    Attributes:
+        total: 0-dim floating tensor: the sum of the losses.
+        weight: 0-dim tensor or number: how many there were. It counts as a constant: no gradient flows through it.
+
+    Raises:
+        StrategyError: (from a train step) the strategy averages parameters or updates of ranks that take steps of their
+            own (local SGD, DiLoCo, gossip, asynchronous averaging, Adasum): every rank counts alike there.
+        WeightError: (from the step) the weights of all ranks add up to 0. In a compiled graph, where values can't be
+            looked at, the result is NaN.
+
+    Example:
+        >>> import torch, ltx
+        >>> @ltx.data_parallel
+        ... def step(w, x, keep):
+        ...     return ltx.Weighted(((w * x) * keep).sum(), keep.sum())
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> keep = torch.tensor([[1.0, 1.0], [1.0, 0.0]])  # the second rank has one sample
+        >>> ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(torch.tensor(1.0), x, keep)
+        tensor([2., 2.])
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor | float
+
+    def checked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Total and weight as 0-dim tensors of one dtype and device; the weight without gradient."""
+        total = self.total
+        if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
+            got = f"shape {list(total.shape)}, {total.dtype}" if isinstance(total, torch.Tensor) else brief(total)
+            raise StepError(f"Weighted.total must be a 0-dim floating tensor, got {got}. Sum it.")
+        if not isinstance(self.weight, torch.Tensor) and not is_number(self.weight):
+            raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
+        if isinstance(self.weight, torch.Tensor) and self.weight.is_meta and not total.is_meta:
+            raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
+        if isinstance(self.weight, torch.Tensor):
+            weight = to_device(self.weight, total.device)
+        else:
+            weight = torch.full((), float(self.weight), dtype=total.dtype, device=total.device)
+        if weight.ndim != 0:
+            raise StepError(f"Weighted.weight must be 0-dim, got shape {list(weight.shape)}. Sum it.")
+        return total, weight.to(total.dtype).detach()
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The arguments of :func:`ltx.data_parallel`, each checked, and what became of them.
+
+    Attributes:
+        fn: the user's step.
+        strategy: how gradients are reduced.
+        argnums, axis, outputs, returns: as in :func:`ltx.data_parallel`.
+        blocked: gradients stay local (:func:`ltx.block_backward_sync`).
+        precision: the :class:`ltx.Precision` of :func:`ltx.mixed_precision`, or None.
+        placements: how all parameters lie on meshes, for a caller that gives the step their local parts; None: the
+            parameters themselves say.
+    """
+
+    fn: Step
+    strategy: Strategy = DEFAULT
+    argnums: int | tuple[int, ...] = 0
+    axis: Any = None
+    outputs: Literal["local", "mean"] = "local"
+    returns: Literal["value", "grads"] = "value"
+    blocked: bool = False
+    precision: Any = None
+    placements: Placements | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, StepError, "argnums")
+        if not callable(self.fn):
+            raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
+        if isinstance(self.fn, StepSettings):
+            raise StepError(
+                "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "
+                "strategy=...) for another strategy."
+            )
+        if not isinstance(self.strategy, Strategy):
+            raise StrategyError(
+                f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {brief(self.strategy)}."
+            )
+        if self.outputs not in ("local", "mean"):
+            raise StrategyError(f'outputs must be "local" or "mean", got {brief(self.outputs)}.')
+        if self.returns not in ("value", "grads"):
+            raise StrategyError(f'returns must be "value" or "grads", got {brief(self.returns)}.')
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            if hasattr(self.fn, name):
+                object.__setattr__(self, name, getattr(self.fn, name))
+        object.__setattr__(self, "__wrapped__", self.fn)
+
+    def hook(self, step: int, training: bool = False) -> CommHook | None:
+        """The reduction of the gradients of synchronised step `step`; `training`: in a whole training step."""
+        if self.blocked:
+            return None
+        hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
+        return in_dtype(hook, self.reduce_dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        reduce: torch.dtype | None = None if self.precision is None else self.precision.reduce
+        return reduce
 
 
 @dataclass(frozen=True)
@@ -90,7 +201,6 @@ class Run:
         axis: the step's.
         schedule, inputs: as in :class:`Marked`.
         mean: values are means over ranks.
-        blocked: the value and its gradients are this rank's own.
         local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
         within: the part of the axis whose ranks share them, if it isn't all.
     """
@@ -99,30 +209,22 @@ class Run:
     axis: Any
     schedule: Schedule | None
     mean: bool
-    blocked: bool
-    local: bool = False
-    within: Axis | None = None
-    inputs: list[torch.Tensor] | None = None
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the step returned a :class:`Weighted`, alone or first in a tuple."""
-        return isinstance(self.output, Weighted) or (
-            isinstance(self.output, tuple) and len(self.output) > 0 and isinstance(self.output[0], Weighted)
-        )
+    local: bool
+    within: Axis | None
+    inputs: list[torch.Tensor] | None
 
     def value(self) -> Any:
         """What the caller of the step gets."""
         output = self.output
-        if self.weighted:
-            first = output if isinstance(output, Weighted) else output[0]
-            mean = self._weighted_mean(first)
-            return mean if isinstance(output, Weighted) else (mean, *self.averaged(output[1:]))
+        if isinstance(output, Weighted):
+            return self._weighted_mean(output)
+        if isinstance(output, tuple) and output and isinstance(output[0], Weighted):
+            return (self._weighted_mean(output[0]), *self.averaged(output[1:]))
         return self.averaged(output)
 
     def averaged(self, values: Tree) -> Tree:
         """`values` with the mean over ranks of floating tensors, if outputs are means."""
-        if not self.mean or self.blocked:
+        if not self.mean:
             return values
         leaves, spec = tree.flatten(values)
         floating = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -133,12 +235,11 @@ class Run:
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
         total, weight = output.checked()
-        alone = self.blocked or self.local
-        if not alone:
+        if not self.local:
             total, weight = collectives.psum((total, weight), self.within or self.axis)
         if not torch.compiler.is_compiling() and self._is_zero(weight):
             of = "" if self.within is None else f" of {self.within.name!r}"
-            whose = "this rank's weight is 0" if alone else f"the weights of all ranks{of} add up to 0"
+            whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
             raise WeightError(
                 f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
                 "them."

@@ -169,11 +169,6 @@ def set_placed_aside() -> Callable[[], None]:
     return undo
 
 
-def _lost(slot: tuple[dict[str, Any], str], own: torch.Tensor, given: torch.Tensor) -> bool:
-    now = slot[0].get(slot[1])
-    return now is own and now is not given
-
-
 class Swap:
     """Tensors in the places of a module's own.
 
@@ -209,7 +204,8 @@ class Swap:
                     yield
                 finally:
                     self.after = {name: slots[name][0][slots[name][1]] for name in self._kept}
-                    lost = [name for name, was in own.items() if _lost(slots[name], was, self.tensors[name])]
+                    now = {name: slots[name][0].get(slots[name][1]) for name in own}
+                    lost = [name for name, was in own.items() if now[name] is was is not self.tensors[name]]
         finally:
             placed.reset(token)
         if lost:

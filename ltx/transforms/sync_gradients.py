@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from ltx.gradients.process_schedule import schedule_for
 from ltx.hooks import CommHook
 from ltx.placements import Placements, summed
 from ltx.strategies import DEFAULT, Strategy
-from ltx.transforms import graph_entry
+from ltx.transforms.marking import prepare_trace, reduce_in_graph
 from ltx.transforms.placed import check_placements
 from ltx.transforms.sync_state import SyncState, check_state
 from ltx.typing import Tree
@@ -83,10 +82,8 @@ def sync_gradients(
     arrival = partial(arrival_order, grads, wanted)
     mine = [leaves[i] for i in wanted]
     if compiling:
-        key = graph_entry.prepare_trace(strategy, axis, 0, False)
-        reduced = mine
-        if key and mine:
-            reduced = list(graph_entry.reduce_in_graph(key, tuple(arrival()), tuple(() for _ in mine), 0, *mine))
+        key, _ = prepare_trace(strategy, axis, 0, False)
+        reduced = list(reduce_in_graph(key, tuple(arrival()), *mine)) if key and mine else mine
     else:
         paths = tree.leaf_paths(grads)
         hook = strategy.hook(sync_state.checked_step() if sync_state is not None else 0) if sparse else None
@@ -135,7 +132,7 @@ def _reduce(
     step = state.checked_step() if state is not None else 0
     hook = strategy.hook(step)
     if hook is None or not grads:
-        return grads, None if state is None else replace(state, clock=torch.zeros_like(state.clock), step=step + 1)
+        return grads, None if state is None else state.advanced()
     if state is None and strategy.stateful:
         whose = hook if hook.stateful else strategy
         raise SyncStateError(
@@ -163,4 +160,4 @@ def _reduce(
     for path, names, tensors in zip(paths, states, advanced, strict=True):
         if names:
             leaves[path].update(zip(names, tensors, strict=True))
-    return reduced, replace(state, leaves=leaves, clock=torch.zeros_like(state.clock), step=step + 1)
+    return reduced, state.advanced(leaves)

@@ -62,9 +62,10 @@ class SyncState:
             )
         return self.step + int(max(clock))
 
-    def advanced(self) -> SyncState:
-        """The same state with its steps counted in the structure, as ltx's own transformations return it."""
-        return replace(self, step=self.step + 1, clock=torch.zeros_like(self.clock))
+    def advanced(self, leaves: dict[str, LeafState] | None = None) -> SyncState:
+        """The state after one more step, its steps counted in the structure; with other `leaves`, if given."""
+        leaves, step = self.leaves if leaves is None else leaves, self.checked_step() + 1
+        return replace(self, leaves=leaves, step=step, clock=torch.zeros_like(self.clock))
 
 
 def check_state(state: Any) -> None:
@@ -157,5 +158,5 @@ def states_after(
         for member, state in states.items():
             if state:
                 entries[paths[places[member]]].update(state)
-    detached: dict[str, LeafState] = tree.map(torch.Tensor.detach, entries)
-    return detached
+    after: dict[str, LeafState] = tree.detached(entries)
+    return after

@@ -6,8 +6,7 @@ MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
         file="gradients/process_schedule.py",
-        old="while len(self._pending) < len(self._order) and "
-        "(place := self._order[len(self._pending)]) in self._ready:",
+        old="while len(self.pending) < len(self._order) and (place := self._order[len(self.pending)]) in self._ready:",
         new="while self._ready and (place := next(iter(self._ready))) is not None:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
         tests=(

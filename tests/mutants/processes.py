@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         name="turns: a plan isn't announced",
-        file="gradients/immediate_schedule.py",
+        file="gradients/schedule.py",
         old="self.plan.axis.threads.announce(self.plan.agreement.signature)",
         new="pass",
         breaks="ranks that run different steps of equal shapes get each other's gradients",

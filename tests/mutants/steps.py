@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a rank without data counts",
-        file="training/uneven.py",
+        file="training/data.py",
         old="yield source.placeholder(), _weight(0.0)",
         new="yield source.placeholder(), _weight(share)",
         breaks="placeholders count as samples",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: uneven divides by all ranks",
-        file="training/uneven.py",
+        file="training/data.py",
         old='share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0',
         new="share = 1.0",
         breaks="the last steps of an epoch are too small",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a failing iterable stops one rank alone",
-        file="training/uneven.py",
+        file="training/data.py",
         old="            return None, _FAILED",
         new="            raise",
         breaks="the peers of a rank whose data fails wait for it",
@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a Weighted step is divided by the weights alone",
-        file="training/backward.py",
+        file="training/completion.py",
         old="return schedule.among.size / weight",
         new="return 1 / weight",
         breaks="gradients of weighted steps are n times too small, between processes",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a broadcast state counts from 0",
-        file="training/state_operations.py",
+        file="training/train_step.py",
         old="        sync = replace(SyncState.new(entries, choice), step=sync_step)",
         new="        sync = SyncState.new(entries, choice)",
         breaks="after train.broadcast ranks are in another phase of their strategy",
@@ -139,7 +139,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: an epoch's first samples come twice",
-        file="training/data_position.py",
+        file="training/data.py",
         old="self.seed + self.epoch, self.shuffle)[self.done : self.done + self.step_size]",
         new="self.seed + self.epoch, self.shuffle)[max(0, self.done - 1) : max(0, self.done - 1) + self.step_size]",
         breaks="samples come twice, others never",
@@ -147,8 +147,8 @@ MUTANTS = (
     ),
     Mutant(
         name="precision: gradients keep the loss scale",
-        file="training/backward.py",
-        old="return Scale(1.0 / self.loss_scale)",
+        file="training/completion.py",
+        old="return Scale(1.0 / work.loss_scale)",
         new="return Scale(1.0)",
         breaks="updates are 65536 times too large, between processes",
         tests=("tests/training/test_mixed_precision.py::test_a_scale_that_is_a_power_of_two_changes_no_bit",),
@@ -156,14 +156,14 @@ MUTANTS = (
     Mutant(
         name="precision: gradients keep the loss scale in a world of one",
         file="training/backward.py",
-        old="return grads if _is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]",
+        old="return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]",
         new="return grads",
         breaks="updates are 65536 times too large, in a world of one and on simulated ranks",
         tests=("tests/training/test_mixed_precision.py::test_a_scale_leaves_no_trace_without_a_wire",),
     ),
     Mutant(
         name="precision: the loss scale never comes down",
-        file="transforms/precision.py",
+        file="training/mixed_precision.py",
         old="torch.where(finite, after_good, state.scale * self.backoff)",
         new="torch.where(finite, after_good, state.scale)",
         breaks="all steps are skipped once gradients overflow",

@@ -42,9 +42,9 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: weights that add up to nothing are applied",
-        file="training/backward.py",
-        old=".masked_fill(empty, 0.0) / self.loss_scale, empty)",
-        new=".masked_fill(empty, 0.0) / self.loss_scale)",
+        file="training/completion.py",
+        old=".masked_fill(empty, 0.0) / work.loss_scale, empty)",
+        new=".masked_fill(empty, 0.0) / work.loss_scale)",
         breaks="weight decay and momentum go on in a step that says it has changed nothing",
         tests=(f"{_STEPS}::test_weights_that_add_up_to_nothing",),
     ),

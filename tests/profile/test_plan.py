@@ -16,7 +16,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import InputError, StrategyError
 from ltx.estimate.costs import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S, SEND_SHARES
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.optim.update import Update
 from ltx.profile.recommendation import CANDIDATES, Candidate, Effect, recommend
 from ltx.profile.step_plan import Cost, plan

@@ -16,7 +16,7 @@ import ltx
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from ltx.runtime.pool import Pool
 from ltx.training.backward import BackwardResult
-from ltx.training.update_then_send import UpdateThenSend
+from ltx.training.completion import UpdateThenSend
 from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
 Ranks = Callable[[int], Pool]

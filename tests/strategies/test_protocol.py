@@ -15,7 +15,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.gradients.exchange import Exchange
+from ltx.gradients.pending import Exchange
 from ltx.optim.update import Update
 from ltx.strategies.update import StepInfo, Updated
 

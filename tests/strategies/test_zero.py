@@ -16,7 +16,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import StrategyError
 from ltx.strategies.zero_hooks import AllParts, MeanPart, Shards, part
-from ltx.transforms.precision import Precision
+from ltx.training.mixed_precision import Precision
 from tests.strategies.test_failures import BrokenError, fails_once
 
 Ranks = Callable[[int], ltx.Pool]

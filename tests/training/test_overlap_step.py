@@ -285,7 +285,7 @@ def trained(seed: int, overlap: Any, **options: Any) -> tuple[Any, bool]:
         state = train.init(params_of(module))
         for i, batch in enumerate(batches):
             state, metrics = train(state, *batch)
-            flew.append(state.pending_step is not None and not state.pending_step.completed)
+            flew.append(state.pending_step is not None and not state.pending_step.over)
             if i % 2:
                 losses.append(metrics.loss)
     return (state.params, state.opt_state, state.sync_state.leaves, state.step, losses), all(flew)
@@ -367,9 +367,9 @@ def where_it_completes(seed: int) -> list[list[str]]:
     for _ in range(2):
         state, metrics = train(state, torch.randn(3, 40))
     assert metrics.loss > 0
-    assert not state.pending_step.completed  # to read the loss is to wait for that alone
+    assert not state.pending_step.over  # to read the loss is to wait for that alone
     assert state.step == 2
-    assert not state.pending_step.completed
+    assert not state.pending_step.over
     assert type(state.params["first"]) is Tensor
     assert state.pending_step is None
     return seen
@@ -863,10 +863,10 @@ train = ltx.train_step(
 state = train.init({"w": torch.ones(5, 6)})
 for _ in range(3):
     state, _ = train(state, torch.randn(2, 5))
-assert not state.pending_step.completed
+assert not state.pending_step.over
 if sys.argv[1] == "shutdown":
     ltx.shutdown()
-    assert state.pending_step.completed
+    assert state.pending_step.over
     assert state.params["w"].isfinite().all()
 if sys.argv[1] == "raise" and world.rank == 1:
     raise KeyError("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -418,3 +419,14 @@ def test_a_step_that_raises_leaves_the_state_as_it_was(where: str, real: bool, r
     module, batches = problem(seed, EQUAL, 3)
     expected, _ = one_process(module, whole(batches) if real else [by_rank[0] for by_rank in batches])
     torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=0)
+
+
+def test_an_eager_step_after_compiled_ones_counts_once() -> None:
+    """Compiled steps count in the clock; the next eager step counts them in the structure, and not again."""
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x).square().mean())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    state = train.init({"w": torch.tensor(1.0)})
+    clock = torch.tensor(2.0, dtype=torch.float64)
+    state = replace(state, sync_state=replace(state.sync_state, clock=clock))
+    state, _ = train(state, torch.tensor([1.0, 2.0]))
+    assert state.sync_state.checked_step() == 3
