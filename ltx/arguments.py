@@ -11,6 +11,7 @@ import collections.abc
 import functools
 import inspect
 import itertools
+import math
 import numbers
 import re
 import types
@@ -88,6 +89,14 @@ def check_whole(owner: object, least: int, *names: str, most: int = 2**63 - 1) -
             raise StrategyError(
                 f"{type(owner).__name__}.{name} must be a whole number of at least {least}{upper}, got {brief(value)}."
             )
+
+
+def check_number(owner: object, least: float, name: str, below: float = math.inf) -> None:
+    """Raise unless field `name` of a hook or strategy is a number from `least` on and less than `below`."""
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+        allowed = f"of at least {least:g}" if below == math.inf else f"from {least:g} on, and less than {below:g}"
+        raise StrategyError(f"{type(owner).__name__}.{name} must be a number {allowed}, got {brief(value)}.")
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,15 +26,15 @@ from ltx.collectives.calls import (
     grouped,
     negotiate_tree,
     prepare_trace,
+    refuse_leaves,
     tensors_of,
     traced_axis,
 )
-from ltx.collectives.futures import Arrived, Future, Pending
+from ltx.collectives.futures import Arrived, Future, Pending, one_message
 from ltx.collectives.linear import Function, apply, each_rank, index_below, key_of, on_stack, peeled_level
 from ltx.collectives.psum import axis_size
 from ltx.collectives.ranks import axis_index
 from ltx.comm.operations import OPERATIONS
-from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 
 
@@ -154,9 +154,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
         key = prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
     check_dense(which, leaves, value)
-    if any(x.is_complex() for x in leaves):
-        path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.is_complex())
-        raise UnsupportedError(f"{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
+    refuse_leaves(which, leaves, value, torch.is_complex, "and complex numbers have no order.")
     check_sums(which, leaves, value, "extrema")
     found, in_background = comm.resolve(axis), isinstance(axis, comm.InBackground)
     if in_background:
@@ -195,6 +193,7 @@ def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tenso
     return found
 
 
+@one_message
 @checked("axis_index_groups")
 def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
@@ -222,6 +221,7 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
     return _extremum("pmax", value, grouped(axis, axis_index_groups))
 
 
+@one_message
 @checked("axis_index_groups")
 def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.

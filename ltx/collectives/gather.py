@@ -15,10 +15,10 @@ import torch
 
 from ltx import tree
 from ltx.arguments import checked
-from ltx.collectives.calls import collective, grouped
+from ltx.collectives.calls import GradScale, collective, grouped, scale_gradient
+from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
-from ltx.collectives.scale import GradScale, scale_gradient
 from ltx.collectives.uneven import (
     all_gather_inferred,
     all_gather_uneven,
@@ -54,7 +54,6 @@ add_rule(
     Rule(
         name="all_gather",
         operation="all_gather",
-        before=lambda x, n, static: x.contiguous(),
         after=lambda result, rank, n, static: spread(result, static),
         stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
         alone=lambda x, static: spread(x.unsqueeze(0), static),
@@ -68,7 +67,6 @@ add_rule(
         name="psum_scatter",
         operation="psum_scatter",
         before=lambda x, n, static: split(x, n, static).contiguous(),
-        after=lambda result, rank, n, static: result,
         stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
         alone=lambda x, static: split(x, 1, static).squeeze(0),
         transpose=lambda shape, static: ("all_gather", static),
@@ -77,6 +75,7 @@ add_rule(
 )
 
 
+@one_message
 @checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
@@ -140,6 +139,7 @@ def all_gather(
     )
 
 
+@one_message
 @checked("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,

@@ -37,12 +37,12 @@ class Rule:
     Attributes:
         name: the collective's name; also its key in :data:`RULES`.
         operation: the operation that a channel issues (:mod:`ltx.comm.operations`); None if nothing moves.
-        before: ``(x, n, static)`` -> a contiguous buffer that the channel may overwrite.
-        after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
         stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
             `per_rank` the result is a stack again, else it is the one value that all ranks get.
-        alone: ``(x, static)`` -> the value on an axis of size 1.
         transpose: ``(shape of x, static)`` -> name and static arguments of the transpose.
+        before: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
+        after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
+        alone: ``(x, static)`` -> the value on an axis of size 1.
         batched: `static` for an x with one more dimension in front.
         arguments: the operation's arguments, from `static`.
         keeps_strides: the value, of x's shape, has x's memory layout on that rank (channels last, for example). What is
@@ -51,12 +51,12 @@ class Rule:
 
     name: str
     operation: str | None
-    before: Callable[[torch.Tensor, int, Static], torch.Tensor]
-    after: Callable[[torch.Tensor, int, int, Static], torch.Tensor]
     stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
-    alone: Callable[[torch.Tensor, Static], torch.Tensor]
     transpose: Callable[[torch.Size, Static], tuple[str, Static]]
-    batched: Callable[[Static], Static]
+    before: Callable[[torch.Tensor, int, Static], torch.Tensor] = lambda x, n, static: x.contiguous()
+    after: Callable[[torch.Tensor, int, int, Static], torch.Tensor] = lambda result, rank, n, static: result
+    alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x
+    batched: Callable[[Static], Static] = lambda static: static
     arguments: Callable[[Static], Static] = lambda static: ()
     keeps_strides: bool = False
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
+from ltx.optim.base import LeafStates
+
 #: Updates states and parameters in place; the `bool` asks for torch's differentiable path.
-Rule = Callable[[list[Tensor], list[dict[str, Tensor]], list[Tensor], bool], None]
+Rule = Callable[[list[Tensor], LeafStates, list[Tensor], bool], None]
 
 
 def is_transforming() -> bool:
@@ -30,7 +32,7 @@ def run_pure(
     states: Sequence[dict[str, Tensor]],
     params: Sequence[Tensor],
     tracked: bool = False,
-) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+) -> tuple[list[Tensor], LeafStates]:
     """``(new_params, new_states)`` as the in-place `rule` would leave them, under any nest of transforms.
 
     `tracked`: whether plain autograd, outside of transforms, is to see the update.
@@ -93,15 +95,13 @@ class _PerExample(torch.autograd.Function):
         return tuple(stacked), (0,) * len(stacked)
 
 
-def _parts(
-    flat: Sequence[Tensor], keys: list[tuple[str, ...]]
-) -> tuple[list[Tensor], list[dict[str, Tensor]], list[Tensor]]:
+def _parts(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[list[Tensor], LeafStates, list[Tensor]]:
     """Gradients, states, parameters: the inverse of :func:`run_pure`'s flattening."""
     leaves = len(keys)
     params, states = _unflatten(flat[leaves:], keys)
     return list(flat[:leaves]), states, params
 
 
-def _unflatten(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def _unflatten(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[list[Tensor], LeafStates]:
     rest = iter(flat[len(keys) :])
     return list(flat[: len(keys)]), [{name: next(rest) for name in names} for names in keys]

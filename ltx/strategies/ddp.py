@@ -19,8 +19,7 @@ from ltx import hooks
 from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError, SyncStateError
 from ltx.gradients.reduction import LeafState
-from ltx.strategies.base import Strategy, unchanging
-from ltx.strategies.fields import resolve_hook
+from ltx.strategies.base import Strategy, resolve_hook, unchanging
 from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 

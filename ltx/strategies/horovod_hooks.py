@@ -18,14 +18,20 @@ from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import plus, unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
-from ltx.optim.base import Optimizer
-from ltx.optim.chain import Chain
+from ltx.optim.base import Optimizer, Update
+from ltx.optim.combine import Chain
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.optim.partition import Partition
-from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
-from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
-from ltx.strategies.update import States, StepInfo, Updated
+from ltx.strategies.update import (
+    Old,
+    PostUpdateHook,
+    PostUpdateResult,
+    States,
+    StepInfo,
+    Updated,
+    communicate_after_update,
+)
 
 #: In the communication state: the sum of a parameter's gradients in the passes since the last update.
 PASSES = "passes"

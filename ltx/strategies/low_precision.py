@@ -27,12 +27,18 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import is_plain, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
 from ltx.hooks import ByteGrad
-from ltx.optim.base import Optimizer
-from ltx.optim.update import Update
+from ltx.optim.base import Optimizer, Update
 from ltx.strategies.decentralized import GossipStrategy
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
-from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
-from ltx.strategies.update import States, StepInfo, Updated
+from ltx.strategies.update import (
+    Old,
+    PostUpdateHook,
+    PostUpdateResult,
+    States,
+    StepInfo,
+    Updated,
+    communicate_after_update,
+)
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()
@@ -64,6 +70,8 @@ class LowPrecisionDecentralized(GossipStrategy):
         'per_rank'
     """
 
+    updates_in_buckets: ClassVar[bool] = True
+
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         known = param.detach().to(self._ring.wire_dtype(param.dtype))
         return {name: known.clone(memory_format=torch.contiguous_format) for name in self._ring.state_names}
@@ -83,10 +91,6 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     def communicates_after_update(self, step: int) -> bool:
         return self.communicates(step)
-
-    @property
-    def updates_in_buckets(self) -> bool:
-        return True
 
     def post_update_hook(self, optimizer: Optimizer, step: int) -> Ring | None:
         return self._ring if self.communicates(step) else None
@@ -108,15 +112,13 @@ class Ring(NodeHook, PostUpdateHook):
     They come in place of a state, by the name of what they are added to; of each a row for each rank of the node.
     """
 
+    state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
+
     exact: ClassVar[bool] = False
 
     @property
     def phases(self) -> int:  # type: ignore[override]
         return 2 if self.node_size == 1 else 4
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("own", "left", "right")
 
     def scale(self, axis_size: int) -> float:
         return 1.0 / min(self.node_size, axis_size)

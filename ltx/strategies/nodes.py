@@ -17,7 +17,7 @@ from typing import ClassVar, cast
 
 import torch
 
-from ltx.arguments import brief, check_whole
+from ltx.arguments import check_fields, check_whole
 from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
@@ -40,15 +40,13 @@ class NodeStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if not isinstance(self.hierarchical, bool):
-            raise StrategyError(f"{name}.hierarchical must be True or False, got {brief(self.hierarchical)}.")
+        check_fields(self, StrategyError, "hierarchical")
         if self.node_size is not None:
             check_whole(self, 1, "node_size")
         if self.hierarchical != (self.node_size is not None):
             raise StrategyError(
-                f"{name}: hierarchical=True and node_size=(the number of ranks of a node) belong together, got "
-                f"hierarchical={self.hierarchical!r}, node_size={self.node_size!r}."
+                f"{type(self).__name__}: hierarchical=True and node_size=(the number of ranks of a node) belong "
+                f"together, got hierarchical={self.hierarchical!r}, node_size={self.node_size!r}."
             )
 
     @property

@@ -11,7 +11,7 @@ import torch
 from ltx import hooks
 from ltx.errors import StepError
 from ltx.optim import grad_norm
-from ltx.optim.update import chosen
+from ltx.optim.base import chosen
 from ltx.strategies.update import StepInfo, Updated
 from ltx.training.guard import any_not_finite, not_finite, not_finite_on_device
 from ltx.training.placed_state import on_any_rank

@@ -12,13 +12,13 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import refuse_sparse
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState, Program, Reduced
-from ltx.strategies.post_update import Old, PostUpdateHook, with_overwriting
+from ltx.strategies.update import Old, PostUpdateHook, with_overwriting
 from ltx.training.backward import Backward, BackwardResult, mean_at_once
 from ltx.transforms.sync_state import states_after
 
 
 class UpdateThenSend:
-    """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.strategies.post_update`).
+    """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.strategies.update`).
 
     The backward pass may still need the old parameters, so they keep their values until it is over; the optimizer's
     state doesn't. A :class:`ltx.training.backward.Completion`.

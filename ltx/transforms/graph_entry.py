@@ -19,7 +19,7 @@ from ltx.gradients.immediate_schedule import ImmediateSchedule
 from ltx.gradients.planning import Names, make_plan
 from ltx.gradients.schedule import Plan, Schedule
 from ltx.strategies import Strategy
-from ltx.strategies.fields import in_dtype
+from ltx.strategies.base import in_dtype
 
 
 @traced.at_trace_time

@@ -22,7 +22,7 @@ from ltx.gradients.planning import all_tracked, arrival_order, differentiable, m
 from ltx.gradients.process_schedule import ProcessSchedule, schedule_for
 from ltx.gradients.schedule import Plan
 from ltx.hooks import AllReduce, CommHook
-from ltx.strategies.post_update import PostUpdateHook
+from ltx.strategies.update import PostUpdateHook
 from ltx.transforms import graph_entry
 from ltx.transforms.compare import check_in_debug, check_params_once
 from ltx.transforms.run import CallOptions, Marked

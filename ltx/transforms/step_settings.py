@@ -12,7 +12,7 @@ from ltx.errors import StepError, StrategyError
 from ltx.hooks import CommHook
 from ltx.placements import Placements
 from ltx.strategies import DEFAULT, Strategy
-from ltx.strategies.fields import in_dtype
+from ltx.strategies.base import in_dtype
 from ltx.typing import Step
 
 if TYPE_CHECKING:

@@ -184,9 +184,9 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: save_async writes the state itself",
-        file="checkpoint/async_saving.py",
-        old="tensor.clone() if tensor",
-        new="tensor if tensor",
+        file="checkpoint/saving.py",
+        old="x.clone() if x",
+        new="x if x",
         breaks="what is saved is of several steps",
         tests=("tests/checkpoint/test_failures.py::test_steps_overwrite_nothing_that_is_being_saved",),
     ),

@@ -17,7 +17,7 @@ from ltx import hooks
 from ltx.errors import InputError, StrategyError
 from ltx.estimate.costs import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S, SEND_SHARES
 from ltx.gradients.exchange import Exchange
-from ltx.optim.update import Update
+from ltx.optim.base import Update
 from ltx.profile.cost import Cost
 from ltx.profile.recommendation import CANDIDATES, Candidate, Effect, recommend
 from ltx.profile.step_plan import plan

@@ -16,8 +16,7 @@ import ltx
 from ltx.errors import DeadlockDetectedError
 from ltx.runtime.pool import Pool
 from ltx.strategies import low_precision
-from ltx.strategies.post_update import may_be_written_to
-from ltx.strategies.update import Updated
+from ltx.strategies.update import Updated, may_be_written_to
 
 Ranks = Callable[[int], Pool]
 Torn = Callable[..., Any]

@@ -1,24 +1,82 @@
-"""What :func:`ltx.optim.from_torch` accepts, and what it says of the rest."""
+"""A class of ``torch.optim`` with its hyperparameters as a value: which are accepted, and what is said of the rest."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ltx.arguments import brief
+from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.base import leaf_name
+from ltx.optim.base import Optimizer, TorchState, leaf_name
+from ltx.optim.transformed import is_transforming
 from ltx.tree import describe, flatten
 from ltx.typing import Tree
 
 _REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 _TAKE_SPARSE_GRADS = (torch.optim.Adagrad, torch.optim.SGD, torch.optim.SparseAdam)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassOptimizer(Optimizer):
+    """What the optimizers of :func:`ltx.optim.from_torch` have in common."""
+
+    moves_params: ClassVar[bool] = True
+
+    cls: type[torch.optim.Optimizer]
+    lr: float | Callable[[int], float] | None
+    kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
+
+    @checked("donate")
+    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        leaves, spec = flatten(params)
+        with self._grad_mode():
+            copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
+            new_params, new_state = self.apply(grads, state, copies, donate=donate)
+            pairs = list(zip(flatten(new_params)[0], leaves, strict=True))
+            if is_transforming() or self._differentiable:
+                return spec.unflatten([new - old for new, old in pairs]), new_state
+            return spec.unflatten([new.sub_(old) for new, old in pairs]), new_state  # the new ones are nobody else's
+
+    @property
+    def _differentiable(self) -> bool:
+        return bool(self.kwargs.get("differentiable"))
+
+    def _grad_mode(self) -> AbstractContextManager[object]:
+        """Transforms differentiate the update; plain autograd only sees it if asked to, as in torch."""
+        return nullcontext() if is_transforming() or self._differentiable else torch.no_grad()
+
+    def _given(self, made_of: Callable[[Mapping[str, Any]], Any]) -> tuple[Any, ...]:
+        """The constructor's arguments, with ``made_of(kwargs)``."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        return tuple((given | {"kwargs": made_of(self.kwargs)}).values())
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ClassOptimizer) and type(self) is type(other) and self._given(dict) == other._given(dict)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._given(lambda kwargs: frozenset(kwargs.items())))
+
+    def __reduce__(self) -> Any:
+        return type(self), self._given(dict)
+
+    def __repr__(self) -> str:
+        is_torchs = getattr(torch.optim, self.cls.__name__, None) is self.cls
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | dict(self.kwargs)
+        written = (f", {name}={getattr(value, '__qualname__', repr(value))}" for name, value in arguments.items())
+        return f"from_torch({'torch.optim.' * is_torchs}{self.cls.__qualname__}{''.join(written)})"
 
 
 def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
