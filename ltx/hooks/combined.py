@@ -10,7 +10,7 @@ import torch
 from ltx.arguments import brief, check_whole, checked
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.comm_hook import CommHook, taken_from
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, drive_within
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
@@ -71,6 +71,8 @@ def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
     return After(step, hook, _EXACT if first is None else first)
 
 
+@taken_from("hook", "bucket_factor", "scale")
+@taken_from("inner", "sums")
 @dataclass(frozen=True)
 class Chain(LossyHook):
     """`hook`, whose sums are done by `inner`; what :func:`chain` and :func:`cast` return."""
@@ -104,16 +106,8 @@ class Chain(LossyHook):
         return self.hook.reads_step or self.inner.reads_step
 
     @property
-    def sums(self) -> bool:  # type: ignore[override]
-        return self.inner.sums
-
-    @property
     def phases(self) -> int:  # type: ignore[override]
         return self.hook.phases * self._inner.phases
-
-    @property
-    def bucket_factor(self) -> int:  # type: ignore[override]
-        return self.hook.bucket_factor
 
     @property
     def _inner(self) -> CommHook:
@@ -139,9 +133,6 @@ class Chain(LossyHook):
     def constant_after(self) -> int | None:
         hook, inner = self.hook.constant_after, self.inner.constant_after
         return None if hook is None or inner is None else max(hook, inner)
-
-    def scale(self, axis_size: int) -> float:
-        return self.hook.scale(axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)

@@ -7,13 +7,13 @@ hooks are here, the others have files of their own; :data:`ALGORITHMS` says wher
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property, wraps
+from functools import cached_property
 from importlib import import_module
-from typing import Any
 
 from ltx import hooks
 from ltx.arguments import brief, check_fields
 from ltx.errors import StrategyError
+from ltx.gradients.comm_hook import taken_from
 from ltx.strategies.base import Strategy
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
@@ -28,6 +28,13 @@ ALGORITHMS: dict[str, tuple[str, str]] = {
 }
 
 
+@taken_from(
+    "inner",
+    *("hook", "hook_in_graph", "hook_in_training", "shares_gradients", "init", "stateful", "layout", "cycle"),
+    *("check_optimizer", "check_axis", "check_weighted", "init_optimizer", "gather_optimizer"),
+    *("begin", "update", "after_update", "finish", "communicates_after_update", "post_update_hook"),
+    *("needs_whole", "updates_in_buckets", "communicates_besides"),
+)
 @dataclass(frozen=True, kw_only=True)
 class BaguaStrategy(Strategy):
     """One of Bagua's algorithms, by the name and with the options that it has there.
@@ -105,28 +112,6 @@ class BaguaStrategy(Strategy):
                 raise StrategyError(f"BaguaStrategy({self.algorithm!r}) needs {f.name}=.")
         inner: Strategy = made(**{name: getattr(self, name) for name in common}, **given)
         return inner
-
-
-def _as_inner(name: str) -> Any:
-    """What :class:`Strategy` has under `name`, as the algorithm has it."""
-    if isinstance(vars(Strategy)[name], property):
-        return property(lambda self: getattr(self.inner, name))
-
-    @wraps(vars(Strategy)[name])
-    def method(self: BaguaStrategy, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    return method
-
-
-# What it does is what the algorithm does.
-for _name in (
-    *("hook", "hook_in_graph", "hook_in_training", "shares_gradients", "init", "stateful", "layout", "cycle"),
-    *("check_optimizer", "check_axis", "check_weighted", "init_optimizer", "gather_optimizer"),
-    *("begin", "update", "after_update", "finish", "communicates_after_update", "post_update_hook"),
-    *("needs_whole", "updates_in_buckets", "communicates_besides"),
-):
-    setattr(BaguaStrategy, _name, _as_inner(_name))
 
 
 # --- the algorithms that are hooks ------------------------------------------------------------------------------------

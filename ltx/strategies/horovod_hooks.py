@@ -16,6 +16,7 @@ import torch
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
+from ltx.gradients.comm_hook import taken_from
 from ltx.gradients.packing import plus, unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
 from ltx.optim.base import Optimizer, Update
@@ -37,6 +38,7 @@ from ltx.strategies.update import (
 PASSES = "passes"
 
 
+@taken_from("hook", "exact", "elementwise", "reads_step", "bucket_factor", "constant_after", "phases_on")
 @dataclass(frozen=True)
 class Scaled(hooks.CommHook):
     """`hook`, by Horovod's scales and for the gradients of several passes.
@@ -54,34 +56,11 @@ class Scaled(hooks.CommHook):
     passes: bool = False
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.hook.exact
-
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        return self.hook.elementwise
-
-    @property
-    def reads_step(self) -> bool:  # type: ignore[override]
-        return self.hook.reads_step
-
-    @property
     def state_names(self) -> tuple[str, ...]:
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
-    @property
-    def bucket_factor(self) -> int:  # type: ignore[override]
-        return self.hook.bucket_factor
-
     def at(self, step: int) -> hooks.CommHook:
         return replace(self, hook=self.hook.at(step))
-
-    @property
-    def constant_after(self) -> int | None:
-        return self.hook.constant_after
-
-    def phases_on(self, axis_size: int) -> int:
-        return self.hook.phases_on(axis_size)
 
     def scale(self, axis_size: int) -> float:
         whole = self.hook.scale(axis_size) * axis_size

@@ -19,8 +19,8 @@ import torch
 
 from ltx import hooks, tree
 from ltx.arguments import brief, check_whole, is_number
-from ltx.axis import Axis
 from ltx.errors import StrategyError
+from ltx.gradients.comm_hook import taken_from
 from ltx.gradients.packing import unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 from ltx.optim import Optimizer
@@ -34,6 +34,7 @@ MOMENTUM = "momentum"
 _EIGHT_BITS = hooks.ByteGrad()
 
 
+@taken_from("among", "phases", "axes", "wire_dtype")
 @dataclass(frozen=True)
 class MeanMomentum(hooks.CommHook):
     """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter.
@@ -53,13 +54,6 @@ class MeanMomentum(hooks.CommHook):
     beta1: float
     among: hooks.CommHook = _EIGHT_BITS
 
-    @property
-    def phases(self) -> int:  # type: ignore[override]
-        return self.among.phases
-
-    def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        return self.among.axes(axis)
-
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return {MOMENTUM: torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()}
 
@@ -68,9 +62,6 @@ class MeanMomentum(hooks.CommHook):
 
     def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
         return [(state[MOMENTUM], self.beta1 / axis_size)]
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.among.wire_dtype(dtype)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         mean, _ = yield from self.among.reduce(replace(inputs, states=[{} for _ in inputs.states]))

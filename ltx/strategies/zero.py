@@ -31,7 +31,6 @@ from ltx.optim.combine import members_of, with_members
 from ltx.optim.grad_transforms import ClipByGlobalNorm, global_norm
 from ltx.strategies.base import Strategy
 from ltx.strategies.update import Old, PostUpdateHook, PostUpdateResult, StateLayout, States, StepInfo, Updated
-from ltx.tree import register_node
 from ltx.typing import Tree
 
 
@@ -153,8 +152,7 @@ class ZeroStrategy(Strategy):
 class Shards:
     """One rank's part of an optimizer state; made by :class:`ltx.ZeroStrategy`.
 
-    Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"), so that parts of different ranks don't collide
-    in a checkpoint as if they were one value.
+    Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"): in a checkpoint they don't collide.
 
     Attributes:
         state: the optimizer's own state of this rank's parts of the parameters, each a vector.
@@ -168,11 +166,10 @@ class Shards:
 
     @property
     def name(self) -> str:
-        """What paths call it."""
         return f"shard_{'r' if self.rank is None else self.rank}_of_{self.ranks}"
 
 
-register_node(
+tree.register_node(
     Shards,
     lambda shards: ((shards.state,), (shards.ranks, shards.rank)),
     lambda children, static: Shards(children[0], *static),
@@ -204,8 +201,7 @@ def _rows(flat: Tensor, ranks: int) -> Tensor:
 class MeanPart(CommHook):
     """Reduce-scatter: rank r gets the r-th part of every gradient's mean, in its place, and zeros around it.
 
-    Args:
-        short: the half precision that gradients travel in; None for their own.
+    `short` is the half precision that gradients travel in; None for their own.
     """
 
     elementwise: ClassVar[bool] = False
