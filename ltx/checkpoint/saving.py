@@ -97,19 +97,16 @@ class Job:
 
     def _commit(self, by_rank: Sequence[dict[str, Any]]) -> str:
         """On rank 0: make a checkpoint of what the ranks have written."""
-        failed = [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if "error" in said]
-        if failed:
+        if failed := [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if "error" in said]:
             return "; ".join(failed)
         files: dict[str, Any] = {}
         for rank, said in enumerate(by_rank):
             for name, described in said["files"].items():
-                try:
-                    size = (self.temporary / name).stat().st_size
-                except FileNotFoundError:
-                    size = None
+                written = self.temporary / name
+                size = written.stat().st_size if written.exists() else None
                 if size != described["bytes"]:
                     return (
-                        f"rank {rank} has written {self.temporary / name}, {described['bytes']} bytes, and rank 0 sees "
+                        f"rank {rank} has written {written}, {described['bytes']} bytes, and rank 0 sees "
                         f"{'no such file' if size is None else f'{size} bytes'}: all ranks need the same file system"
                     )
                 files[name] = described

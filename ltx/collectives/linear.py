@@ -130,10 +130,9 @@ class Linear(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        filled = [t if t is not None else None for t in tangents[5:]]
-        present = [t for t in filled if t is not None]
+        present = [t for t in tangents[5:] if t is not None]
         results = iter(apply(ctx.name, ctx.static, ctx.axis, present, ctx.compiled))
-        return tuple(None if t is None else next(results) for t in filled)
+        return tuple(None if t is None else next(results) for t in tangents[5:])
 
     @staticmethod
     def vmap(

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import optree
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from ltx import tree
 from ltx.arguments import brief, checked, name_of, shown
@@ -233,6 +234,11 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
                 f"the gradient of {leaf_name(tree, index)} is {describe(grad)}, but the parameter is "
                 f"{describe(param)}: cast or reshape the gradient first."
             )
+
+
+def is_transforming() -> bool:
+    """Whether a ``torch.func`` transform is running."""
+    return _functorch.maybe_current_level() is not None
 
 
 def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:

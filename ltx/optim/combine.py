@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError
-from ltx.optim.base import LeafStates, Optimizer, apply_updates, check_state, first_of, leaves_like
-from ltx.optim.transformed import is_transforming
+from ltx.optim.base import LeafStates, Optimizer, apply_updates, check_state, first_of, is_transforming, leaves_like
 from ltx.tree import check_tensors, flatten
 from ltx.tree import map as tree_map
 from ltx.typing import Tree

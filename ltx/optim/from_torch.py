@@ -15,11 +15,10 @@ from torch import Tensor
 from ltx import traced
 from ltx.arguments import checked
 from ltx.errors import UnsupportedError
-from ltx.optim.base import LeafStates, Optimizer, TorchState, check_grads, check_state, leaves_like
+from ltx.optim.base import LeafStates, Optimizer, TorchState, check_grads, check_state, is_transforming, leaves_like
 from ltx.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned
 from ltx.optim.opaque import OpaqueOptimizer
-from ltx.optim.torch_class import ClassOptimizer, check_grad_layouts, check_params, scheduled_lr
-from ltx.optim.transformed import is_transforming, run_pure
+from ltx.optim.torch_class import ClassOptimizer, check_grad_layouts, check_params, run_pure, scheduled_lr
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError, UnsupportedError
 from ltx.hooks.noise import key_of, normal
-from ltx.optim.base import LeafStates, Optimizer, TorchState, check_state, first_of, leaf_name
+from ltx.optim.base import LeafStates, Optimizer, TorchState, check_state, first_of, is_transforming, leaf_name
 from ltx.optim.combine import LeafPart
-from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten, places_with_none
 from ltx.typing import Tree
 

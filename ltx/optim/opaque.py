@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.base import TorchState, check_grads, leaves_like
+from ltx.optim.base import TorchState, check_grads, is_transforming, leaves_like
 from ltx.optim.torch_class import ClassOptimizer, scheduled_lr
-from ltx.optim.transformed import is_transforming
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
 

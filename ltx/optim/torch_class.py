@@ -1,4 +1,9 @@
-"""A class of ``torch.optim`` with its hyperparameters as a value: which are accepted, and what is said of the rest."""
+"""A class of ``torch.optim`` as a value: which are accepted, what is said of others, its rule under ``torch.func``.
+
+Under ``vmap`` each example gets what it would get alone: the examples' slices become so many leaves more, which one
+call of the kernel updates, so the arithmetic is that of separate runs to the last bit and ``step`` counters may differ
+between examples. Under ``grad`` and ``jvp`` torch's differentiable single-tensor path runs on copies.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from itertools import chain
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.base import Optimizer, TorchState, leaf_name
-from ltx.optim.transformed import is_transforming
+from ltx.optim.base import LeafStates, Optimizer, TorchState, is_transforming, leaf_name
 from ltx.tree import describe, flatten
 from ltx.typing import Tree
 
@@ -167,3 +173,88 @@ def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree =
         else:
             continue
         raise OptimError(f"from_torch({cls.__name__}): the gradient of {leaf_name(params, index)} {problem}.")
+
+
+#: Updates states and parameters in place; the `bool` asks for torch's differentiable path.
+Rule = Callable[[list[Tensor], LeafStates, list[Tensor], bool], None]
+
+
+def run_pure(
+    rule: Rule,
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    params: Sequence[Tensor],
+    tracked: bool = False,
+) -> tuple[list[Tensor], LeafStates]:
+    """``(new_params, new_states)`` as the in-place `rule` would leave them, under any nest of transforms.
+
+    `tracked`: whether plain autograd, outside of transforms, is to see the update.
+    """
+    flat = [*grads, *params, *chain.from_iterable(state.values() for state in states)]
+    wrapped = [t for t in flat if _functorch.is_functorch_wrapped_tensor(t)]
+    outermost = max(wrapped, key=_functorch.maybe_get_level, default=None)
+    if outermost is not None and _functorch.is_batchedtensor(outermost):
+        keys = [tuple(state) for state in states]
+        return _unflatten(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]
+    differentiable = outermost is not None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (tracked or differentiable)):
+        leaves = list(zip(grads, states, params, strict=True))
+        copy = _spread if differentiable else _clone
+        new_params = [copy(param, grad) for grad, _, param in leaves]
+        new_states = [{key: copy(own, grad, param) for key, own in state.items()} for grad, state, param in leaves]
+        rule(list(grads), new_states, new_params, differentiable)
+    return new_params, new_states
+
+
+def _clone(tensor: Tensor, *_: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def _spread(tensor: Tensor, *others: Tensor) -> Tensor:
+    """A copy of `tensor`, batched wherever one of `others` is, so that a sum with it can be written into the copy."""
+    for other in others:
+        if other.shape == tensor.shape:
+            tensor = torch.where(torch.ones_like(tensor, dtype=torch.bool), tensor, other)
+    return tensor.clone()
+
+
+class _PerExample(torch.autograd.Function):
+    """Exists for its ``vmap`` rule, the public door to a batch's physical tensors.
+
+    :func:`run_pure` enters it only if the outermost wrapper of its tensors is a batch, so the rule is all that runs.
+    """
+
+    @staticmethod
+    def forward(rule: Rule, keys: list[tuple[str, ...]], *flat: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError("run_pure enters this function with batched tensors only")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], rule: Rule, keys: list[tuple[str, ...]], *flat: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        slices = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(flat, in_dims[2:], strict=True)]
+        examples = [_parts(example, keys) for example in zip(*slices, strict=True)]
+        grads, states, params = (list(chain.from_iterable(part)) for part in zip(*examples, strict=True))
+        new_params, new_states = run_pure(rule, grads, states, params)
+        leaves = len(keys)
+        stacked = [torch.stack(new_params[leaf::leaves]) for leaf in range(leaves)]
+        for leaf, names in enumerate(keys):
+            stacked += [torch.stack([state[name] for state in new_states[leaf::leaves]]) for name in names]
+        return tuple(stacked), (0,) * len(stacked)
+
+
+def _parts(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[list[Tensor], LeafStates, list[Tensor]]:
+    """Gradients, states, parameters: the inverse of :func:`run_pure`'s flattening."""
+    leaves = len(keys)
+    params, states = _unflatten(flat[leaves:], keys)
+    return list(flat[:leaves]), states, params
+
+
+def _unflatten(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[list[Tensor], LeafStates]:
+    rest = iter(flat[len(keys) :])
+    return list(flat[: len(keys)]), [{name: next(rest) for name in names} for names in keys]

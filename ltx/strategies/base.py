@@ -111,8 +111,7 @@ class Strategy:
     @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of a bucket, and of the first one; with "auto" those without a known network."""
-        bucket = self.bucket_bytes
-        return DEFAULT_BYTES if isinstance(bucket, str) else bucket, self.first_bucket_bytes
+        return DEFAULT_BYTES if isinstance(self.bucket_bytes, str) else self.bucket_bytes, self.first_bucket_bytes
 
     @property
     def auto_sizes(self) -> bool:

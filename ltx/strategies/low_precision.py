@@ -168,7 +168,7 @@ class Ring(NodeHook, PostUpdateHook):
         if old.may_overwrite and dtype is bucket.dtype:
             # The next weights are what is known of them.
             known = [{**state, "right": state[names[-1]]} for state in states]
-            finish = partial(_add_all, messages, states)
+            finish = partial(_add_decoded, messages, states)
             return PostUpdateResult([state["own"].detach() for state in states], known, finish)
         moved = []
         for name, rows in messages.items():
@@ -180,12 +180,6 @@ class Ring(NodeHook, PostUpdateHook):
         return PostUpdateResult(unpack(moved[0], bucket), known)
 
 
-def _add_all(messages: LeafState, states: Sequence[LeafState]) -> None:
-    """Add what messages say to the leaves that they are about, in place."""
-    for name, rows in messages.items():
-        _add_decoded(rows, [state[name] for state in states])
-
-
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     """The leaves, side by side, and `change` added to them; in its memory where that may be written into."""
     if not is_plain(change):  # under vmap what ranks don't share yet can't be
@@ -195,20 +189,22 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
     return change
 
 
-def _add_decoded(rows: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-    """Add what rows of a message say to the leaves that they are about, side by side, in place."""
-    ends = list(accumulate(x.numel() for x in leaves))
-    width = -(-ends[-1] // len(rows))
-    for place, row in enumerate(rows):
-        for at, change in _CODEC.decoded_in_turn(row, width, leaves[0].dtype):
-            offset = place * width + at.start
-            start, stop = offset, min(offset + change.numel(), ends[-1])
-            number = bisect_right(ends, start)
-            while start < stop:
-                leaf, end = leaves[number].view(-1), min(stop, ends[number])
-                begin = ends[number] - leaf.numel()
-                leaf[start - begin : end - begin].add_(change[start - offset : end - offset])
-                start, number = end, number + 1
+def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
+    """Add what messages say, in rows, to the leaves that they are about, side by side, in place."""
+    for name, rows in messages.items():
+        leaves = [state[name] for state in states]
+        ends = list(accumulate(x.numel() for x in leaves))
+        width = -(-ends[-1] // len(rows))
+        for place, row in enumerate(rows):
+            for at, change in _CODEC.decoded_in_turn(row, width, leaves[0].dtype):
+                offset = place * width + at.start
+                start, stop = offset, min(offset + change.numel(), ends[-1])
+                number = bisect_right(ends, start)
+                while start < stop:
+                    leaf, end = leaves[number].view(-1), min(stop, ends[number])
+                    begin = ends[number] - leaf.numel()
+                    leaf[start - begin : end - begin].add_(change[start - offset : end - offset])
+                    start, number = end, number + 1
 
 
 @lru_cache(maxsize=16)

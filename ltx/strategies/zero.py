@@ -199,15 +199,12 @@ def _rows(flat: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MeanPart(CommHook):
-    """Reduce-scatter: rank r gets the r-th part of every gradient's mean, in its place, and zeros around it.
-
-    `short` is the half precision that gradients travel in; None for their own.
-    """
+    """Reduce-scatter: rank r gets the r-th part of every gradient's mean, in its place, and zeros around it."""
 
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
-    short: torch.dtype | None = None
+    short: torch.dtype | None = None  # the half precision that gradients travel in; None for their own
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
