@@ -31,7 +31,16 @@ from ltx.collectives.calls import (
     traced_axis,
 )
 from ltx.collectives.futures import Arrived, Future, Pending, one_message
-from ltx.collectives.linear import Function, apply, each_rank, index_below, key_of, on_stack, peeled_level
+from ltx.collectives.linear import (
+    Function,
+    apply,
+    compare,
+    each_rank,
+    index_below,
+    on_stack,
+    peeled_level,
+    signature_of,
+)
 from ltx.collectives.psum import axis_size
 from ltx.collectives.ranks import axis_index
 from ltx.comm.operations import OPERATIONS
@@ -108,31 +117,29 @@ def _stacked(which: str, xs: torch.Tensor, n: int) -> tuple[torch.Tensor, bool]:
 
 
 def _among_threads(threads: comm.ThreadComm, which: str, x: torch.Tensor) -> torch.Tensor:
-    signature = comm.Signature.of(which, ["<tensor>"], [x])
     found: list[torch.Tensor] = threads.exchange(
-        signature, [x], lambda values: each_rank(partial(_stacked, which), values)
+        signature_of(which, [x]), [x], lambda values: each_rank(partial(_stacked, which), values)
     )
     return found[0]
 
 
 def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:
-    name = which
-    axis_comm.negotiate_issue(axis_comm.user, key_of(name, x), lambda: comm.Signature.of(name, ["<tensor>"], [x]))
+    compare(axis_comm, which, x)
     if not x.is_floating_point() or axis_comm.user.uses_transport(x):  # which compares as torch.maximum does
-        return axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+        return axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), which).wait()
     if axis_comm.user.orders_streams(x.device):  # the host doesn't wait for what it could branch on
-        value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
-        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), which).wait()
+        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{which}: NaN").wait()
         return value.masked_fill_(nans.bool(), torch.nan)
     sign = 1 if which == "pmax" else -1
     buffer = x.new_empty(x.numel() + 1)
     buffer[:-1].view(x.shape).copy_(x)
     # amax gives NaN if there is one. The flag lies behind the values, as the extremum that the operation looks for.
     buffer[-1] = sign * buffer[:-1].amax().isnan()
-    found = axis_comm.user.issue(which, buffer, name).wait()
+    found = axis_comm.user.issue(which, buffer, which).wait()
     value = found[:-1].view(x.shape)
     if found[-1] != 0:
-        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{which}: NaN").wait()
         value.masked_fill_(nans.bool(), torch.nan)
     return value
 
@@ -173,7 +180,7 @@ def _begin(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> tuple[Pendi
     nothing = Arrived(torch.zeros((), dtype=torch.uint8, device=x.device))
     if x.numel() == 0:
         return Arrived(x.clone()), nothing
-    axis_comm.negotiate_issue(axis_comm.user, key_of(which, x), lambda: comm.Signature.of(which, ["<tensor>"], [x]))
+    compare(axis_comm, which, x)
     value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), f"async {which}")
     if not x.is_floating_point() or axis_comm.user.uses_transport(x):
         return value, nothing

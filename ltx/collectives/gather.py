@@ -19,13 +19,7 @@ from ltx.collectives.calls import GradScale, collective, grouped, scale_gradient
 from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
-from ltx.collectives.uneven import (
-    all_gather_inferred,
-    all_gather_uneven,
-    is_even,
-    psum_scatter_inferred,
-    psum_scatter_uneven,
-)
+from ltx.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
 from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -125,10 +119,7 @@ def all_gather(
     if splits is not None and not tiled:
         raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):
-        if isinstance(splits, str):
-            gathered = all_gather_inferred(scaled, axis, dim)
-        else:
-            gathered = all_gather_uneven(scaled, axis, dim, splits)
+        gathered = all_gather_uneven(scaled, axis, dim, splits)
         return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
     return collective(
         "all_gather",
@@ -187,8 +178,6 @@ def psum_scatter(
     if splits is not None and not tiled:
         raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):
-        if splits == "infer":
-            return psum_scatter_inferred(scaled, axis, dim)
         return psum_scatter_uneven(scaled, axis, dim, splits)
     return collective(
         "psum_scatter",

@@ -219,9 +219,10 @@ def _among_threads(
         return tuple(
             _fresh(rule.after(rule.before(x, threads.size, static), threads.rank, threads.size, static), x) for x in xs
         )
-    signature = comm.Signature.of(rule.name, ["<tensor>"] * len(xs), list(xs), f"arguments {static}" if static else "")
     found = threads.exchange(
-        signature, xs, lambda values: each_rank(lambda stack, n: rule.stacked(stack, n, static), values)
+        signature_of(rule.name, xs, static),
+        xs,
+        lambda values: each_rank(lambda stack, n: rule.stacked(stack, n, static), values),
     )
     if rule.keeps_strides:
         return tuple(y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in zip(found, xs, strict=True))
@@ -252,12 +253,7 @@ def begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static,
     """Start a rule's operation. With a `label`, which the ledger and errors show, x may change meanwhile."""
     if rule.operation is None:
         return Arrived(rule.before(x, axis_comm.size, static))
-    key = key_of(rule.name, x, static)
-    axis_comm.negotiate_issue(
-        axis_comm.user,
-        key,
-        lambda: comm.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else ""),
-    )
+    compare(axis_comm, rule.name, x, static)
     buffer = rule.before(x, axis_comm.size, static)
     if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
         return Arrived(OPERATIONS[rule.operation].new_result(buffer, axis_comm.size))
@@ -277,6 +273,16 @@ def finished(
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
     """What tells the signature of a single tensor's collective apart from others."""
     return (name, x.shape, x.dtype, static)
+
+
+def signature_of(name: str, xs: Sequence[torch.Tensor], static: Static = ()) -> comm.Signature:
+    """What ranks compare of a collective of tensors, which have no paths."""
+    return comm.Signature.of(name, ["<tensor>"] * len(xs), list(xs), f"arguments {static}" if static else "")
+
+
+def compare(axis_comm: comm.AxisComm, name: str, x: torch.Tensor, static: Static = ()) -> None:
+    """Let the ranks compare a single tensor's collective, before it is issued."""
+    axis_comm.negotiate_issue(axis_comm.user, key_of(name, x, static), lambda: signature_of(name, [x], static))
 
 
 def _begin_compiled(

@@ -18,7 +18,7 @@ from ltx.collectives.calls import collective, grouped
 from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
-from ltx.collectives.uneven import all_to_all_inferred, all_to_all_uneven, is_even
+from ltx.collectives.uneven import all_to_all_uneven, is_even
 from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -140,8 +140,6 @@ def all_to_all(
         split_dim = concat_dim = 0
     even = is_even(splits, axis)
     if splits is not None and not even:
-        if splits == "infer":
-            return all_to_all_inferred(value, split_dim, concat_dim, axis)
         return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
 
     def static(x: torch.Tensor, n: int) -> Static:
