@@ -102,16 +102,12 @@ class Chain(Optimizer):
     def update(
         self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
     ) -> tuple[Tree, tuple[Tree, ...]]:
-        grads, front = self._transform(grads, state, params, donate)
-        updates, last = self.members[-1].update(grads, state[-1], params, donate=donate)
-        return updates, (*front, last)
+        return self._run("update", grads, state, params, donate)
 
     def apply(
         self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
     ) -> tuple[Tree, tuple[Tree, ...]]:
-        grads, front = self._transform(grads, state, params, donate)
-        new_params, last = self.members[-1].apply(grads, state[-1], params, donate=donate)
-        return new_params, (*front, last)
+        return self._run("apply", grads, state, params, donate)
 
     def leaf_states(self, state: tuple[Tree, ...], params: Tree) -> LeafStates:
         self._check(state)
@@ -143,16 +139,17 @@ class Chain(Optimizer):
         if not isinstance(state, tuple) or len(state) != len(self.members):
             raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
 
-    def _transform(
-        self, grads: Tree, state: tuple[Tree, ...], params: Tree, donate: bool
+    def _run(
+        self, method: str, grads: Tree, state: tuple[Tree, ...], params: Tree, donate: bool
     ) -> tuple[Tree, tuple[Tree, ...]]:
-        """Gradients as the last member gets them, and the new states of all members before it."""
+        """`method` of the last member, for gradients as those before it give them."""
         self._check(state)
         front = []
         for member, own in zip(self.members[:-1], state, strict=False):
             grads, own = member.update(grads, own, params, donate=donate)
             front.append(own)
-        return grads, tuple(front)
+        result, last = getattr(self.members[-1], method)(grads, state[-1], params, donate=donate)
+        return result, (*front, last)
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.members))})"
