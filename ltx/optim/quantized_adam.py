@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class QAdamOptimizer(TorchOptimizer):
                 f"qadam: warmup_steps must be a whole number of at least {least}{why}, got {brief(self.warmup_steps)}."
             )
         super().__post_init__()
+
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        return *super()._given, self.warmup_steps, self.bagua_exact
 
     @property
     def betas(self) -> tuple[float, float]:

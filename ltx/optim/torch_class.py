@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
 from types import MappingProxyType
@@ -62,21 +62,20 @@ class ClassOptimizer(Optimizer):
         """Transforms differentiate the update; plain autograd only sees it if asked to, as in torch."""
         return nullcontext() if is_transforming() or self._differentiable else torch.no_grad()
 
-    def _given(self, made_of: Callable[[Mapping[str, Any]], Any]) -> tuple[Any, ...]:
-        """The constructor's arguments, with ``made_of(kwargs)``."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
-        return tuple((given | {"kwargs": made_of(self.kwargs)}).values())
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        """The constructor's arguments."""
+        return self.cls, self.lr, self.kwargs
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ClassOptimizer) and type(self) is type(other) and self._given(dict) == other._given(dict)
-        )
+        return isinstance(other, ClassOptimizer) and type(other) is type(self) and other._given == self._given
 
     def __hash__(self) -> int:
-        return hash(self._given(lambda kwargs: frozenset(kwargs.items())))
+        return hash((self.cls, self.lr, frozenset(self.kwargs.items())))
 
     def __reduce__(self) -> Any:
-        return type(self), self._given(dict)
+        cls, lr, kwargs, *others = self._given
+        return type(self), (cls, lr, dict(kwargs), *others)
 
     def __repr__(self) -> str:
         is_torchs = getattr(torch.optim, self.cls.__name__, None) is self.cls
