@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.ranks import KEEP_MEMORY
 from ltx import hooks
-from ltx.hooks.compressed_all_reduce import CompressedAllReduce
+from ltx.hooks.lossy import CompressedAllReduce
 
 CODECS: dict[str, CompressedAllReduce] = {
     "bf16": hooks.BF16(),

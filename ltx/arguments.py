@@ -105,6 +105,14 @@ def check_finite(what: str, value: Any, positive: bool = False) -> None:
         raise InputError(f"{what} must be a finite number, {least}, got {brief(value)}.")
 
 
+def check_number(owner: object, least: float, name: str, below: float = math.inf) -> None:
+    """Raise unless field `name` of a hook or strategy is a number from `least` on and less than `below`."""
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+        allowed = f"of at least {least:g}" if below == math.inf else f"from {least:g} on, and less than {below:g}"
+        raise StrategyError(f"{type(owner).__name__}.{name} must be a number {allowed}, got {brief(value)}.")
+
+
 @functools.lru_cache(maxsize=256)
 def _field_tests(cls: Any) -> dict[str, tuple[Test, Any]]:
     found = {}

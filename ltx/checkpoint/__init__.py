@@ -1,9 +1,8 @@
 """Checkpoints: a training state on disk, whole or not at all, and training that goes on from it bit for bit."""
 
-from ltx.checkpoint.async_saving import Saving, save_async
 from ltx.checkpoint.loading import Restored, latest, load
 from ltx.checkpoint.preemption import RESUMABLE, Preemption, preemption
-from ltx.checkpoint.saving import save
+from ltx.checkpoint.saving import Saving, save, save_async
 
 __all__ = [
     "RESUMABLE",

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ltx import tree
-from ltx.errors import InputError, UnsupportedError
+from ltx.errors import InputError, StepError, UnsupportedError
 from ltx.placements import is_dtensor
 from ltx.strategies.update import LeafLayout
-from ltx.strategies.zero_hooks import Shards
+from ltx.strategies.zero import Shards
 from ltx.training.train_state import TrainState
 
 
@@ -60,6 +60,16 @@ class Leaf:
 def name_on(rank: int, path: str) -> str:
     """The name under which `rank`'s own value of the leaf at `path` is saved."""
     return f"rank_{rank}.{path}"
+
+
+def check_state(what: str, state: Any) -> None:
+    """Raise unless `state` is a train step's, which can be read."""
+    if not isinstance(state, TrainState):
+        raise StepError(
+            f"{what}: the state is the ltx.TrainState of a train step, such as train.init(params), got "
+            f"{type(state).__name__}."
+        )
+    state.check_owned()
 
 
 def leaves_of(state: TrainState) -> list[Leaf]:

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from ltx import tree
 from ltx.arguments import brief, checked
-from ltx.checkpoint import directory, runs, storage
-from ltx.checkpoint.contents import Leaf, decode, leaves_of, name_on, set_random_states
+from ltx.checkpoint import directory, storage
+from ltx.checkpoint.contents import Leaf, check_state, decode, leaves_of, name_on, set_random_states
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
-from ltx.errors import CheckpointError, InputError, StepError
+from ltx.errors import CheckpointError, InputError
 from ltx.training.train_state import TrainState, counted
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ def load(
             if not problems:
                 assert found_in is not None
                 restored, drawn = found_in
-                runs.continue_run(base, str(opened.manifest.get("run", "")))
+                directory.continue_run(base, str(opened.manifest.get("run", "")))
                 if drawn is not None:
                     set_random_states(drawn)
                 elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
@@ -175,12 +175,8 @@ def load(
     raise CheckpointError(f"no checkpoint{asked} under {base} is whole: {'; '.join(passed_over)}.")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What this rank reads: for each leaf of the state one piece, or all ranks' to be averaged; and what besides."""
-
-    leaves: list[list[Piece]]
-    rng: bool
+#: What this rank reads: for each leaf of the state one piece, or all ranks' to be averaged; and whether the generators.
+_Plan = tuple[list[list[Piece]], bool]
 
 
 def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank: str) -> list[int]:
@@ -188,12 +184,7 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
         raise InputError(f'checkpoint.load: data must be "own" or "all", got {brief(data)}.')
     if per_rank not in ("refuse", "mean"):
         raise InputError(f'checkpoint.load: per_rank must be "refuse" or "mean", got {brief(per_rank)}.')
-    if not isinstance(state, TrainState):
-        raise StepError(
-            f"checkpoint.load: the state is the ltx.TrainState of a train step, such as train.init(params), got "
-            f"{type(state).__name__}."
-        )
-    state.check_owned()
+    check_state("checkpoint.load", state)
     return [at for at in directory.steps(base) if step in (None, at)]
 
 
@@ -254,7 +245,7 @@ def _plan(opened: _Opened, state: TrainState, per_rank: str, data: str, rng: boo
             f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
             f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
         )
-    return _Plan(pieces, rng and bool(opened.manifest["rng"]) and same_size)
+    return pieces, rng and bool(opened.manifest["rng"]) and same_size
 
 
 def _check_leaves(opened: _Opened, leaves: Sequence[Leaf]) -> None:
@@ -277,7 +268,6 @@ def _check_leaves(opened: _Opened, leaves: Sequence[Leaf]) -> None:
 
 
 def _pieces(opened: _Opened, leaf: Leaf, per_rank: str) -> list[Piece]:
-    own = name_on(0, leaf.path)
     if opened.has(leaf.path):  # one value, of which this rank wants all or a part
         shape, dtype = opened.like(leaf.path)
         _check_like(opened, leaf, shape, dtype)
@@ -323,10 +313,11 @@ def _room(leaf: Leaf) -> torch.Tensor:
 
 def _read(opened: _Opened, state: TrainState, plan: _Plan, data: str) -> tuple[Restored, dict[str, Any] | None]:
     """What is read, and this rank's random number generators."""
-    single = [pieces[0] for pieces in plan.leaves if len(pieces) == 1]
+    by_leaf, rng = plan
+    single = [pieces[0] for pieces in by_leaf if len(pieces) == 1]
     storage.read(opened.path, opened.metadata, single)
     tensors = []
-    for pieces in plan.leaves:
+    for pieces in by_leaf:
         if len(pieces) == 1:
             tensors.append(pieces[0].tensor)
             continue
@@ -344,5 +335,5 @@ def _read(opened: _Opened, state: TrainState, plan: _Plan, data: str) -> tuple[R
     else:
         ranks = range(opened.saved_ranks)
         position = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]
-    drawn = opened.structure(name_on(opened.rank, "rng")) if plan.rng else None
+    drawn = opened.structure(name_on(opened.rank, "rng")) if rng else None
     return Restored(restored, position, manifest["step"], opened.path), drawn

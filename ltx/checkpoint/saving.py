@@ -1,12 +1,14 @@
-"""save and save_async."""
+"""save, and save_async in the background of training."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import threading
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import torch
 
 from ltx import comm
 from ltx.arguments import brief, checked
-from ltx.checkpoint import directory, runs, storage
-from ltx.checkpoint.contents import Encoded, digest, encode, leaves_of, name_on, random_states, shared_out
+from ltx.checkpoint import directory, storage
+from ltx.checkpoint.contents import Encoded, check_state, digest, encode, leaves_of, name_on, random_states, shared_out
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
-from ltx.errors import CheckpointError, InputError, StepError
+from ltx.comm import HostCopy
+from ltx.errors import CheckpointError, InputError
 from ltx.training.train_state import TrainState, updates_of
 
 
@@ -94,19 +97,16 @@ class Job:
 
     def _commit(self, by_rank: Sequence[dict[str, Any]]) -> str:
         """On rank 0: make a checkpoint of what the ranks have written."""
-        failed = [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if "error" in said]
-        if failed:
+        if failed := [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if "error" in said]:
             return "; ".join(failed)
         files: dict[str, Any] = {}
         for rank, said in enumerate(by_rank):
             for name, described in said["files"].items():
-                try:
-                    size = (self.temporary / name).stat().st_size
-                except FileNotFoundError:
-                    size = None
+                written = self.temporary / name
+                size = written.stat().st_size if written.exists() else None
                 if size != described["bytes"]:
                     return (
-                        f"rank {rank} has written {self.temporary / name}, {described['bytes']} bytes, and rank 0 sees "
+                        f"rank {rank} has written {written}, {described['bytes']} bytes, and rank 0 sees "
                         f"{'no such file' if size is None else f'{size} bytes'}: all ranks need the same file system"
                     )
                 files[name] = described
@@ -119,9 +119,7 @@ class Job:
 
 
 def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _Contents:
-    if not isinstance(state, TrainState):
-        raise StepError(f"checkpoint: the state is the ltx.TrainState of a train step, got {type(state).__name__}.")
-    state.check_owned()
+    check_state("checkpoint", state)
     if getattr(state.pending, "mean", state.pending) is not None:
         raise InputError(
             f"checkpoint: {state.layout.strategy} has an exchange under way between two steps, which a file can't "
@@ -173,14 +171,14 @@ def begin_saving(
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
             final = directory.step_path(base, state.step)
-            directory.check_replaceable(final, runs.run_in(base))
+            directory.check_replaceable(final, directory.run_in(base))
             temporary = directory.hidden(base, final.name)
             temporary.mkdir()
     except Exception as error:
         failure = error
     mine = {
         "error": said_of(failure) if failure else None,
-        "run": runs.run_in(base),
+        "run": directory.run_in(base),
         "to": [str(base), contents.manifest["step"] if contents else -1],
         "common": contents.digest if contents else "",
         "data": digest(contents.data) if contents else "",
@@ -199,7 +197,7 @@ def begin_saving(
         raise
     # Of the first that knows it: a newcomer to a run doesn't.
     run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
-    runs.continue_run(base, run)
+    directory.continue_run(base, run)
     own, common, manifest = list(contents.own), list(contents.common), {**contents.manifest, "run": run}
     manifest["data"] = "common" if len({said["data"] for said in by_rank}) == 1 else "per_rank"
     if manifest["data"] == "common":
@@ -208,14 +206,8 @@ def begin_saving(
         own += _pieces(name_on(together.rank, "data"), contents.data)
     writers = shared_out([(p.name, p.tensor.numel() * p.tensor.itemsize) for p in common], together.size)
     own += [piece for piece, writer in zip(common, writers, strict=True) if writer == together.rank]
-    return Job(
-        together,
-        base / by_rank[0]["temporary"],
-        directory.step_path(base, manifest["step"]),
-        own,
-        manifest,
-        keep,
-    )
+    final = directory.step_path(base, manifest["step"])
+    return Job(together, base / by_rank[0]["temporary"], final, own, manifest, keep)
 
 
 def _check_same(by_rank: Sequence[dict[str, Any]]) -> None:
@@ -279,3 +271,80 @@ def save(
         ('step_00000001', {'epoch': 0, 'batch': 1}, 1, True)
     """
     return begin_saving("checkpoint.save", path, state, data, rng, keep, axis).run()
+
+
+class Saving:
+    """A checkpoint that is being saved in the background; see :func:`save_async`."""
+
+    def __init__(self, job: Job, copies: Sequence[HostCopy] = ()):
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(job, copies), name="ltx-checkpoint")
+        if job.together.comm is not None:
+            job.together.comm.store_exchange.hold(self._thread)
+        self._thread.start()
+
+    def _run(self, job: Job, copies: Sequence[HostCopy]) -> None:
+        try:
+            pieces = zip(job.pieces, copies, strict=job.failure is None)
+            job = replace(job, pieces=[replace(piece, tensor=copy.read()) for piece, copy in pieces])
+            self._path = job.run()
+        except BaseException as error:
+            self._error = error
+            warnings.warn(f"save_async: {error}", RuntimeWarning, stacklevel=1)
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`result` would return or raise at once."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout_s: float | None = None) -> Path:
+        """The directory of the checkpoint, once it is there on all ranks; what went wrong is raised, as by save.
+
+        Raises:
+            TimeoutError: it isn't there within `timeout_s`.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the checkpoint isn't saved within {timeout_s:g} s.")
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+
+@checked("path", "rng")
+def save_async(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    data: Any = None,
+    rng: bool = True,
+    keep: int | None = None,
+    axis: Any = None,
+) -> Saving:
+    """:func:`save` in the background of the steps that follow. Every rank calls it.
+
+    It copies what this rank writes, and returns: `state` may go into the next step and be donated to it, while a
+    thread writes the copy. Ranks agree on it through the store alone, so nothing mixes with their collectives.
+
+    Args:
+        path, state, data, rng, keep, axis: as in :func:`save`.
+
+    Each one under way holds its copy: wait for the last one before the next, should the disk be slower than that.
+
+    Returns:
+        A handle: ``.done``, and ``.result()``, which waits and raises what went wrong, on all ranks alike. A failure is
+        a RuntimeWarning besides, lest nobody asks. ``ltx.shutdown()`` and the end of the process wait for it.
+    """
+    job = begin_saving("checkpoint.save_async", path, state, data, rng, keep, axis)
+    try:
+        tensors = [piece.tensor.detach() for piece in job.pieces]
+        # From an accelerator a copy is on its way, behind what computes the tensor.
+        copies = [HostCopy(x.clone() if x.device.type == "cpu" else x) for x in tensors]
+    except Exception as error:  # which :meth:`Saving.result` raises, on all ranks alike
+        return Saving(replace(job, failure=error))
+    except BaseException as error:
+        job.give_up(error)
+        raise
+    return Saving(job, copies)

@@ -1,19 +1,16 @@
 """Collectives: one operation and its transpose a file, all following the rules of :mod:`ltx.collectives.linear`."""
 
 from ltx.collectives.adasum import adasum
-from ltx.collectives.asynchronous import async_
-from ltx.collectives.broadcast import broadcast, psum_to
 from ltx.collectives.extremum import pargmax, pargmin, pmax, pmin
-from ltx.collectives.futures import Future
+from ltx.collectives.futures import Future, async_
 from ltx.collectives.gather import AllGatherGrad, all_gather, psum_scatter
 from ltx.collectives.objects import all_gather_object, barrier, broadcast_object
 from ltx.collectives.permute import all_to_all, ppermute
 from ltx.collectives.psum import axis_size, pmean, psum, pvary
 from ltx.collectives.ranks import axis_index, rank_seed, shard
-from ltx.collectives.reduce import reduce, reduce_boolean_decision
-from ltx.collectives.scatter import gather, scatter
+from ltx.collectives.reduce import reduce, reduce_boolean_decision, weighted_mean
+from ltx.collectives.rooted import broadcast, gather, psum_to, scatter
 from ltx.collectives.uneven import gather_all_tensors
-from ltx.collectives.weighted_mean import weighted_mean
 
 __all__ = [
     "AllGatherGrad",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ltx import comm, tree
-from ltx.collectives.calls import check_dense, check_sums, negotiate_tree
+from ltx.collectives.calls import check_dense, check_sums, negotiate_tree, refuse_leaves
 from ltx.collectives.gather import all_gather
 from ltx.collectives.linear import Static
 from ltx.collectives.permute import ppermute
@@ -215,12 +215,8 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
     """
     leaves, spec = tree.flatten(value)
     tree.check_leaves(leaves, value, "adasum: its argument")
-    for place, x in enumerate(leaves):
-        if not x.is_floating_point():
-            path = (tree.plain_paths if torch.compiler.is_compiling() else tree.leaf_paths)(value)[place]
-            raise TreeError(
-                f"adasum: leaf {path!r} is {tree.describe(x)}, and only real floating tensors have an adaptive sum."
-            )
+    real = "and only real floating tensors have an adaptive sum."
+    refuse_leaves("adasum", leaves, value, lambda x: not x.is_floating_point(), real, TreeError)
     n = axis_size(axis)
     levels(n)
     if torch.compiler.is_compiling():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C import _functorch
 
 from ltx import comm, traced, tree
+from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.collectives.futures import Future
-from ltx.collectives.linear import RULES, Static, apply, begin, finished, key_of
+from ltx.collectives.linear import RULES, Function, Static, apply, begin, finished, key_of
 from ltx.comm.operations import OPERATIONS, SUMMED
 from ltx.comm.process_groups import as_bytes, as_it_is, from_bytes
-from ltx.errors import AxisError, UnsupportedError
+from ltx.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.typing import Tree
 
 
@@ -190,9 +191,22 @@ def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
 
 def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") -> None:
     """Raise for dtypes that have no sums or extrema, before anything is sent and on every backing alike."""
-    if any(x.dtype not in SUMMED for x in leaves):
-        path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.dtype not in SUMMED)
-        raise UnsupportedError(f"{name}: leaf {path!r} is {tree.describe(x)}, which has no {what}. Cast it.")
+    refuse_leaves(name, leaves, value, lambda x: x.dtype not in SUMMED, f"which has no {what}. Cast it.")
+
+
+def refuse_leaves(
+    name: str,
+    leaves: list[Any],
+    value: Tree,
+    is_bad: Callable[[torch.Tensor], bool],
+    why: str,
+    error: type[LtxError] = UnsupportedError,
+) -> None:
+    """Raise `error` for the first tensor that `is_bad`, with its path and what it is."""
+    for place, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor) and is_bad(x):
+            path = (tree.plain_paths if torch.compiler.is_compiling() else tree.leaf_paths)(value)[place]
+            raise error(f"{name}: leaf {path!r} is {tree.describe(x)}, {why}")
 
 
 def negotiate_tree(
@@ -245,3 +259,46 @@ def traced_rank(key: str) -> int | None:
 def in_graph_index(key: str) -> torch.Tensor:
     """The position on an axis, as a node of a compiled graph."""
     return traced_axis(key).index()
+
+
+GradScale = Literal["sum", "mean"]
+
+
+class ScaledGradient(Function):
+    """Identity whose cotangent is multiplied by a number. Forward mode has no such rule, and raises."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return cotangents[0] * ctx.factor, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, factor: float) -> tuple[torch.Tensor, Any]:
+        return ScaledGradient.apply(x, factor), in_dims[0]
+
+
+def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callable[[int], float]) -> Tree:
+    """`value`, whose gradient is multiplied by ``factor(n)`` if `grad_scale` is "mean"."""
+    if grad_scale == "sum":
+        return value
+    if grad_scale != "mean":
+        raise CollectiveError(f'grad_scale must be "sum" or "mean", got {brief(grad_scale)}.')
+    if torch.compiler.is_compiling():
+        n = traced_size(prepare_trace(axis))
+        return tree.map(lambda x: scaled_in_graph(x, factor(n)), value)
+    by = factor(comm.resolve(axis).size)
+    return tree.map(lambda x: ScaledGradient.apply(x, by) if isinstance(x, torch.Tensor) else x, value)
+
+
+@traced.node
+def scaled_in_graph(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """The node that a compiled graph holds."""
+    scaled: torch.Tensor = ScaledGradient.apply(x, factor)
+    return scaled

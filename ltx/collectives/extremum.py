@@ -26,15 +26,24 @@ from ltx.collectives.calls import (
     grouped,
     negotiate_tree,
     prepare_trace,
+    refuse_leaves,
     tensors_of,
     traced_axis,
 )
-from ltx.collectives.futures import Arrived, Future, Pending
-from ltx.collectives.linear import Function, apply, each_rank, index_below, key_of, on_stack, peeled_level
+from ltx.collectives.futures import Arrived, Future, Pending, one_message
+from ltx.collectives.linear import (
+    Function,
+    apply,
+    compare,
+    each_rank,
+    index_below,
+    on_stack,
+    peeled_level,
+    signature_of,
+)
 from ltx.collectives.psum import axis_size
 from ltx.collectives.ranks import axis_index
 from ltx.comm.operations import OPERATIONS
-from ltx.errors import UnsupportedError
 from ltx.typing import Tree
 
 
@@ -108,31 +117,29 @@ def _stacked(which: str, xs: torch.Tensor, n: int) -> tuple[torch.Tensor, bool]:
 
 
 def _among_threads(threads: comm.ThreadComm, which: str, x: torch.Tensor) -> torch.Tensor:
-    signature = comm.Signature.of(which, ["<tensor>"], [x])
     found: list[torch.Tensor] = threads.exchange(
-        signature, [x], lambda values: each_rank(partial(_stacked, which), values)
+        signature_of(which, [x]), [x], lambda values: each_rank(partial(_stacked, which), values)
     )
     return found[0]
 
 
 def _eager(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Tensor:
-    name = which
-    axis_comm.negotiate_issue(axis_comm.user, key_of(name, x), lambda: comm.Signature.of(name, ["<tensor>"], [x]))
+    compare(axis_comm, which, x)
     if not x.is_floating_point() or axis_comm.user.uses_transport(x):  # which compares as torch.maximum does
-        return axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
+        return axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), which).wait()
     if axis_comm.user.orders_streams(x.device):  # the host doesn't wait for what it could branch on
-        value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), name).wait()
-        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), which).wait()
+        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{which}: NaN").wait()
         return value.masked_fill_(nans.bool(), torch.nan)
     sign = 1 if which == "pmax" else -1
     buffer = x.new_empty(x.numel() + 1)
     buffer[:-1].view(x.shape).copy_(x)
     # amax gives NaN if there is one. The flag lies behind the values, as the extremum that the operation looks for.
     buffer[-1] = sign * buffer[:-1].amax().isnan()
-    found = axis_comm.user.issue(which, buffer, name).wait()
+    found = axis_comm.user.issue(which, buffer, which).wait()
     value = found[:-1].view(x.shape)
     if found[-1] != 0:
-        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{name}: NaN").wait()
+        nans = axis_comm.user.issue("pmax", x.isnan().to(torch.uint8), f"{which}: NaN").wait()
         value.masked_fill_(nans.bool(), torch.nan)
     return value
 
@@ -154,9 +161,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
         key = prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
     check_dense(which, leaves, value)
-    if any(x.is_complex() for x in leaves):
-        path, x = next((p, x) for p, x in zip(tree.leaf_paths(value), leaves, strict=True) if x.is_complex())
-        raise UnsupportedError(f"{which}: leaf {path!r} is {tree.describe(x)}, and complex numbers have no order.")
+    refuse_leaves(which, leaves, value, torch.is_complex, "and complex numbers have no order.")
     check_sums(which, leaves, value, "extrema")
     found, in_background = comm.resolve(axis), isinstance(axis, comm.InBackground)
     if in_background:
@@ -175,7 +180,7 @@ def _begin(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> tuple[Pendi
     nothing = Arrived(torch.zeros((), dtype=torch.uint8, device=x.device))
     if x.numel() == 0:
         return Arrived(x.clone()), nothing
-    axis_comm.negotiate_issue(axis_comm.user, key_of(which, x), lambda: comm.Signature.of(which, ["<tensor>"], [x]))
+    compare(axis_comm, which, x)
     value = axis_comm.user.issue(which, x.clone(memory_format=torch.contiguous_format), f"async {which}")
     if not x.is_floating_point() or axis_comm.user.uses_transport(x):
         return value, nothing
@@ -195,6 +200,7 @@ def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tenso
     return found
 
 
+@one_message
 @checked("axis_index_groups")
 def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
@@ -222,6 +228,7 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
     return _extremum("pmax", value, grouped(axis, axis_index_groups))
 
 
+@one_message
 @checked("axis_index_groups")
 def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.

@@ -15,17 +15,11 @@ import torch
 
 from ltx import tree
 from ltx.arguments import checked
-from ltx.collectives.calls import collective, grouped
+from ltx.collectives.calls import GradScale, collective, grouped, scale_gradient
+from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
-from ltx.collectives.scale import GradScale, scale_gradient
-from ltx.collectives.uneven import (
-    all_gather_inferred,
-    all_gather_uneven,
-    is_even,
-    psum_scatter_inferred,
-    psum_scatter_uneven,
-)
+from ltx.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
 from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -54,7 +48,6 @@ add_rule(
     Rule(
         name="all_gather",
         operation="all_gather",
-        before=lambda x, n, static: x.contiguous(),
         after=lambda result, rank, n, static: spread(result, static),
         stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
         alone=lambda x, static: spread(x.unsqueeze(0), static),
@@ -68,7 +61,6 @@ add_rule(
         name="psum_scatter",
         operation="psum_scatter",
         before=lambda x, n, static: split(x, n, static).contiguous(),
-        after=lambda result, rank, n, static: result,
         stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
         alone=lambda x, static: split(x, 1, static).squeeze(0),
         transpose=lambda shape, static: ("all_gather", static),
@@ -77,6 +69,7 @@ add_rule(
 )
 
 
+@one_message
 @checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
@@ -126,10 +119,7 @@ def all_gather(
     if splits is not None and not tiled:
         raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):
-        if isinstance(splits, str):
-            gathered = all_gather_inferred(scaled, axis, dim)
-        else:
-            gathered = all_gather_uneven(scaled, axis, dim, splits)
+        gathered = all_gather_uneven(scaled, axis, dim, splits)
         return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
     return collective(
         "all_gather",
@@ -140,6 +130,7 @@ def all_gather(
     )
 
 
+@one_message
 @checked("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,
@@ -187,8 +178,6 @@ def psum_scatter(
     if splits is not None and not tiled:
         raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):
-        if splits == "infer":
-            return psum_scatter_inferred(scaled, axis, dim)
         return psum_scatter_uneven(scaled, axis, dim, splits)
     return collective(
         "psum_scatter",

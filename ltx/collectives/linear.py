@@ -37,12 +37,12 @@ class Rule:
     Attributes:
         name: the collective's name; also its key in :data:`RULES`.
         operation: the operation that a channel issues (:mod:`ltx.comm.operations`); None if nothing moves.
-        before: ``(x, n, static)`` -> a contiguous buffer that the channel may overwrite.
-        after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
         stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
             `per_rank` the result is a stack again, else it is the one value that all ranks get.
-        alone: ``(x, static)`` -> the value on an axis of size 1.
         transpose: ``(shape of x, static)`` -> name and static arguments of the transpose.
+        before: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
+        after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
+        alone: ``(x, static)`` -> the value on an axis of size 1.
         batched: `static` for an x with one more dimension in front.
         arguments: the operation's arguments, from `static`.
         keeps_strides: the value, of x's shape, has x's memory layout on that rank (channels last, for example). What is
@@ -51,12 +51,12 @@ class Rule:
 
     name: str
     operation: str | None
-    before: Callable[[torch.Tensor, int, Static], torch.Tensor]
-    after: Callable[[torch.Tensor, int, int, Static], torch.Tensor]
     stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
-    alone: Callable[[torch.Tensor, Static], torch.Tensor]
     transpose: Callable[[torch.Size, Static], tuple[str, Static]]
-    batched: Callable[[Static], Static]
+    before: Callable[[torch.Tensor, int, Static], torch.Tensor] = lambda x, n, static: x.contiguous()
+    after: Callable[[torch.Tensor, int, int, Static], torch.Tensor] = lambda result, rank, n, static: result
+    alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x
+    batched: Callable[[Static], Static] = lambda static: static
     arguments: Callable[[Static], Static] = lambda static: ()
     keeps_strides: bool = False
 
@@ -130,10 +130,9 @@ class Linear(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        filled = [t if t is not None else None for t in tangents[5:]]
-        present = [t for t in filled if t is not None]
+        present = [t for t in tangents[5:] if t is not None]
         results = iter(apply(ctx.name, ctx.static, ctx.axis, present, ctx.compiled))
-        return tuple(None if t is None else next(results) for t in filled)
+        return tuple(None if t is None else next(results) for t in tangents[5:])
 
     @staticmethod
     def vmap(
@@ -220,9 +219,10 @@ def _among_threads(
         return tuple(
             _fresh(rule.after(rule.before(x, threads.size, static), threads.rank, threads.size, static), x) for x in xs
         )
-    signature = comm.Signature.of(rule.name, ["<tensor>"] * len(xs), list(xs), f"arguments {static}" if static else "")
     found = threads.exchange(
-        signature, xs, lambda values: each_rank(lambda stack, n: rule.stacked(stack, n, static), values)
+        signature_of(rule.name, xs, static),
+        xs,
+        lambda values: each_rank(lambda stack, n: rule.stacked(stack, n, static), values),
     )
     if rule.keeps_strides:
         return tuple(y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in zip(found, xs, strict=True))
@@ -253,12 +253,7 @@ def begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static,
     """Start a rule's operation. With a `label`, which the ledger and errors show, x may change meanwhile."""
     if rule.operation is None:
         return Arrived(rule.before(x, axis_comm.size, static))
-    key = key_of(rule.name, x, static)
-    axis_comm.negotiate_issue(
-        axis_comm.user,
-        key,
-        lambda: comm.Signature.of(rule.name, ["<tensor>"], [x], f"arguments {static}" if static else ""),
-    )
+    compare(axis_comm, rule.name, x, static)
     buffer = rule.before(x, axis_comm.size, static)
     if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
         return Arrived(OPERATIONS[rule.operation].new_result(buffer, axis_comm.size))
@@ -278,6 +273,16 @@ def finished(
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
     """What tells the signature of a single tensor's collective apart from others."""
     return (name, x.shape, x.dtype, static)
+
+
+def signature_of(name: str, xs: Sequence[torch.Tensor], static: Static = ()) -> comm.Signature:
+    """What ranks compare of a collective of tensors, which have no paths."""
+    return comm.Signature.of(name, ["<tensor>"] * len(xs), list(xs), f"arguments {static}" if static else "")
+
+
+def compare(axis_comm: comm.AxisComm, name: str, x: torch.Tensor, static: Static = ()) -> None:
+    """Let the ranks compare a single tensor's collective, before it is issued."""
+    axis_comm.negotiate_issue(axis_comm.user, key_of(name, x, static), lambda: signature_of(name, [x], static))
 
 
 def _begin_compiled(

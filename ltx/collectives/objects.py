@@ -97,7 +97,11 @@ def _broadcast(obj: Any, src: int, axis_comm: comm.AxisComm) -> tuple[bytes, boo
     """Rank `src`'s object as bytes, or what went wrong, and True."""
     issue = axis_comm.user.issued
     payload, broken = _pickled(obj, axis_comm, issue) if axis_comm.rank == src else (b"", False)
-    header = _broadcast_bytes_tensor(axis_comm, torch.tensor([len(payload), broken]), src)
+    axis_comm.negotiate_issue(
+        axis_comm.user, ("broadcast_object", src), lambda: comm.Signature("broadcast_object", (), f"src={src}")
+    )
+    told_of = torch.tensor([len(payload), broken])
+    header = axis_comm.user.issue("broadcast", told_of, "broadcast_object", (src,), on_host=True).wait()
     length, failed = int(header[0]), bool(header[1])
     body = torch.empty(length, dtype=torch.uint8, device=axis_comm.device)
     if axis_comm.rank == src and length:
@@ -152,13 +156,6 @@ def _unpicklable(what: str, rank: int, text: bytes) -> TypeError:
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     # Without NumPy, which torch can do without.
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
-
-
-def _broadcast_bytes_tensor(axis_comm: comm.AxisComm, header: torch.Tensor, src: int) -> torch.Tensor:
-    axis_comm.negotiate_issue(
-        axis_comm.user, ("broadcast_object", src), lambda: comm.Signature("broadcast_object", (), f"src={src}")
-    )
-    return axis_comm.user.issue("broadcast", header, "broadcast_object", (src,), on_host=True).wait()
 
 
 @checked("name")

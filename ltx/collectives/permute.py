@@ -15,9 +15,10 @@ import torch
 from ltx import tree
 from ltx.arguments import brief, checked, is_whole, shown
 from ltx.collectives.calls import collective, grouped
+from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
-from ltx.collectives.uneven import all_to_all_inferred, all_to_all_uneven, is_even
+from ltx.collectives.uneven import all_to_all_uneven, is_even
 from ltx.comm.process_groups import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
@@ -49,7 +50,6 @@ add_rule(
         before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
         after=lambda result, rank, n, static: _join(result, static[1]),
         stacked=_exchanged,
-        alone=lambda x, static: x,
         transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
         batched=lambda static: (static[0] + 1, static[1] + 1),
     )
@@ -75,17 +75,15 @@ add_rule(
     Rule(
         name="ppermute",
         operation="ppermute",
-        before=lambda x, n, static: x.contiguous(),
-        after=lambda result, rank, n, static: result,
         stacked=_moved,
         alone=lambda x, static: x if static else torch.zeros_like(x),
         transpose=lambda shape, static: ("ppermute", _turned_round(static)),
-        batched=lambda static: static,
         arguments=lambda static: static,
     )
 )
 
 
+@one_message
 @checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
 def all_to_all(
     value: Tree,
@@ -142,14 +140,10 @@ def all_to_all(
         split_dim = concat_dim = 0
     even = is_even(splits, axis)
     if splits is not None and not even:
-        if splits == "infer":
-            return all_to_all_inferred(value, split_dim, concat_dim, axis)
         return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
 
     def static(x: torch.Tensor, n: int) -> Static:
-        for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
-            if not -x.ndim <= dim < x.ndim:
-                raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        _check_dims(x, split_dim, concat_dim)
         if x.shape[split_dim] % n:
             raise AxisError(
                 f"all_to_all over {n} ranks: dimension {split_dim} of a tensor of shape {list(x.shape)} must be a "
@@ -167,15 +161,19 @@ def all_to_all(
     return exchanged, (*lengths[:1],) * n
 
 
+def _check_dims(x: torch.Tensor, split_dim: int, concat_dim: int) -> None:
+    for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
+        if not -x.ndim <= dim < x.ndim:
+            raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
+
+
 def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
     """`value`, whose slices along `split_dim` are for the n ranks, with that dimension in front."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x  # collective says so
-        for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
-            if not -x.ndim <= dim < x.ndim:
-                raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        _check_dims(x, split_dim, concat_dim)
         if x.shape[split_dim] != n:
             raise AxisError(
                 f"all_to_all over {n} ranks with tiled=False: dimension {split_dim} of a tensor of shape "
@@ -189,6 +187,7 @@ def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
 _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 
 
+@one_message
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one other.
 

@@ -23,9 +23,11 @@ from ltx.collectives.calls import (
     grouped,
     prepare_trace,
     refuse_background,
+    refuse_leaves,
     tensors_of,
     traced_size,
 )
+from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.uneven import gather_all_tensors, told
 from ltx.comm.process_groups import as_it_is
@@ -37,11 +39,8 @@ add_rule(
         name="psum",
         operation="psum",
         before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
-        after=lambda result, rank, n, static: result,
         stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
-        alone=lambda x, static: x,
         transpose=lambda shape, static: ("psum", ()),
-        batched=lambda static: static,
     )
 )
 
@@ -50,15 +49,13 @@ add_rule(
         name="pvary",
         operation=None,
         before=lambda x, n, static: x,
-        after=lambda result, rank, n, static: result,
         stacked=lambda xs, n, static: (xs, True),
-        alone=lambda x, static: x,
         transpose=lambda shape, static: ("psum", ()),
-        batched=lambda static: static,
     )
 )
 
 
+@one_message
 @checked("axis_index_groups", "prescale", "postscale")
 def psum(
     value: Tree,
@@ -145,12 +142,9 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
     if not torch.compiler.is_compiling():
         tree.check_leaves(leaves, value, "psum: its argument")
         check_sums("psum", leaves, value)
-    for i, x in enumerate(leaves):
-        if not (whole or x.is_floating_point() or x.is_complex()):
-            raise TreeError(
-                f"psum: leaf {tree.leaf_paths(value)[i]!r} is {tree.describe(x)}, and {name}={said} isn't a whole "
-                "number. Cast the leaf to a floating dtype."
-            )
+    if not whole:
+        why = f"and {name}={said} isn't a whole number. Cast the leaf to a floating dtype."
+        refuse_leaves("psum", leaves, value, lambda x: not (x.is_floating_point() or x.is_complex()), why, TreeError)
     return factor
 
 
@@ -163,6 +157,7 @@ def _is_one(factor: float | torch.Tensor) -> bool:
     return not isinstance(factor, torch.Tensor) and factor == 1
 
 
+@one_message
 @checked("axis_index_groups")
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree; integers give floats.

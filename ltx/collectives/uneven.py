@@ -108,7 +108,7 @@ def _exchanged(what: str, numbers: list[int], axis_comm: comm.AxisComm) -> list[
     return rows
 
 
-def all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
+def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     """all_gather(tiled=True) of parts whose lengths along `dim` the ranks tell each other, for all leaves at once."""
     found = _real(axis, _INFERRED, "")
     value = tensors_of(value, found)
@@ -152,21 +152,11 @@ def all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     )
 
 
-def psum_scatter_inferred(value: Tree, axis: Any, dim: int) -> Tree:
-    """psum_scatter(tiled=True) into parts that are as equal as can be, the first ones longer by one."""
-    found = _real(axis, 'psum_scatter(splits="infer")', "")
-    return tree.map(lambda x: psum_scatter_uneven(x, found, dim, _equal_splits(x, dim, found.size)), value)
-
-
-def all_to_all_inferred(value: Tree, split_dim: int, concat_dim: int, axis: Any) -> tuple[Tree, tuple[int, ...]]:
-    """all_to_all of chunks that are as equal as can be, the first ones longer by one; and the lengths that came."""
-    found = _real(axis, 'all_to_all(splits="infer")', "")
-    first = next(iter(tree.flatten(value)[0]), None)
-    return all_to_all_uneven(value, split_dim, concat_dim, found, _equal_splits(first, split_dim, found.size))
-
-
 def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
-    """The lengths of n parts of x; zeros where it has no such dimension, which whoever takes them refuses."""
+    """The lengths of n parts of x, as equal as can be, the first ones longer by one.
+
+    Zeros where it has no such dimension, which whoever takes them refuses.
+    """
     length = x.shape[dim] if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim else 0
     return tuple(length // n + (place < length % n) for place in range(n))
 
@@ -179,8 +169,10 @@ def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
     return comm.resolve(axis).simulated is not None
 
 
-def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -> Tree:
+def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
     """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
+    if isinstance(splits, str):
+        return _all_gather_inferred(value, axis, dim)
     splits = tuple(splits)
     found = _real(axis, "all_gather(splits=)", "Leave splits out, or use ltx.simulate.")
     here = _rank(found)
@@ -203,8 +195,11 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -
     return tree.map(one, value)
 
 
-def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int]) -> Tree:
+def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
     """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
+    if isinstance(splits, str):
+        found = _real(axis, 'psum_scatter(splits="infer")', "")
+        return tree.map(lambda x: psum_scatter_uneven(x, found, dim, _equal_splits(x, dim, found.size)), value)
     splits = tuple(splits)
     found = _real(axis, "psum_scatter(splits=)", "Leave splits out, or use ltx.simulate.")
     _agree("psum_scatter", splits, found, _sum_misfit("psum_scatter", value, dim, splits, found))
@@ -219,11 +214,14 @@ def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int])
 
 
 def all_to_all_uneven(
-    value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Sequence[int]
+    value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Sequence[int] | str
 ) -> tuple[Tree, tuple[int, ...]]:
     """all_to_all of chunks whose lengths along `split_dim` are `splits`; and the lengths of what has come."""
-    splits = tuple(splits)
-    found = _real(axis, "all_to_all(splits=)", "Leave splits out, or use ltx.simulate.")
+    if isinstance(splits, str):
+        found = _real(axis, 'all_to_all(splits="infer")', "")
+        splits = _equal_splits(next(iter(tree.flatten(value)[0]), None), split_dim, found.size)
+    else:
+        found, splits = _real(axis, "all_to_all(splits=)", "Leave splits out, or use ltx.simulate."), tuple(splits)
     table = _table_of_splits(value, split_dim, found, splits)
     received = tuple(row[_rank(found)] for row in table)
     most = max(length for row in table for length in row)

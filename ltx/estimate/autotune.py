@@ -19,9 +19,8 @@ from ltx.errors import LtxError
 from ltx.estimate.costs import Link, codec
 from ltx.estimate.dry_run import Gradients
 from ltx.estimate.formats import format_seconds
-from ltx.strategies.base import Strategy
+from ltx.strategies.base import Strategy, in_dtype
 from ltx.strategies.ddp import Candidate, candidates
-from ltx.strategies.fields import in_dtype
 from ltx.typing import Tree
 
 

@@ -37,11 +37,10 @@ from ltx.gradients.planning import arrival_order, differentiable, make_plan
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer, identity
-from ltx.optim.update import Update
+from ltx.optim.base import Update
 from ltx.strategies import Strategy
-from ltx.strategies.fields import in_dtype
-from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import States, StepInfo, Updated
+from ltx.strategies.base import in_dtype
+from ltx.strategies.update import PostUpdateHook, States, StepInfo, Updated
 from ltx.typing import Tree
 
 _IN_REDUCTIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -25,6 +28,30 @@ from ltx.gradients.reduction import (
     drive,
     sum_of_shares,
 )
+
+C = TypeVar("C")
+
+
+def taken_from(field: str, *names: str) -> Callable[[type[C]], type[C]]:
+    """Decorate a class whose properties and methods `names` are those of the value in its field `field`."""
+
+    def mark(cls: type[C]) -> type[C]:
+        for name in names:
+            setattr(cls, name, _of_field(field, name, inspect.getattr_static(cls, name)))
+        return cls
+
+    return mark
+
+
+def _of_field(field: str, name: str, inherited: Any) -> Any:
+    if not callable(inherited):  # a property, or a variable of the class
+        return property(lambda self: getattr(getattr(self, field), name))
+
+    @functools.wraps(inherited)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, field), name)(*args, **kwargs)
+
+    return method
 
 
 @dataclass(frozen=True, repr=False)

@@ -61,7 +61,7 @@ class BucketInput:
         last: whether no bucket comes after this one.
         axis: the ranks; None in a reduction on its own.
         update: for a hook that updates parameters in its reduction
-            (:class:`ltx.strategies.post_update.PostUpdateHook`): from reduced gradients to what this rank's optimizer
+            (:class:`ltx.strategies.update.PostUpdateHook`): from reduced gradients to what this rank's optimizer
             makes of the parameters.
     """
 

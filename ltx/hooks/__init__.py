@@ -5,21 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
-from ltx.hooks.allreduce import AllReduce
+from ltx.hooks.plain import AllReduce, Noop
 
 if TYPE_CHECKING:
     from ltx.hooks.adasum import Adasum
     from ltx.hooks.combined import After, Chain, after, cast, chain
-    from ltx.hooks.compressed_all_reduce import CompressedAllReduce
-    from ltx.hooks.eight_bit import ByteGrad, Quantize
+    from ltx.hooks.eight_bit import QSGD, ByteGrad, Quantize
     from ltx.hooks.from_ddp import FromTorch, from_torch
     from ltx.hooks.functions import FromFunctions, from_functions
     from ltx.hooks.half import BF16, FP16
-    from ltx.hooks.lossy import LossyHook, error_feedback
-    from ltx.hooks.noop import Noop
+    from ltx.hooks.lossy import CompressedAllReduce, LossyHook, error_feedback
     from ltx.hooks.onebit import OneBit
     from ltx.hooks.powersgd import BatchedPowerSGD, PowerSGD
-    from ltx.hooks.qsgd import QSGD
     from ltx.hooks.sparse import RandomK, TopK
     from ltx.hooks.to_ddp import ToTorch, to_torch
 
@@ -65,16 +62,13 @@ __all__ = [
 _LATER = {
     "Adasum": "adasum",
     **dict.fromkeys(("After", "Chain", "after", "cast", "chain"), "combined"),
-    **dict.fromkeys(("ByteGrad", "Quantize"), "eight_bit"),
+    **dict.fromkeys(("QSGD", "ByteGrad", "Quantize"), "eight_bit"),
     **dict.fromkeys(("FromTorch", "from_torch"), "from_ddp"),
     **dict.fromkeys(("FromFunctions", "from_functions"), "functions"),
     **dict.fromkeys(("BF16", "FP16"), "half"),
-    **dict.fromkeys(("LossyHook", "error_feedback"), "lossy"),
-    "Noop": "noop",
+    **dict.fromkeys(("CompressedAllReduce", "LossyHook", "error_feedback"), "lossy"),
     "OneBit": "onebit",
     **dict.fromkeys(("BatchedPowerSGD", "PowerSGD"), "powersgd"),
-    "QSGD": "qsgd",
-    "CompressedAllReduce": "compressed_all_reduce",
     **dict.fromkeys(("RandomK", "TopK"), "sparse"),
     **dict.fromkeys(("ToTorch", "to_torch"), "to_ddp"),
 }

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ltx.arguments import brief, check_fields, check_whole, checked
+from ltx.arguments import brief, check_whole, checked
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.comm_hook import CommHook
+from ltx.gradients.comm_hook import CommHook, taken_from
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, drive_within
-from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
+from ltx.hooks.plain import AllReduce
 
 _EXACT = AllReduce()
 
@@ -30,9 +30,8 @@ class After(CommHook):
     first: CommHook = _EXACT
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole(self, 0, "step")
-        for name in ("hook", "first"):
-            _check_hook("after", getattr(self, name))
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -72,6 +71,8 @@ def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
     return After(step, hook, _EXACT if first is None else first)
 
 
+@taken_from("hook", "bucket_factor", "scale")
+@taken_from("inner", "sums")
 @dataclass(frozen=True)
 class Chain(LossyHook):
     """`hook`, whose sums are done by `inner`; what :func:`chain` and :func:`cast` return."""
@@ -80,9 +81,7 @@ class Chain(LossyHook):
     inner: CommHook
 
     def __post_init__(self) -> None:
-        check_fields(self, StrategyError, "error_feedback")
-        for hook in (self.hook, self.inner):
-            _check_hook("chain", hook)
+        super().__post_init__()
         if not self.hook.sums:
             raise StrategyError(
                 f"chain: {self.hook!r} sends bytes of its own making, of which {self.inner!r} could take no sum. Put "
@@ -107,16 +106,8 @@ class Chain(LossyHook):
         return self.hook.reads_step or self.inner.reads_step
 
     @property
-    def sums(self) -> bool:  # type: ignore[override]
-        return self.inner.sums
-
-    @property
     def phases(self) -> int:  # type: ignore[override]
         return self.hook.phases * self._inner.phases
-
-    @property
-    def bucket_factor(self) -> int:  # type: ignore[override]
-        return self.hook.bucket_factor
 
     @property
     def _inner(self) -> CommHook:
@@ -142,9 +133,6 @@ class Chain(LossyHook):
     def constant_after(self) -> int | None:
         hook, inner = self.hook.constant_after, self.inner.constant_after
         return None if hook is None or inner is None else max(hook, inner)
-
-    def scale(self, axis_size: int) -> float:
-        return self.hook.scale(axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)
@@ -197,6 +185,7 @@ def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
     return CompressionResult(flat, lambda: given if request.sent is None else request.sent(), states)
 
 
+@checked("hook")
 def chain(hook: CommHook, *inner: CommHook) -> CommHook:
     """`hook`, whose sums over ranks are done by the next one, whose sums are done by the next, and so on.
 
@@ -215,7 +204,6 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
         >>> ltx.hooks.chain(ltx.hooks.RandomK(0.1, error_feedback=False), ltx.hooks.BF16()).phases
         1
     """
-    _check_hook("chain", hook)
     if not inner:
         return hook
     first, *others = inner
@@ -244,8 +232,3 @@ def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     if half is None:
         raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {brief(dtype)}.")
     return half if hook == _EXACT else hook.cast(dtype) or chain(hook, half)
-
-
-def _check_hook(where: str, hook: object) -> None:
-    if not isinstance(hook, CommHook):
-        raise StrategyError(f"{where}: expected an ltx.hooks.CommHook, got {brief(hook)}.")

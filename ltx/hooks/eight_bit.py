@@ -1,4 +1,4 @@
-"""ByteGrad and Quantize: eight bits a number, on a grid over a group's range, in which 0 is exact.
+"""Eight bits a number: ByteGrad and Quantize, on a grid over a group's range, in which 0 is exact; QSGD, unbiased.
 
     q = clamp(round((x - base) / step) - offset, -128, 127),    x^ = base + (q + offset) * step,    |x^ - x| <= step / 2
 
@@ -6,6 +6,8 @@
                 where 0 lies outside of the range:
                 base = min x,  step = (max x - min x) / 255,            offset = 128
     Quantize:   base = 0,      step = (max(x, 0) - min(x, 0)) / 255,    offset = 128 - round(-min(x, 0) / step)
+
+    QSGD:       x^_i = |x| * sign(x_i) * l_i / s,   l_i = floor(s |x_i| / |x| + u_i),   u_i uniform in [0, 1)
 
 ByteGrad is Bagua's MinMaxUInt8 (Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB
 2022, section 3), Quantize the affine quantization of ``torch.distributed``'s quantization hooks (Jacob et al.,
@@ -15,20 +17,25 @@ must not get one: Adam divides by the root of its second moment, which is 0 ther
 
 Both take their step from the true range, however small that is, and clamp, so that nothing wraps. Bagua's 1e-7, which
 is there for ranges of 0, is left out where it would cost more than a tenth of a step.
+
+QSGD is that of Alistarh et al., "QSGD: Communication-efficient SGD via gradient quantization and encoding", NeurIPS
+2017, section 3.1: E x^ = x and E|x^ - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for a block of d numbers (lemma
+3.1). Levels travel as bytes; the paper's Elias code isn't used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from ltx.arguments import brief, check_whole
-from ltx.errors import StrategyError
+from ltx.arguments import check_whole
 from ltx.gradients.packing import CHUNK, chunks, is_plain
-from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
+from ltx.gradients.reduction import BucketInput
+from ltx.hooks.lossy import CompressedAllReduce, as_bytes, from_bytes
+from ltx.hooks.noise import key_of, uniform
 
 _BAGUA_EPSILON = 1e-7
 
@@ -231,8 +238,6 @@ class Quantize(EightBitHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.per not in ("tensor", "channel"):
-            raise StrategyError(f'Quantize.per must be "tensor" or "channel", got {brief(self.per)}.')
         check_whole(self, 1, "channel", most=2**24)
 
     def multiple(self) -> int:
@@ -247,3 +252,56 @@ class Quantize(EightBitHook):
         step = high / 255 - low / 255
         inverse = _inverse(step)
         return Grid(torch.zeros_like(low), 128 - torch.round(-low * inverse).clamp(0, 255), step, inverse)
+
+
+@dataclass(frozen=True)
+class QSGD(CompressedAllReduce):
+    """Stochastic eight-bit quantization whose expectation is the mean: a quarter of float32's bytes.
+
+    Args:
+        levels: s, at most 127.
+        block: d, numbers that share a norm.
+        seed: of the randomness, which is a function of seed, step, place and rank.
+        error_feedback: keep what rounding loses for the next step; then the result isn't unbiased step by step.
+
+    Source: see the head of this file.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.QSGD(levels=15)
+        QSGD(levels=15)
+    """
+
+    reads_step: ClassVar[bool] = True
+
+    levels: int = 127
+    block: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, 1, "levels", most=127)
+        check_whole(self, 1, "block", most=2**24)
+
+    def multiple(self) -> int:
+        return self.block
+
+    def keys(self, inputs: BucketInput) -> tuple[torch.Tensor, torch.Tensor]:
+        place = (self.seed, inputs.step, inputs.bucket.index)
+        first, second = (key_of(*place, turn, inputs.rank, device=inputs.flat.device) for turn in (0, 1))
+        return first, second
+
+    def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        assert key is not None
+        k, m = rows.shape
+        blocks = rows.view(k, -1, self.block)
+        norms = torch.linalg.vector_norm(blocks, dim=-1)
+        scaled = blocks.abs() * (self.levels / torch.where(norms == 0, 1, norms))[..., None]
+        drawn = uniform(key, rows.numel(), rows.dtype).view_as(blocks)
+        levels = torch.floor(scaled + drawn).clamp(max=self.levels).copysign(blocks)
+        return torch.cat([as_bytes(norms), levels.to(torch.int8).view(torch.uint8).view(k, m)], 1)
+
+    def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+        norms, start = from_bytes(messages, 0, m // self.block, dtype)
+        levels = messages[:, start:].view(torch.int8).to(dtype).view(-1, m // self.block, self.block)
+        return (levels * (norms / self.levels)[..., None]).view(-1, m)

@@ -14,8 +14,7 @@ from torch import Tensor
 from ltx.arguments import brief, name_of
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
-from ltx.hooks.compressed_all_reduce import as_bytes, from_bytes
-from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, as_bytes, from_bytes
 from ltx.tree import describe
 
 Compress = Callable[[Tensor], Tensor | tuple[Tensor, ...]]

@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
-from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
-from ltx.hooks.lossy import Compression, CompressionResult
+from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, as_bytes, from_bytes
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -17,7 +17,7 @@ import torch
 from ltx.arguments import check_whole
 from ltx.errors import StrategyError
 from ltx.gradients.packing import CHUNK, chunks, is_plain
-from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
+from ltx.hooks.lossy import CompressedAllReduce, as_bytes, from_bytes
 
 #: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.
 _BITS = {

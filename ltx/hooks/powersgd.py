@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import isqrt, prod
-from typing import ClassVar
+from math import inf, isqrt, prod
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -25,12 +25,11 @@ from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Leaf
 from ltx.gradients.comm_hook import CommHook
-from ltx.gradients.packing import is_plain, unpack
+from ltx.gradients.packing import is_plain, prefers_few_calls, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState
-from ltx.hooks.allreduce import AllReduce
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
-from ltx.hooks.low_rank import all_regular, multiply, multiply_all, next_start, orthonormal, orthonormal_all, row_norms
 from ltx.hooks.noise import key_of, normal
+from ltx.hooks.plain import AllReduce
 
 Q = "q"
 
@@ -105,7 +104,7 @@ class PowerSGD(PowerHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.min_compression_rate, int | float) or not self.min_compression_rate > 0:
+        if not self.min_compression_rate > 0:
             raise StrategyError(
                 f"PowerSGD.min_compression_rate must be a positive number, got {brief(self.min_compression_rate)}."
             )
@@ -143,11 +142,12 @@ class PowerSGD(PowerHook):
         if thin:
             *seconds, _ = _cut((yield CollectiveRequest("psum", _joined(seconds))), seconds)
         norms = row_norms(seconds)
-        regular = is_plain(inputs.flat) and all_regular(norms)
+        regular = is_plain(inputs.flat) and (not norms or bool(_regular(torch.cat(norms)).all()))
         states = [dict(state) for state in inputs.states]
         if self.warm_start:
             for (m, *_), second, norm, start in zip(thin, seconds, norms, starts, strict=True):
-                states[m][Q] = second / norm if regular else next_start(second, norm, start)
+                # Where a row is zero or not finite the last start's, so that the next iteration isn't stuck with it.
+                states[m][Q] = second / norm if regular else torch.where(_regular(norm), second / norm, start)
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
         # Over all ranks a part of 1/n each adds up to the total.
@@ -225,6 +225,11 @@ def _layout(
     return thin, tuple(place for place, matrix in enumerate(found) if matrix is None)
 
 
+def _regular(norms: torch.Tensor) -> torch.Tensor:
+    """Which are positive and finite."""
+    return (norms > 0) & (norms < inf)
+
+
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
@@ -261,3 +266,84 @@ def _assembled(
         if less is not None:
             torch._foreach_sub_([parts[m].view(-1) for m in sums], list(sums.values()), alpha=less)
     return total
+
+
+#: Numbers of a matrix whose products take less on an accelerator than the calls that start them.
+_SMALL = 1 << 20
+
+
+def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The product of each pair; on an accelerator those of equal shapes in one call, if they are small."""
+    results = [torch.empty(0)] * len(lefts)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        small = prefers_few_calls(left) and max(left.numel(), right.numel()) <= _SMALL
+        alike.setdefault((left.shape, right.shape) if small else (place,), []).append(place)
+    for places in alike.values():
+        if len(places) == 1:
+            results[places[0]] = lefts[places[0]] @ rights[places[0]]
+            continue
+        products = torch.stack([lefts[place] for place in places]) @ torch.stack([rights[place] for place in places])
+        for place, product in zip(places, products, strict=True):
+            results[place] = product
+    return results
+
+
+def row_norms(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each row, as columns."""
+    if not matrices or not prefers_few_calls(matrices[0]):
+        return [torch.linalg.vector_norm(matrix, dim=-1, keepdim=True) for matrix in matrices]
+    norms = torch.stack(torch._foreach_norm([row for matrix in matrices for row in matrix]))
+    return list(norms[:, None].split([len(matrix) for matrix in matrices]))
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """The product of ``left.mT`` and `right`, each of shape ``(r, length)``."""
+    matrix = out.view(left.shape[1], right.shape[1])
+    if len(left) > 2:
+        torch.mm(left.mT, right, out=matrix)
+        return
+    # Matrix products aren't made for an inner dimension of one or two: half the time without.
+    columns, rows = left.unsqueeze(2).unbind(), right.unbind()
+    torch.mul(columns[0], rows[0], out=matrix)
+    for column, row in zip(columns[1:], rows[1:], strict=True):
+        matrix.addcmul_(column, row)
+
+
+def orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The transposes of `matrices`, each of shape ``(length, r)``, with orthonormal rows: :func:`orthonormal` of all at
+    once, padded with zeros, which change nothing.
+    """
+    if not matrices:
+        return []
+    length, ranks = (max(matrix.shape[dim] for matrix in matrices) for dim in (0, 1))
+    if prefers_few_calls(matrices[0]):
+        stack = matrices[0].new_zeros(len(matrices), ranks, length)
+        parts = [part[: matrix.shape[1], : matrix.shape[0]] for part, matrix in zip(stack, matrices, strict=True)]
+        torch._foreach_copy_(parts, [matrix.mT for matrix in matrices])
+    else:
+        pads = [(0, length - matrix.shape[0], 0, ranks - matrix.shape[1]) for matrix in matrices]
+        stack = torch.stack([torch.nn.functional.pad(x.mT, pad) for x, pad in zip(matrices, pads, strict=True)])
+    done = orthonormal(stack)
+    return [done[place, : matrix.shape[1], : matrix.shape[0]] for place, matrix in enumerate(matrices)]
+
+
+def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
+    """Orthonormal rows with the span of the rows of `matrices`, of shape ``(k, r, length)``; in place of a row that
+    depends on those before it, zeros.
+
+    Gram and Schmidt, each row projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
+    """
+    norms = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True)
+    limits = 8 * torch.finfo(matrices.dtype).eps * norms
+    done = matrices[:, :0]
+    for place, rest in enumerate(matrices.split(1, dim=1)):
+        norm = norms[:, :1]
+        if place:
+            for _ in range(2):
+                rest = torch.baddbmm(rest, rest.bmm(done.mT), done, alpha=-1)
+            norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
+        # NaN is no smaller than anything, so it stays.
+        row = torch.where(norm <= limits[:, place : place + 1], 0, rest / norm)
+        done = torch.cat([done, row], 1) if place else row
+    return done

@@ -19,8 +19,7 @@ from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
-from ltx.hooks.compressed_all_reduce import CompressedAllReduce, as_bytes, from_bytes
-from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
+from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, as_bytes, from_bytes
 from ltx.hooks.noise import key_of, uniform
 
 #: Rows of at least this many numbers are sampled, every so many of them; a prime, so that all columns are sampled.
@@ -28,7 +27,7 @@ _LONG, _EVERY = 1 << 16, 101
 
 
 def _check_ratio(hook: TopK | RandomK) -> None:
-    if not isinstance(hook.ratio, int | float) or not 0 < hook.ratio <= 1:
+    if not 0 < hook.ratio <= 1:
         raise StrategyError(
             f"{type(hook).__name__}.ratio must be greater than 0 and at most 1, got {brief(hook.ratio)}."
         )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from ltx.optim.base import Optimizer, TorchState, apply_updates, from_functions
-from ltx.optim.chain import chain, identity
-from ltx.optim.clip import ClipState, clip_by_global_norm, clip_by_value, grad_norm, measure_global_norm
-from ltx.optim.ema import EmaState, averaged, ema
+from ltx.optim.combine import EmaState, averaged, chain, ema, identity
 from ltx.optim.from_torch import from_torch
-from ltx.optim.noise import add_noise
+from ltx.optim.grad_transforms import (
+    ClipState,
+    add_noise,
+    clip_by_global_norm,
+    clip_by_value,
+    grad_norm,
+    measure_global_norm,
+)
 from ltx.optim.partition import masked, partition
 from ltx.optim.quantized_adam import qadam
 from ltx.optim.schedules import from_scheduler, linear, warmup_cosine

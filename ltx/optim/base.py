@@ -1,4 +1,4 @@
-"""What an optimizer is: two pure functions, as in optax and TorchOpt.
+"""What an optimizer is: two pure functions, as in optax and TorchOpt; and its part of a step, as a value.
 
 ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``; the new parameters are
 ``params + updates``. A gradient transformation (clipping, scaling) is the same pair, with updates that are gradients.
@@ -9,17 +9,22 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import optree
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
+from ltx import tree
 from ltx.arguments import brief, checked, name_of, shown
 from ltx.errors import OptimError
 from ltx.tree import check_tensors, describe, flatten, leaf_paths, register_node
 from ltx.typing import Tree
+
+#: Each leaf's own part of an optimizer's state.
+LeafStates = list[dict[str, Tensor]]
 
 
 class Optimizer(ABC):
@@ -78,13 +83,11 @@ class Optimizer(ABC):
         """
         return None
 
-    def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, Tensor]]:
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
         """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
         raise OptimError(_NOT_LEAFWISE.format(self))
 
-    def apply_leaves(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
-    ) -> None:
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
         """Update some leaves in place, given `count` updates done so far. Only if :attr:`leafwise`.
 
         Once all leaves have had theirs, :meth:`advance` gives the state of the next step.
@@ -95,7 +98,7 @@ class Optimizer(ABC):
                 param.add_(update)
 
     def transform_leaves(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
     ) -> list[Tensor]:
         """The gradients of some leaves as :meth:`update` gives them. Only if :attr:`leafwise` and no optimizer."""
         raise OptimError(_NOT_LEAFWISE.format(self))
@@ -111,41 +114,17 @@ _NOT_LEAFWISE = (
 )
 
 
-class LeafPart(dict[str, Tensor]):
-    """A leaf's part of the state of an optimizer around others, from which their own parts can be had again.
-
-    Attributes:
-        parts: those that the optimizers inside have made, with the same tensors.
-        label: which optimizer the only one is of, where there are several.
-        place: the leaf's place in the tree, for what depends on it.
-    """
-
-    def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
-        super().__init__({name: x for part in parts for name, x in part.items()}, **own)
-        self.parts, self.label, self.place = parts, label, place
-
-    @property
-    def inner(self) -> dict[str, Tensor]:
-        """The part of the only optimizer inside."""
-        (part,) = self.parts
-        return part
-
-
 @dataclass(frozen=True)
 class FunctionPair(Optimizer):
     """Two functions as an :class:`Optimizer`; made by :func:`from_functions`."""
 
     init_fn: Callable[[Tree], Tree]
     update_fn: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    is_elementwise: bool = False
+    elementwise: bool = False
     _keywords: ClassVar[frozenset[str]]  # not a field: which of TorchOpt's the update takes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_keywords", _keywords_of(self.update_fn))
-
-    @property
-    def elementwise(self) -> bool:
-        return self.is_elementwise
 
     def init(self, params: Tree) -> Tree:
         return self.init_fn(params)
@@ -162,7 +141,7 @@ class FunctionPair(Optimizer):
 
     def __repr__(self) -> str:
         names = (name_of(fn) for fn in (self.init_fn, self.update_fn))
-        return f"from_functions({', '.join(names)}{', elementwise=True' if self.is_elementwise else ''})"
+        return f"from_functions({', '.join(names)}{', elementwise=True' if self.elementwise else ''})"
 
 
 def _keywords_of(update: Callable[..., Any]) -> frozenset[str]:
@@ -257,6 +236,17 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
             )
 
 
+def is_transforming() -> bool:
+    """Whether a ``torch.func`` transform is running."""
+    return _functorch.maybe_current_level() is not None
+
+
+def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:
+    """Refuse what isn't a state of `kind`, which `optimizer` makes."""
+    if not isinstance(state, kind):
+        raise OptimError(f"{optimizer} expected the state that its init(params) made, got {brief(state)}.")
+
+
 def leaf_name(tree: Tree, index: int) -> str:
     """How errors speak of a leaf: by path where the tree is known, else by its place in the list."""
     return f"leaf {index} of the list" if tree is None else f"leaf {leaf_paths(tree)[index]!r}"
@@ -297,3 +287,62 @@ def first_of(state: Tree, kind: type[T]) -> T | None:
         flatten(state)  # says so if it is the tree's fault
         raise
     return next((node for node in nodes if isinstance(node, kind)), None)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step, before it is done.
+
+    Attributes:
+        optimizer: the step's.
+        params, opt_state: those before the update.
+        grads: the reduced gradients; one for each parameter.
+        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
+        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
+            tensor under transforms); else None.
+        may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
+    """
+
+    optimizer: Optimizer
+    params: Tree
+    grads: Tree
+    opt_state: Tree
+    donate: bool = False
+    finite: bool | torch.Tensor | None = None
+    may_overwrite: bool = False
+
+    def apply(self) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
+
+        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
+        """
+        if self.finite is False:
+            return self.params, tree.map(_one_more, self.opt_state, is_leaf=lambda node: isinstance(node, TorchState))
+        optimizer, donate = self.optimizer, self.donate
+        if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
+            conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
+            if conditional is not None:
+                return conditional.apply(self.grads, self.opt_state, self.params, donate=True)
+            donate = False
+        updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
+        return self.if_finite(updated, (self.params, self.opt_state))
+
+    def if_finite(self, new: T, old: T) -> T:
+        """`new`, or `old` where gradients aren't finite."""
+        return chosen(self.finite, new, old)
+
+
+def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
+    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
+    if not isinstance(finite, torch.Tensor):
+        return old if finite is False else new
+    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
+    pairs = list(zip(leaves, others, strict=True))
+    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
+    on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
+    picked: T = tree.unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
+    return picked
+
+
+def _one_more(node: Any) -> Any:
+    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
 from torch import Tensor
 
 from ltx import traced
-from ltx.arguments import brief, checked
-from ltx.errors import OptimError, UnsupportedError
-from ltx.optim.arguments import check_arguments, check_grad_layouts, check_params, scheduled_lr
-from ltx.optim.base import Optimizer, TorchState, check_grads, leaves_like
+from ltx.arguments import checked
+from ltx.errors import UnsupportedError
+from ltx.optim.base import LeafStates, Optimizer, TorchState, check_grads, check_state, is_transforming, leaves_like
 from ltx.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned
 from ltx.optim.opaque import OpaqueOptimizer
-from ltx.optim.transformed import is_transforming, run_pure
+from ltx.optim.torch_class import ClassOptimizer, check_grad_layouts, check_params, run_pure, scheduled_lr
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
 
@@ -33,31 +31,22 @@ _SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TorchOptimizer(Optimizer):
+class TorchOptimizer(ClassOptimizer):
     """A ``torch.optim`` class with its hyperparameters; made by :func:`from_torch`."""
 
-    cls: type[torch.optim.Optimizer]
-    lr: float | Callable[[int], float] | None
-    kwargs: Mapping[str, Any]
+    leafwise: ClassVar[bool] = True
+
     kernel: Kernel = field(init=False)
     _skip: Tensor | None = field(default=None, init=False)  # of one update: see `unless`
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
+        super().__post_init__()
         fixed_lr = {} if self.lr is None or callable(self.lr) else {"lr": self.lr}
         object.__setattr__(self, "kernel", build(self.cls, fixed_lr | dict(self.kwargs)))
 
     @property
     def elementwise(self) -> bool:
         return self.cls in _ELEMENTWISE
-
-    @property
-    def leafwise(self) -> bool:
-        return True
-
-    @property
-    def moves_params(self) -> bool:
-        return True
 
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
@@ -71,19 +60,6 @@ class TorchOptimizer(Optimizer):
         return TorchState(spec.unflatten(states))
 
     @checked("donate")
-    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
-        leaves, spec = flatten(params)
-        with self._grad_mode():
-            copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
-            new_params, new_state = self.apply(grads, state, copies, donate=donate)
-            new_leaves = flatten(new_params)[0]
-            if is_transforming() or self.kernel.differentiable:
-                updates = [new - old for new, old in zip(new_leaves, leaves, strict=True)]
-            else:  # the new ones are nobody else's
-                updates = [new.sub_(old) for new, old in zip(new_leaves, leaves, strict=True)]
-            return spec.unflatten(updates), new_state
-
-    @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
         leaves, spec = flatten(params)
         grad_leaves = leaves_like(spec, grads, "grads")
@@ -94,14 +70,14 @@ class TorchOptimizer(Optimizer):
         grad_leaves = [grad_leaves[index] for index in has_grad]
         picked = [states[index] for index in has_grad], [leaves[index] for index in has_grad]
         rule = partial(self._run, count=state.count)
-        if donate and not is_transforming() and not self.kernel.differentiable:
+        if donate and not is_transforming() and not self._differentiable:
             rule(grad_leaves, *picked)
             return params, self.advance(state)
         with self._grad_mode():
             pure = (
                 self._in_graph
                 if torch.compiler.is_compiling()
-                else partial(run_pure, rule, tracked=self.kernel.differentiable)
+                else partial(run_pure, rule, tracked=self._differentiable)
             )
             updated = zip(*pure(grad_leaves, *picked), strict=True)
             by_index = dict(zip(has_grad, updated, strict=True))
@@ -115,20 +91,18 @@ class TorchOptimizer(Optimizer):
         return spec.unflatten([leaf for leaf, _ in pairs]), new_state
 
     def _in_graph(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
-    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor]
+    ) -> tuple[list[Tensor], LeafStates]:
         """The update as nodes of a compiled graph."""
         names = tuple(tuple(state) for state in states)
         flat = [t for state in states for t in state.values()]
         rest = iter(apply_in_graph(_prepare_trace(self), names, *grads, *params, *flat))
         return [next(rest) for _ in params], [{name: next(rest) for name in held} for held in names]
 
-    def leaf_states(self, state: TorchState, params: Tree) -> list[dict[str, Tensor]]:
+    def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
         return self._per_param(state, flatten(params)[1])
 
-    def apply_leaves(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
-    ) -> None:
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
         self._run(grads, states, params, count=count)
@@ -146,7 +120,7 @@ class TorchOptimizer(Optimizer):
     def _run(
         self,
         grads: list[Tensor],
-        states: list[dict[str, Tensor]],
+        states: LeafStates,
         params: list[Tensor],
         differentiable: bool = False,
         *,
@@ -169,42 +143,17 @@ class TorchOptimizer(Optimizer):
             elif lists[0]:
                 run(*lists, fused=False)
 
-    def _grad_mode(self) -> AbstractContextManager[object]:
-        """Transforms differentiate the update; plain autograd only sees it if asked to, as in torch."""
-        return nullcontext() if is_transforming() or self.kernel.differentiable else torch.no_grad()
-
     def _fused(self, params: Sequence[Tensor]) -> list[bool]:
         options = self.kernel.group
         wanted = options.get("fused", False) is not False and not options.get("foreach")
-        return fusable(self.cls, params) if wanted and not self.kernel.differentiable else [False] * len(params)
+        return fusable(self.cls, params) if wanted and not self._differentiable else [False] * len(params)
 
-    def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> list[dict[str, Tensor]]:
-        if not isinstance(state, TorchState):
-            raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
+    def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> LeafStates:
+        check_state(self, state, TorchState)
         return leaves_like(spec, state.per_param, "the optimizer's state")
 
     def _lr(self, count: int) -> float | Tensor:
         return scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TorchOptimizer):
-            return NotImplemented
-        return (self.cls, self.lr, self.kwargs) == (other.cls, other.lr, other.kwargs)
-
-    def __hash__(self) -> int:
-        return hash((self.cls, self.lr, frozenset(self.kwargs.items())))
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.cls, self.lr, dict(self.kwargs))
-
-    def __repr__(self) -> str:
-        is_torchs = getattr(torch.optim, self.cls.__name__, None) is self.cls
-        arguments = {} if self.lr is None else {"lr": self.lr}
-        written = (
-            f", {name}={value.__qualname__ if hasattr(value, '__qualname__') else repr(value)}"
-            for name, value in (arguments | dict(self.kwargs)).items()
-        )
-        return f"from_torch({'torch.optim.' * is_torchs}{self.cls.__qualname__}{''.join(written)})"
 
 
 def from_torch(

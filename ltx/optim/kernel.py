@@ -21,6 +21,7 @@ from torch.optim._functional import sparse_adam
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from ltx.errors import OptimError
+from ltx.optim.base import LeafStates
 
 Lr = float | Tensor | None
 
@@ -89,7 +90,7 @@ class Kernel:
     def run(
         self,
         grads: list[Tensor],
-        states: list[dict[str, Tensor]],
+        states: LeafStates,
         params: list[Tensor],
         *,
         lr: Lr,
@@ -128,7 +129,7 @@ class Kernel:
         self,
         group: dict[str, Any],
         grads: list[Tensor],
-        states: list[dict[str, Tensor]],
+        states: LeafStates,
         params: list[Tensor],
         skip: Tensor | None = None,
     ) -> None:
@@ -153,7 +154,7 @@ class Kernel:
         self.step(shell)
 
     def _run_dampened(
-        self, group: dict[str, Any], grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
+        self, group: dict[str, Any], grads: list[Tensor], states: LeafStates, params: list[Tensor]
     ) -> None:
         """torch doesn't dampen a parameter's first gradient."""
         first = [state["step"].item() == 0 for state in states]
@@ -166,7 +167,7 @@ class Kernel:
             state["step"].add_(1)
 
     def _run_sparse_adam(
-        self, group: dict[str, Any], grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]
+        self, group: dict[str, Any], grads: list[Tensor], states: LeafStates, params: list[Tensor]
     ) -> None:
         """SparseAdam has no ``_init_group`` and counts in Python integers."""
         for state in states:
@@ -255,7 +256,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     self.param_groups.append({**self.defaults, **param_group})
 
 
-Run = Callable[[list[Tensor], list[dict[str, Tensor]], list[Tensor]], None]
+Run = Callable[[list[Tensor], LeafStates, list[Tensor]], None]
 
 
 def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[bool]:
@@ -273,7 +274,7 @@ def _fusable(cls: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch
     return dtype.is_floating_point and device.type in _get_fused_kernels_supported_devices()
 
 
-def run_aligned(run: Run, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor]) -> None:
+def run_aligned(run: Run, grads: list[Tensor], states: LeafStates, params: list[Tensor]) -> None:
     """``run(grads, states, params)``, in place, for a `run` that supposes that the tensors of a leaf lie alike."""
     in_states = chain.from_iterable(state.values() for state in states)
     if all(map(Tensor.is_contiguous, chain(grads, params, in_states))):

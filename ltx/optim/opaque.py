@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.arguments import check_arguments, scheduled_lr
-from ltx.optim.base import Optimizer, TorchState, check_grads, leaves_like
-from ltx.optim.transformed import is_transforming
+from ltx.optim.base import TorchState, check_grads, is_transforming, leaves_like
+from ltx.optim.torch_class import ClassOptimizer, scheduled_lr
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
 
@@ -29,7 +28,7 @@ _NUMBER, _NONE = "number ", "none "
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class OpaqueOptimizer(Optimizer):
+class OpaqueOptimizer(ClassOptimizer):
     """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
 
     It updates all parameters together, because its update of one may depend on the others (LAMB's clipping does). So it
@@ -37,17 +36,9 @@ class OpaqueOptimizer(Optimizer):
     those of its group together.
     """
 
-    cls: type[torch.optim.Optimizer]
-    lr: float | Callable[[int], float] | None
-    kwargs: Mapping[str, Any]
-
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
+        super().__post_init__()
         self._instance([torch.zeros(1, 1, requires_grad=True)], 0)
-
-    @property
-    def moves_params(self) -> bool:
-        return True
 
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
@@ -68,13 +59,6 @@ class OpaqueOptimizer(Optimizer):
             ) from error
         kept = [{name: torch.zeros_like(x) for name, x in self._taken(instance, p).items()} for p in probes]
         return TorchState({"params": spec.unflatten(kept), "group": self._group(instance)})
-
-    @checked("donate")
-    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
-        new_params, new_state = self.apply(grads, state, params if not donate else _clones(params), donate=donate)
-        leaves, spec = flatten(params)
-        news = flatten(new_params)[0]
-        return spec.unflatten([new - old for new, old in zip(news, leaves, strict=True)]), new_state
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -169,21 +153,6 @@ class OpaqueOptimizer(Optimizer):
                 "looks into. Update outside of them, or take a class of torch.optim."
             )
 
-    def __reduce__(self) -> Any:
-        return type(self), (self.cls, self.lr, dict(self.kwargs))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OpaqueOptimizer):
-            return NotImplemented
-        return (self.cls, self.lr, dict(self.kwargs)) == (other.cls, other.lr, dict(other.kwargs))
-
-    def __hash__(self) -> int:
-        return hash((self.cls, self.lr, tuple(sorted(self.kwargs))))
-
-    def __repr__(self) -> str:
-        arguments = ({} if self.lr is None else {"lr": self.lr}) | dict(self.kwargs)
-        return f"from_torch({self.cls.__qualname__}{''.join(f', {k}={v!r}' for k, v in arguments.items())})"
-
 
 # What torch.optim.Optimizer itself has in a group of parameters.
 _SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
@@ -228,8 +197,3 @@ def _put(kept: Mapping[str, Tensor]) -> dict[str, Any]:
         else:
             found[name] = x
     return found
-
-
-def _clones(params: Tree) -> Tree:
-    leaves, spec = flatten(params)
-    return spec.unflatten([leaf.clone() for leaf in leaves])

@@ -14,8 +14,8 @@ from torch import Tensor
 from ltx import traced
 from ltx.arguments import brief, name_of
 from ltx.errors import OptimError
-from ltx.optim.base import LeafPart, Optimizer, leaves_like
-from ltx.optim.chain import identity
+from ltx.optim.base import LeafStates, Optimizer, leaves_like
+from ltx.optim.combine import LeafPart, identity
 from ltx.tree import flatten, leaf_paths, plain_paths, wanted
 from ltx.typing import Tree
 
@@ -55,7 +55,7 @@ class Partition(Optimizer):
     ) -> tuple[Tree, dict[str, Tree]]:
         return self._each("apply", grads, state, params, donate)
 
-    def leaf_states(self, state: dict[str, Tree], params: Tree) -> list[dict[str, Tensor]]:
+    def leaf_states(self, state: dict[str, Tree], params: Tree) -> LeafStates:
         (leaves, spec), places = flatten(params), self._places(params)
         parts: dict[int, dict[str, Tensor]] = {}
         for label, member in self.members:
@@ -63,14 +63,12 @@ class Partition(Optimizer):
             parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
         return [parts[place] for place in range(len(leaves))]
 
-    def apply_leaves(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
-    ) -> None:
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
         for member, at, own in self._members_of(states):
             member.apply_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
 
     def transform_leaves(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
     ) -> list[Tensor]:
         found = list(grads)
         for member, at, own in self._members_of(states):
@@ -79,9 +77,7 @@ class Partition(Optimizer):
                 found[i] = new
         return found
 
-    def _members_of(
-        self, states: list[dict[str, Tensor]]
-    ) -> Iterator[tuple[Optimizer, list[int], list[dict[str, Tensor]]]]:
+    def _members_of(self, states: LeafStates) -> Iterator[tuple[Optimizer, list[int], LeafStates]]:
         """Each member of some leaves, given their states, with the places of its own among them, and its states."""
         parts = cast(list[LeafPart], states)
         for label, member in self.members:
@@ -214,7 +210,7 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
     """`transform` for the gradients of some parameters; those of the others pass unchanged.
 
     >>> import torch
-    >>> from ltx.optim.clip import clip_by_global_norm
+    >>> from ltx.optim.grad_transforms import clip_by_global_norm
     >>> clip = masked(clip_by_global_norm(1.0), "head.*")
     >>> grads = {"head": {"w": torch.tensor([3.0, 4.0])}, "body": torch.tensor([3.0, 4.0])}
     >>> clip.update(grads, clip.init(grads), grads)[0]

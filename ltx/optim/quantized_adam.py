@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
 from ltx.gradients.packing import prefers_few_calls
-from ltx.optim.base import TorchState, leaf_name
+from ltx.optim.base import LeafStates, TorchState, leaf_name
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.tree import describe, flatten
 from ltx.typing import Tree
@@ -30,6 +30,8 @@ from ltx.typing import Tree
 @dataclass(frozen=True, eq=False, repr=False)
 class QAdamOptimizer(TorchOptimizer):
     """Adam with a second phase; made by :func:`qadam`. Its state is Adam's, with the mean momentum as ``exp_avg``."""
+
+    strategy: ClassVar[str | None] = "QAdam"
 
     warmup_steps: int
     bagua_exact: bool = False
@@ -44,8 +46,8 @@ class QAdamOptimizer(TorchOptimizer):
         super().__post_init__()
 
     @property
-    def strategy(self) -> str | None:
-        return "QAdam"
+    def _given(self) -> tuple[Any, ...]:
+        return *super()._given, self.warmup_steps, self.bagua_exact
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -66,7 +68,7 @@ class QAdamOptimizer(TorchOptimizer):
     def _run(
         self,
         grads: list[Tensor],
-        states: list[dict[str, Tensor]],
+        states: LeafStates,
         params: list[Tensor],
         differentiable: bool = False,
         *,
@@ -102,7 +104,7 @@ class QAdamOptimizer(TorchOptimizer):
     def _run_on_lists(
         self,
         grads: list[Tensor],
-        states: list[dict[str, Tensor]],
+        states: LeafStates,
         params: list[Tensor],
         rate: float,
         settled: float,
@@ -118,24 +120,11 @@ class QAdamOptimizer(TorchOptimizer):
         torch._foreach_add_(roots, self.kwargs["eps"] * settled)
         torch._foreach_addcdiv_(params, moments, roots, value=-rate)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, QAdamOptimizer) and self._value == other._value
-
-    def __hash__(self) -> int:
-        return hash(self._value)
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.cls, self.lr, dict(self.kwargs), self.warmup_steps, self.bagua_exact)
-
     def __repr__(self) -> str:
         named = {"lr": self.lr, "warmup_steps": self.warmup_steps, **self.kwargs}
         named |= {"bagua_exact": True} if self.bagua_exact else {}
         written = (f"{name}={getattr(value, '__qualname__', repr(value))}" for name, value in named.items())
         return f"qadam({', '.join(written)})"
-
-    @property
-    def _value(self) -> tuple[Any, ...]:
-        return self.lr, frozenset(self.kwargs.items()), self.warmup_steps, self.bagua_exact
 
 
 @checked("betas", "bagua_exact")

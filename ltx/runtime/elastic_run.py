@@ -122,20 +122,20 @@ class ElasticRun:
         """Keep other runs out of the directory of the snapshots, on all ranks or on none."""
         if self.snapshots is None:
             return
-        from ltx.checkpoint import runs
+        from ltx.checkpoint import directory
 
         _, rank = comm.size_and_rank(self.axis)
         token, failure = os.urandom(8).hex(), None
         try:
             if rank == 0:
-                way.hold = runs.Hold(self._base, token, first=True)
+                way.hold = directory.Hold(self._base, token, first=True)
         except CheckpointError as error:
             failure = error
         token, said = collectives.broadcast_object((token, failure and str(failure)), 0, self.axis)
         if said:
             raise failure or CheckpointError(said)
         if rank > 0:
-            way.hold = runs.Hold(self._base, token, first=False)
+            way.hold = directory.Hold(self._base, token, first=False)
 
     @property
     def _base(self) -> Path:
@@ -264,19 +264,19 @@ class ElasticRun:
             callback(new_world)
         hold: tuple[str, str | None] = ("", None)
         if way.hold is not None:
-            from ltx.checkpoint import runs  # takes a while
+            from ltx.checkpoint import directory  # takes a while
 
-            hold = (way.hold.token, runs.run_in(self._base))
+            hold = (way.hold.token, directory.run_in(self._base))
         mine: _Told = (-1, -1, "", way.position, True, hold)
         if way.has_state:
             mine = (way.state.step, way.saved, fingerprint(way.state), way.position, way.begun, hold)
         told = list(collectives.all_gather_object(mine, self.axis))
         if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
-            from ltx.checkpoint import runs
+            from ltx.checkpoint import directory
 
             (token, run), *_ = theirs
-            way.hold = runs.Hold(self._base, token, first=False)
-            runs.continue_run(self._base, run)
+            way.hold = directory.Hold(self._base, token, first=False)
+            directory.continue_run(self._base, run)
         return told
 
     def _taken_over(self, way: _Way, told: list[_Told]) -> bool:

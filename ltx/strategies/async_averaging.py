@@ -16,17 +16,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief, check_whole
+from ltx.arguments import brief, check_number, check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
-from ltx.optim.update import Update
+from ltx.optim.base import Update
 from ltx.strategies.local_sgd import WithinNode
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, node
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
@@ -111,6 +111,8 @@ class AsyncAveraging(NodeStrategy):
         tensor([-4., -4.])
     """
 
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+
     warmup_steps: int = 0
     sync_interval_ms: float = 500
     schedule: tuple[int, int] | None = None
@@ -119,9 +121,7 @@ class AsyncAveraging(NodeStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self, 0, "warmup_steps")
-        interval = self.sync_interval_ms
-        if not isinstance(interval, int | float) or isinstance(interval, bool) or not 0 <= interval < float("inf"):
-            raise StrategyError(f"AsyncAveraging.sync_interval_ms must be a number >= 0, got {brief(interval)}.")
+        check_number(self, 0, "sync_interval_ms")
         if self.schedule is not None and not _is_schedule(self.schedule):
             raise StrategyError(
                 "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
@@ -129,9 +129,8 @@ class AsyncAveraging(NodeStrategy):
             )
         if self.peer_selection_mode != "all":
             raise StrategyError(
-                f'AsyncAveraging.peer_selection_mode must be "all", '
-                f"got {brief(self.peer_selection_mode)}: ranks of which "
-                "nobody knows which round they are in can't be paired."
+                f'AsyncAveraging.peer_selection_mode must be "all", got {brief(self.peer_selection_mode)}: ranks of '
+                "which nobody knows which round they are in can't be paired."
             )
 
     def hook(self, step: int) -> hooks.CommHook | None:
@@ -157,10 +156,6 @@ class AsyncAveraging(NodeStrategy):
     @property
     def cycle(self) -> tuple[int, int]:
         return self.warmup_steps, 1 if self.schedule is None else self.schedule[0]
-
-    @property
-    def layout(self) -> StateLayout:
-        return StateLayout(params="per_rank", opt_state="per_rank")
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)
@@ -213,11 +208,10 @@ class AsyncAveraging(NodeStrategy):
             period, delay = self.schedule
             since = info.step - self.warmup_steps
             return since >= delay and (since - delay) % period == 0, since % period == 0
-        under_way = pending is not None and pending.mean is not None
-        is_there = under_way and pending is not None and pending.mean is not None and pending.mean.done
+        mean = None if pending is None else pending.mean
         late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
-        is_there, late = self._all_of_node([bool(is_there), late], info)
-        return is_there, (late or pending is None) and (is_there or not under_way)
+        is_there, late = self._all_of_node([mean is not None and mean.done, late], info)
+        return is_there, (late or pending is None) and (is_there or mean is None)
 
     def _all_of_node(self, flags: list[bool], info: StepInfo) -> list[bool]:
         """Which flags are set on all ranks of the node."""

@@ -9,20 +9,13 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
-from typing import Any
 
 from ltx import hooks
-from ltx.arguments import brief
-from ltx.axis import Axis
+from ltx.arguments import brief, check_fields
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import LeafState
-from ltx.optim.base import Optimizer
-from ltx.optim.update import Update
+from ltx.gradients.comm_hook import taken_from
 from ltx.strategies.base import Strategy
 from ltx.strategies.nodes import ByNode, NodeStrategy
-from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import StateLayout, States, StepInfo, Updated
-from ltx.typing import Tree
 
 #: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.
 ALGORITHMS: dict[str, tuple[str, str]] = {
@@ -35,6 +28,13 @@ ALGORITHMS: dict[str, tuple[str, str]] = {
 }
 
 
+@taken_from(
+    "inner",
+    *("hook", "hook_in_graph", "hook_in_training", "shares_gradients", "init", "stateful", "layout", "cycle"),
+    *("check_optimizer", "check_axis", "check_weighted", "init_optimizer", "gather_optimizer"),
+    *("begin", "update", "after_update", "finish", "communicates_after_update", "post_update_hook"),
+    *("needs_whole", "updates_in_buckets", "communicates_besides"),
+)
 @dataclass(frozen=True, kw_only=True)
 class BaguaStrategy(Strategy):
     """One of Bagua's algorithms, by the name and with the options that it has there.
@@ -84,8 +84,7 @@ class BaguaStrategy(Strategy):
             raise StrategyError(
                 f"BaguaStrategy.algorithm must be one of {list(ALGORITHMS)}, got {brief(self.algorithm)}."
             )
-        if self.flatten is not None and not isinstance(self.flatten, bool):
-            raise StrategyError(f"BaguaStrategy.flatten must be True or False, got {brief(self.flatten)}.")
+        check_fields(self, StrategyError, "flatten")
         _ = self.inner  # which checks the rest
 
     def __repr__(self) -> str:
@@ -114,106 +113,28 @@ class BaguaStrategy(Strategy):
         inner: Strategy = made(**{name: getattr(self, name) for name in common}, **given)
         return inner
 
-    # --- what it does is what the algorithm does
-
-    def hook(self, step: int) -> hooks.CommHook | None:
-        return self.inner.hook(step)
-
-    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
-        return self.inner.hook_in_graph(step)
-
-    def init(self, param: Any, path: str = "") -> LeafState:
-        return self.inner.init(param, path)
-
-    @property
-    def stateful(self) -> bool:
-        return self.inner.stateful
-
-    @property
-    def cycle(self) -> tuple[int, int]:
-        return self.inner.cycle
-
-    @property
-    def layout(self) -> StateLayout:
-        return self.inner.layout
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        self.inner.check_optimizer(optimizer)
-
-    def check_axis(self, axis: Axis) -> None:
-        self.inner.check_axis(axis)
-
-    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
-        return self.inner.init_optimizer(optimizer, params, axis)
-
-    def begin(self, params: Tree, states: States, info: StepInfo, pending: Any) -> Any:
-        return self.inner.begin(params, states, info, pending)
-
-    def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
-        return self.inner.update(update, states, info, pending)
-
-    def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
-        return self.inner.after_update(params, states, info)
-
-    def finish(self, params: Tree, states: States, info: StepInfo, pending: Any) -> tuple[Tree, States]:
-        return self.inner.finish(params, states, info, pending)
-
-    def communicates_after_update(self, step: int) -> bool:
-        return self.inner.communicates_after_update(step)
-
-    def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
-        return self.inner.post_update_hook(optimizer, step)
-
-    def hook_in_training(self, step: int) -> hooks.CommHook | None:
-        return self.inner.hook_in_training(step)
-
-    def shares_gradients(self, step: int) -> bool:
-        return self.inner.shares_gradients(step)
-
-    def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, info: StepInfo) -> Tree:
-        return self.inner.gather_optimizer(optimizer, params, opt_state, info)
-
-    def check_weighted(self, step: int) -> None:
-        self.inner.check_weighted(step)
-
-    @property
-    def needs_whole(self) -> bool:
-        return self.inner.needs_whole
-
-    @property
-    def updates_in_buckets(self) -> bool:
-        return self.inner.updates_in_buckets
-
-    @property
-    def communicates_besides(self) -> bool:
-        return self.inner.communicates_besides
-
 
 # --- the algorithms that are hooks ------------------------------------------------------------------------------------
 
 
+class _Sum(hooks.CommHook):
+    """The sum of all ranks' gradients instead of their mean, in derivatives too."""
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def derivative_scale(self, axis_size: int) -> float:
+        return 1.0
+
+
 @dataclass(frozen=True)
-class SumReduce(hooks.AllReduce):
+class SumReduce(_Sum, hooks.AllReduce):
     """The sum of all ranks' gradients."""
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def derivative_scale(self, axis_size: int) -> float:
-        """What the sum over ranks is multiplied by in derivatives of the result."""
-        return 1.0
-
 
 @dataclass(frozen=True)
-class ByteGradSum(hooks.ByteGrad):
+class ByteGradSum(_Sum, hooks.ByteGrad):
     """The sum of all ranks' gradients in eight bits."""
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def derivative_scale(self, axis_size: int) -> float:
-        """What the sum over ranks is multiplied by in derivatives of the result."""
-        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +150,7 @@ class GradientAllReduce(NodeStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.average, bool):
-            raise StrategyError(f"{type(self).__name__}.average must be True or False, got {brief(self.average)}.")
+        check_fields(self, StrategyError, "average")
 
     def hook(self, step: int) -> hooks.CommHook:
         hook = self._among_ranks

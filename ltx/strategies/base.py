@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, hooks, tree
 from ltx.arguments import brief, check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
@@ -19,10 +19,8 @@ from ltx.gradients.planning import DEFAULT_BYTES, MIB, make_plan
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.hooks import CommHook
-from ltx.optim.base import Optimizer
-from ltx.optim.update import Update
-from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import StateLayout, States, StepInfo, Updated
+from ltx.optim.base import Optimizer, Update
+from ltx.strategies.update import PostUpdateHook, StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 
@@ -34,19 +32,10 @@ class Strategy:
     schedules read the static number of steps so far. Its state is explicit: it is part of the communication state that
     the step gets and returns.
 
-    * :meth:`hook`: the reduction of the gradients, bucket by bucket, during the backward pass.
-
-    The other methods concern whole training steps (:func:`ltx.train_step`) alone:
-
-    * :meth:`begin`: starts work before the forward pass.
-    * :meth:`update`: the optimizer's part. Most strategies only define what happens to the parameters afterwards:
-      :meth:`after_update`.
-    * :meth:`finish`: waits for what is still pending between two steps.
-    * :meth:`communicates_after_update`: whether ranks communicate after the optimizer, so that a step must keep its old
-      state until then.
-
-    They communicate through :meth:`exchange`: when a rank fails, what is left of one exchange doesn't mix with the
-    next.
+    Most define :meth:`hook`, the reduction of the gradients during the backward pass, and :meth:`after_update`, what
+    happens to the parameters after the optimizer. Methods from :meth:`begin` on concern whole training steps
+    (:func:`ltx.train_step`) alone. They communicate through :meth:`exchange`: when a rank fails, what is left of one
+    exchange doesn't mix with the next.
 
     Attributes:
         bucket_bytes: gradients travel in buckets of at most this many bytes, 25 MiB for the default on accelerators
@@ -122,8 +111,7 @@ class Strategy:
     @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of a bucket, and of the first one; with "auto" those without a known network."""
-        bucket = self.bucket_bytes
-        return DEFAULT_BYTES if isinstance(bucket, str) else bucket, self.first_bucket_bytes
+        return DEFAULT_BYTES if isinstance(self.bucket_bytes, str) else self.bucket_bytes, self.first_bucket_bytes
 
     @property
     def auto_sizes(self) -> bool:
@@ -242,11 +230,7 @@ class Strategy:
     def communicates_besides(self) -> bool:
         """Whether a training step communicates more than gradients."""
         mine = type(self)
-        return (
-            mine.begin is not Strategy.begin
-            or mine.update is not Strategy.update
-            or mine.after_update is not Strategy.after_update
-        )
+        return any(getattr(mine, part) is not getattr(Strategy, part) for part in ("begin", "update", "after_update"))
 
     @property
     def cycle(self) -> tuple[int, int]:
@@ -336,6 +320,28 @@ def unchanging(hook: CommHook, step: int) -> CommHook:
             "ltx.data_parallel(torch.compile(f), strategy)."
         )
     return hook.at(step)
+
+
+def resolve_hook(strategy: Strategy, name: str, *besides: str) -> CommHook:
+    """The hook in field `name`. Where that holds the name of a hook, it comes to hold the hook: they are equal.
+
+    `besides`: names that it may hold too, which the strategy knows what to do with.
+    """
+    value = getattr(strategy, name)
+    if isinstance(value, str) and value in hooks.NAMED:
+        value = getattr(hooks, hooks.NAMED[value])()
+        object.__setattr__(strategy, name, value)
+    if not isinstance(value, CommHook):
+        raise StrategyError(
+            f"{type(strategy).__name__}.{name} must be one of {sorted((*hooks.NAMED, *besides))} or an "
+            f"ltx.hooks.CommHook, got {brief(value)}."
+        )
+    return value
+
+
+def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:
+    """`hook`, whose sums travel in `dtype`."""
+    return hook if hook is None or dtype is None else hooks.cast(hook, dtype)
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -19,13 +19,11 @@ from ltx import hooks
 from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError, SyncStateError
 from ltx.gradients.reduction import LeafState
-from ltx.strategies.base import Strategy, unchanging
-from ltx.strategies.fields import resolve_hook
+from ltx.strategies.base import Strategy, resolve_hook, unchanging
 from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -104,10 +102,9 @@ class DDPStrategy(Strategy):
         if self.model_averaging_period is not None:
             check_whole(self, 1, "model_averaging_period")
             check_whole(self, 0, "start_local_sgd_step")
-        if self.start_method not in _START_METHODS:
-            raise StrategyError(
-                f"DDPStrategy.start_method must be one of {sorted(_START_METHODS)}, got {brief(self.start_method)}."
-            )
+        methods = sorted(get_args(StartMethod))
+        if self.start_method not in methods:
+            raise StrategyError(f"DDPStrategy.start_method must be one of {methods}, got {brief(self.start_method)}.")
 
     def _wrapped(self, hook: hooks.CommHook) -> hooks.CommHook:
         wrapper = self.comm_wrapper

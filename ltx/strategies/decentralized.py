@@ -19,13 +19,13 @@ from typing import ClassVar, Literal
 import torch
 
 from ltx import comm, tree
-from ltx.arguments import brief, check_whole
+from ltx.arguments import check_fields, check_whole
 from ltx.axis import Axis
 from ltx.errors import RankMismatchError, StrategyError
 from ltx.gradients.pending import Exchange
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.optim.update import Update
+from ltx.optim.base import Update
 from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
@@ -42,6 +42,8 @@ class GossipStrategy(NodeStrategy):
         communication_interval: ranks communicate at every such step, the first included; others are local.
     """
 
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
@@ -55,10 +57,6 @@ class GossipStrategy(NodeStrategy):
     @property
     def cycle(self) -> tuple[int, int]:
         return 0, self.communication_interval
-
-    @property
-    def layout(self) -> StateLayout:
-        return StateLayout(params="per_rank", opt_state="per_rank")
 
     def hook(self, step: int) -> None:
         return None
@@ -98,11 +96,7 @@ class Decentralized(GossipStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.peer_selection_mode not in ("all", "shift_one"):
-            raise StrategyError(
-                f'Decentralized.peer_selection_mode must be "all" or "shift_one", '
-                f"got {brief(self.peer_selection_mode)}."
-            )
+        check_fields(self, StrategyError, "peer_selection_mode")
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import check_whole
+from ltx.arguments import check_number, check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import LeafState
 from ltx.optim.base import Optimizer
-from ltx.strategies.base import Strategy
-from ltx.strategies.fields import check_number, resolve_hook
+from ltx.strategies.base import Strategy, resolve_hook
 from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
@@ -71,6 +71,8 @@ class DiLoCoStrategy(Strategy):
         tensor([1., 1.])
     """
 
+    stateful: ClassVar[bool] = True
+
     period: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -80,8 +82,8 @@ class DiLoCoStrategy(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self, 1, "period", "fragments")
-        check_number(self, "outer_lr", 0)
-        check_number(self, "outer_momentum", 0, below=1)
+        check_number(self, 0, "outer_lr")
+        check_number(self, 0, "outer_momentum", below=1)
         resolve_hook(self, "outer_hook")
         if self.fragments > self.period:
             raise StrategyError(
@@ -96,10 +98,6 @@ class DiLoCoStrategy(Strategy):
         wide = torch.float32 if param.dtype.itemsize < 4 else param.dtype
         anchor = param.detach().to(wide, copy=True)
         return {**self._outer_hook.init(anchor, path), ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
-
-    @property
-    def stateful(self) -> bool:
-        return True
 
     @property
     def cycle(self) -> tuple[int, int]:

@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief
+from ltx.arguments import brief, check_fields, check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import LeafState
 from ltx.optim import Optimizer
-from ltx.optim.update import Update
+from ltx.optim.base import Update
 from ltx.strategies.base import Strategy, unchanging
 from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
@@ -87,13 +87,8 @@ class HorovodStrategy(Strategy):
                 object.__setattr__(self, "compression", getattr(hooks, name)())
         if not isinstance(self.compression, hooks.CommHook):
             raise self._wrong("compression", 'one of "none", "fp16", "bf16" or an ltx.hooks.CommHook')
-        if self.op not in ("average", "sum", "adasum"):
-            raise self._wrong("op", 'one of "average", "sum", "adasum"')
-        passes = self.backward_passes_per_step
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise self._wrong("backward_passes_per_step", "a whole number of at least 1")
-        if not isinstance(self.scale_lr, bool):
-            raise self._wrong("scale_lr", "True or False")
+        check_fields(self, StrategyError, "op", "scale_lr")
+        check_whole(self, 1, "backward_passes_per_step")
         self._check_factor()
         self._check_groups()
         if self.op == "adasum":

@@ -16,21 +16,29 @@ import torch
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
+from ltx.gradients.comm_hook import taken_from
 from ltx.gradients.packing import plus, unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
-from ltx.optim.base import Optimizer
-from ltx.optim.chain import Chain
+from ltx.optim.base import Optimizer, Update
+from ltx.optim.combine import Chain
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.optim.partition import Partition
-from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
-from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
-from ltx.strategies.update import States, StepInfo, Updated
+from ltx.strategies.update import (
+    Old,
+    PostUpdateHook,
+    PostUpdateResult,
+    States,
+    StepInfo,
+    Updated,
+    communicate_after_update,
+)
 
 #: In the communication state: the sum of a parameter's gradients in the passes since the last update.
 PASSES = "passes"
 
 
+@taken_from("hook", "exact", "elementwise", "reads_step", "bucket_factor", "constant_after", "phases_on")
 @dataclass(frozen=True)
 class Scaled(hooks.CommHook):
     """`hook`, by Horovod's scales and for the gradients of several passes.
@@ -48,34 +56,11 @@ class Scaled(hooks.CommHook):
     passes: bool = False
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.hook.exact
-
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        return self.hook.elementwise
-
-    @property
-    def reads_step(self) -> bool:  # type: ignore[override]
-        return self.hook.reads_step
-
-    @property
     def state_names(self) -> tuple[str, ...]:
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
-    @property
-    def bucket_factor(self) -> int:  # type: ignore[override]
-        return self.hook.bucket_factor
-
     def at(self, step: int) -> hooks.CommHook:
         return replace(self, hook=self.hook.at(step))
-
-    @property
-    def constant_after(self) -> int | None:
-        return self.hook.constant_after
-
-    def phases_on(self, axis_size: int) -> int:
-        return self.hook.phases_on(axis_size)
 
     def scale(self, axis_size: int) -> float:
         whole = self.hook.scale(axis_size) * axis_size

@@ -28,8 +28,7 @@ from ltx.arguments import brief, check_whole
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, sum_of_shares
-from ltx.strategies.base import Strategy
-from ltx.strategies.fields import resolve_hook
+from ltx.strategies.base import Strategy, resolve_hook
 from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
@@ -82,6 +81,8 @@ class LocalSGDStrategy(Strategy):
         tensor([0.5000, 2.5000])
     """
 
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+
     period: int | Mapping[int, int] | Levels
     warmup_steps: int = 0
     subgroup: int | None = None
@@ -124,10 +125,6 @@ class LocalSGDStrategy(Strategy):
     @property
     def cycle(self) -> tuple[int, int]:
         return self.warmup_steps, self.period if isinstance(self.period, int) else _levels(self.period)[-1][0]
-
-    @property
-    def layout(self) -> StateLayout:
-        return StateLayout(params="per_rank", opt_state="per_rank")
 
     def check_axis(self, axis: Axis) -> None:
         if axis.size == 1:

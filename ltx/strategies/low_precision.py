@@ -27,12 +27,18 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import is_plain, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
 from ltx.hooks import ByteGrad
-from ltx.optim.base import Optimizer
-from ltx.optim.update import Update
+from ltx.optim.base import Optimizer, Update
 from ltx.strategies.decentralized import GossipStrategy
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
-from ltx.strategies.post_update import Old, PostUpdateHook, PostUpdateResult, communicate_after_update
-from ltx.strategies.update import States, StepInfo, Updated
+from ltx.strategies.update import (
+    Old,
+    PostUpdateHook,
+    PostUpdateResult,
+    States,
+    StepInfo,
+    Updated,
+    communicate_after_update,
+)
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()
@@ -64,6 +70,8 @@ class LowPrecisionDecentralized(GossipStrategy):
         'per_rank'
     """
 
+    updates_in_buckets: ClassVar[bool] = True
+
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         known = param.detach().to(self._ring.wire_dtype(param.dtype))
         return {name: known.clone(memory_format=torch.contiguous_format) for name in self._ring.state_names}
@@ -83,10 +91,6 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     def communicates_after_update(self, step: int) -> bool:
         return self.communicates(step)
-
-    @property
-    def updates_in_buckets(self) -> bool:
-        return True
 
     def post_update_hook(self, optimizer: Optimizer, step: int) -> Ring | None:
         return self._ring if self.communicates(step) else None
@@ -108,15 +112,13 @@ class Ring(NodeHook, PostUpdateHook):
     They come in place of a state, by the name of what they are added to; of each a row for each rank of the node.
     """
 
+    state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
+
     exact: ClassVar[bool] = False
 
     @property
     def phases(self) -> int:  # type: ignore[override]
         return 2 if self.node_size == 1 else 4
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("own", "left", "right")
 
     def scale(self, axis_size: int) -> float:
         return 1.0 / min(self.node_size, axis_size)
@@ -166,7 +168,7 @@ class Ring(NodeHook, PostUpdateHook):
         if old.may_overwrite and dtype is bucket.dtype:
             # The next weights are what is known of them.
             known = [{**state, "right": state[names[-1]]} for state in states]
-            finish = partial(_add_all, messages, states)
+            finish = partial(_add_decoded, messages, states)
             return PostUpdateResult([state["own"].detach() for state in states], known, finish)
         moved = []
         for name, rows in messages.items():
@@ -178,12 +180,6 @@ class Ring(NodeHook, PostUpdateHook):
         return PostUpdateResult(unpack(moved[0], bucket), known)
 
 
-def _add_all(messages: LeafState, states: Sequence[LeafState]) -> None:
-    """Add what messages say to the leaves that they are about, in place."""
-    for name, rows in messages.items():
-        _add_decoded(rows, [state[name] for state in states])
-
-
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     """The leaves, side by side, and `change` added to them; in its memory where that may be written into."""
     if not is_plain(change):  # under vmap what ranks don't share yet can't be
@@ -193,20 +189,22 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
     return change
 
 
-def _add_decoded(rows: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-    """Add what rows of a message say to the leaves that they are about, side by side, in place."""
-    ends = list(accumulate(x.numel() for x in leaves))
-    width = -(-ends[-1] // len(rows))
-    for place, row in enumerate(rows):
-        for at, change in _CODEC.decoded_in_turn(row, width, leaves[0].dtype):
-            offset = place * width + at.start
-            start, stop = offset, min(offset + change.numel(), ends[-1])
-            number = bisect_right(ends, start)
-            while start < stop:
-                leaf, end = leaves[number].view(-1), min(stop, ends[number])
-                begin = ends[number] - leaf.numel()
-                leaf[start - begin : end - begin].add_(change[start - offset : end - offset])
-                start, number = end, number + 1
+def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
+    """Add what messages say, in rows, to the leaves that they are about, side by side, in place."""
+    for name, rows in messages.items():
+        leaves = [state[name] for state in states]
+        ends = list(accumulate(x.numel() for x in leaves))
+        width = -(-ends[-1] // len(rows))
+        for place, row in enumerate(rows):
+            for at, change in _CODEC.decoded_in_turn(row, width, leaves[0].dtype):
+                offset = place * width + at.start
+                start, stop = offset, min(offset + change.numel(), ends[-1])
+                number = bisect_right(ends, start)
+                while start < stop:
+                    leaf, end = leaves[number].view(-1), min(stop, ends[number])
+                    begin = ends[number] - leaf.numel()
+                    leaf[start - begin : end - begin].add_(change[start - offset : end - offset])
+                    start, number = end, number + 1
 
 
 @lru_cache(maxsize=16)

@@ -17,10 +17,11 @@ from typing import ClassVar, cast
 
 import torch
 
-from ltx.arguments import brief, check_whole
+from ltx.arguments import check_fields, check_whole
 from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
+from ltx.gradients.comm_hook import taken_from
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within
 from ltx.hooks import CommHook
 from ltx.strategies.base import Strategy
@@ -40,15 +41,13 @@ class NodeStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if not isinstance(self.hierarchical, bool):
-            raise StrategyError(f"{name}.hierarchical must be True or False, got {brief(self.hierarchical)}.")
+        check_fields(self, StrategyError, "hierarchical")
         if self.node_size is not None:
             check_whole(self, 1, "node_size")
         if self.hierarchical != (self.node_size is not None):
             raise StrategyError(
-                f"{name}: hierarchical=True and node_size=(the number of ranks of a node) belong together, got "
-                f"hierarchical={self.hierarchical!r}, node_size={self.node_size!r}."
+                f"{type(self).__name__}: hierarchical=True and node_size=(the number of ranks of a node) belong "
+                f"together, got hierarchical={self.hierarchical!r}, node_size={self.node_size!r}."
             )
 
     @property
@@ -87,6 +86,7 @@ class NodeHook(CommHook):
         return node(axis, self.node_size), across(axis, self.node_size)
 
 
+@taken_from("hook", "exact", "scale", "wire_dtype")
 @dataclass(frozen=True)
 class ByNode(NodeHook):
     """`hook`, which has no state, applied to the nodes' sums."""
@@ -94,22 +94,11 @@ class ByNode(NodeHook):
     hook: CommHook
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.hook.exact
-
-    @property
     def phases(self) -> int:  # type: ignore[override]
         return self.hook.phases + 2
 
-    def scale(self, axis_size: int) -> float:
-        return self.hook.scale(axis_size)
-
     def derivative_scale(self, axis_size: int) -> float:
-        """The factor of the sum over ranks in derivatives of the result."""
         return self.hook.scale(axis_size)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.hook.wire_dtype(dtype)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         part = yield from scattered(inputs, self.node_size)
@@ -132,6 +121,7 @@ class ToParts(NodeHook):
         return _in_place(part, inputs, self.node_size), inputs.states
 
 
+@taken_from("hook", "reads_step", "phases")
 @dataclass(frozen=True)
 class AmongNodes(NodeHook):
     """The second step by itself: `hook` applied to the nodes' parts."""
@@ -139,14 +129,6 @@ class AmongNodes(NodeHook):
     exact: ClassVar[bool] = False
 
     hook: CommHook
-
-    @property
-    def reads_step(self) -> bool:  # type: ignore[override]
-        return self.hook.reads_step
-
-    @property
-    def phases(self) -> int:  # type: ignore[override]
-        return self.hook.phases
 
     def scale(self, axis_size: int) -> float:
         return self.hook.scale(axis_size // min(self.node_size, axis_size))

@@ -18,14 +18,14 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief, check_whole
-from ltx.axis import Axis
+from ltx.arguments import brief, check_whole, is_number
 from ltx.errors import StrategyError
+from ltx.gradients.comm_hook import taken_from
 from ltx.gradients.packing import unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 from ltx.optim import Optimizer
+from ltx.optim.base import Update
 from ltx.optim.quantized_adam import QAdamOptimizer
-from ltx.optim.update import Update
 from ltx.strategies.base import unchanging
 from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
@@ -34,6 +34,7 @@ MOMENTUM = "momentum"
 _EIGHT_BITS = hooks.ByteGrad()
 
 
+@taken_from("among", "phases", "axes", "wire_dtype")
 @dataclass(frozen=True)
 class MeanMomentum(hooks.CommHook):
     """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter.
@@ -43,6 +44,8 @@ class MeanMomentum(hooks.CommHook):
         among: what takes the mean: in eight bits among all ranks, or among nodes.
     """
 
+    state_names: ClassVar[tuple[str, ...]] = (MOMENTUM,)
+
     exact: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
@@ -50,17 +53,6 @@ class MeanMomentum(hooks.CommHook):
 
     beta1: float
     among: hooks.CommHook = _EIGHT_BITS
-
-    @property
-    def phases(self) -> int:  # type: ignore[override]
-        return self.among.phases
-
-    def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        return self.among.axes(axis)
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return (MOMENTUM,)
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return {MOMENTUM: torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()}
@@ -70,9 +62,6 @@ class MeanMomentum(hooks.CommHook):
 
     def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
         return [(state[MOMENTUM], self.beta1 / axis_size)]
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.among.wire_dtype(dtype)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         mean, _ = yield from self.among.reduce(replace(inputs, states=[{} for _ in inputs.states]))
@@ -112,13 +101,16 @@ class QAdam(NodeStrategy):
         tensor(0.4383)
     """
 
+    layout: ClassVar[StateLayout] = StateLayout(sync_state="replicated")
+
     warmup_steps: int
     betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self, 1, "warmup_steps")
-        if not (isinstance(self.betas, tuple) and len(self.betas) == 2 and all(_is_rate(beta) for beta in self.betas)):
+        rates = isinstance(self.betas, tuple) and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        if not rates or len(self.betas) != 2:
             raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {brief(self.betas)}.")
 
     def hook(self, step: int) -> hooks.CommHook:
@@ -140,10 +132,6 @@ class QAdam(NodeStrategy):
     @property
     def cycle(self) -> tuple[int, int]:
         return self.warmup_steps, 1
-
-    @property
-    def layout(self) -> StateLayout:
-        return StateLayout(sync_state="replicated")
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, QAdamOptimizer):
@@ -185,7 +173,3 @@ def _with_momenta(states: States, moments: Mapping[str, LeafState]) -> States:
         path: {**state, MOMENTUM: moments[path]["exp_avg"].to(state[MOMENTUM].dtype, copy=True)}
         for path, state in states.items()
     }
-
-
-def _is_rate(beta: object) -> bool:
-    return isinstance(beta, int | float) and not isinstance(beta, bool) and 0 <= beta < 1

@@ -1,13 +1,34 @@
-"""What strategies get and return: when and where they act, the results of a step, and how its state is laid out."""
+"""A strategy's part of a step: what it gets and returns, how the state is laid out, and hooks after the optimizer:
+
+    x_r = update_r(w_r, g_r)         of every parameter, on each rank
+    w_r = finish(w_r, reduce(x))     by a hook among ranks, bucket by bucket
+
+Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
+buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket has its part of both as soon as its
+gradients are there (:class:`ltx.training.completion.UpdateThenSend`), so messages travel during the backward
+pass.
+
+Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
+doesn't run in place on them. What remains after that, such as adding the differences that have arrived, can't fail: it
+may be done in the old state's memory, if the step allows it (:attr:`ltx.optim.base.Update.may_overwrite`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
+import torch
+
+from ltx import tree
 from ltx.axis import Axis
-from ltx.gradients.reduction import LeafState
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.packing import is_plain
+from ltx.gradients.pending import Exchange
+from ltx.gradients.reduction import LeafState, Reduced
+from ltx.hooks import CommHook
+from ltx.optim.base import Update
 from ltx.typing import Tree
 
 #: Communication state by parameter path.
@@ -33,7 +54,7 @@ class Updated:
 
     Attributes:
         finish: writes into tensors of the old state that the new one takes over, when everything is complete (see
-            :attr:`ltx.optim.update.Update.may_overwrite`). It can't fail, and nothing comes between it and the step's
+            :attr:`ltx.optim.base.Update.may_overwrite`). It can't fail, and nothing comes between it and the step's
             end, not even an interrupt.
     """
 
@@ -63,3 +84,141 @@ class StateLayout:
     opt_state: LeafLayout = "replicated"
     sync_state: LeafLayout = "per_rank"
     strategy: str = ""
+
+
+#: :meth:`ltx.strategies.base.Strategy.exchange`.
+Exchanging = Callable[..., Exchange]
+
+
+@dataclass(frozen=True)
+class Old:
+    """The parameters and communication states that a step began with.
+
+    Attributes:
+        axis_size: the number of ranks.
+        may_overwrite: whether :meth:`PostUpdateHook.written` may be overwritten once nothing can fail any more.
+    """
+
+    params: Sequence[torch.Tensor]
+    states: Sequence[LeafState]
+    axis_size: int
+    may_overwrite: bool = False
+
+    def of(self, bucket: Bucket) -> Old:
+        """The part of a bucket."""
+        members = bucket.members
+        return replace(self, params=[self.params[m] for m in members], states=[self.states[m] for m in members])
+
+
+@dataclass(frozen=True)
+class PostUpdateResult:
+    """A bucket's next parameters and communication states, each by leaf.
+
+    Attributes:
+        finish: what remains to be done in the memory of the old ones, which may be that of the new ones. It can't fail.
+    """
+
+    params: Sequence[torch.Tensor]
+    states: Sequence[LeafState]
+    finish: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class PostUpdateHook(CommHook):
+    """A hook on parameters that the optimizer has updated."""
+
+    #: Whether the optimizer runs on gradients that a first collective of :meth:`reduce` gives, by ``share.update``;
+    #: else on this rank's own, and what is reduced are its new parameters.
+    shares_gradients: ClassVar[bool] = False
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Itself: ``Precision.reduce`` is for gradients."""
+        return self
+
+    def part(self, param: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """The part of a parameter that this rank's optimizer updates."""
+        return param
+
+    def own(self, opt_state: Tree, axis: Axis) -> Tree:
+        """This rank's optimizer state, as the optimizer knows it, out of a train state's."""
+        return opt_state
+
+    def held(self, opt_state: Tree, axis: Axis) -> Tree:
+        """Inverse of :meth:`own`."""
+        return opt_state
+
+    def begun(self, old: Old) -> Sequence[LeafState]:
+        """The state of each parameter that :meth:`reduce` gets."""
+        return old.states
+
+    def written(self, old: Old) -> Sequence[torch.Tensor]:
+        """What :meth:`finish_bucket` writes to where it may: the parameters."""
+        return old.params
+
+    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+        """The result for a bucket, of its part of `old` and what :meth:`reduce` returned."""
+        raise NotImplementedError(f"{type(self).__name__} must define finish_bucket(bucket, reduced, old)")
+
+
+def communicate_after_update(
+    exchange: Exchanging,
+    hook: PostUpdateHook,
+    update: Update,
+    given: Tree,
+    opt_state: Tree,
+    states: States,
+    info: StepInfo,
+) -> Updated:
+    """The end of a step whose optimizer has made `given` (new parameters, or whatever `hook` reduces)."""
+    starts, spec = tree.flatten(update.params)
+    paths = tree.leaf_paths(update.params)
+    old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
+    pending = exchange(hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
+    left: list[Callable[[], None]] = []
+    params, found = collect_updates(
+        hook, pending.wait_buckets(), with_overwriting(hook, old, update.may_overwrite, opt_state), left.append
+    )
+    after = {**states, **{paths[member]: state for member, state in found.items() if state}}
+
+    def finish() -> None:
+        for do in left:
+            do()
+
+    return Updated(tree.unflatten(spec, params), opt_state, after, finish=finish if left else None)
+
+
+def with_overwriting(hook: PostUpdateHook, old: Old, may_overwrite: bool, opt_state: Tree) -> Old:
+    """`old`, which may be overwritten if `may_overwrite` and all that `hook` writes to is safe to write to."""
+    return replace(old, may_overwrite=may_overwrite and may_be_written_to(hook.written(old), opt_state))
+
+
+def collect_updates(
+    hook: PostUpdateHook,
+    reduced: Iterable[tuple[Bucket, Reduced]],
+    old: Old,
+    finish: Callable[[Callable[[], None]], object],
+) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
+    """The next parameters, and communication states by leaf, of buckets that complete one after the other.
+
+    `finish` gets what remains to be done for each.
+    """
+    params, states = list(old.params), dict[int, LeafState]()
+    for bucket, result in reduced:
+        finished = hook.finish_bucket(bucket, result, old.of(bucket))
+        for member, param, state in zip(bucket.members, finished.params, finished.states, strict=True):
+            params[member], states[member] = param, state
+        if finished.finish is not None:
+            finish(finished.finish)
+    return params, states
+
+
+def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
+    """Whether `tensors` are eager CPU tensors, contiguous, and share no start of memory with each other or `others`.
+
+    A user's optimizer may keep the parameters that it was given in its state.
+    """
+    mine = [x for x in tensors if x.numel()]
+    if not all(is_plain(x) and x.is_contiguous() for x in mine):
+        return False
+    places = {x.data_ptr() for x in mine}
+    return len(places) == len(mine) and not any(x.data_ptr() in places for x in tree.flatten(others)[0] if x.numel())

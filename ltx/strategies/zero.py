@@ -5,31 +5,32 @@
     w = [w~_0, ..., w~_{n-1}]              all-gather
 
 Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020, section 5: P_os,
-with gradients reduced where they are needed (section 7.1), so that a step sends what one all-reduce does.
-
-x[r] is the r-th part of a parameter: flattened and padded with zeros to n parts of ceil(size / n) elements. So state is
-kept by parameter path, and its shapes are the same on every rank.
+with gradients reduced where they are needed (section 7.1). x[r] is the r-th part of a parameter: flattened and padded
+with zeros to n parts of ceil(size / n) elements. So state is kept by path, with the same shapes on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ltx import tree
 from ltx.axis import Axis
 from ltx.errors import StrategyError
+from ltx.gradients.buckets import Bucket
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduced, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.optim.base import Optimizer
-from ltx.optim.chain import members_of, with_members
-from ltx.optim.clip import ClipByGlobalNorm, ClipTogether, global_norm
-from ltx.optim.update import Update
+from ltx.optim.base import Optimizer, Update
+from ltx.optim.combine import members_of, with_members
+from ltx.optim.grad_transforms import ClipByGlobalNorm, global_norm
 from ltx.strategies.base import Strategy
-from ltx.strategies.update import StateLayout, States, StepInfo, Updated
-from ltx.strategies.zero_hooks import AllParts, MeanPart, PartUpdated, Shards, _whole, as_shards, own_parts, own_state
+from ltx.strategies.update import Old, PostUpdateHook, PostUpdateResult, StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 
@@ -44,10 +45,10 @@ class ZeroStrategy(Strategy):
     :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm`, whose norm is that of the whole mean
     gradient.
 
-    Sharding belongs to training steps: gradients of a step outside of :func:`ltx.train_step` are the exact mean on
-    every rank. A state's optimizer part is this rank's (``state.kinds.opt_state == "sharded"``), and so are the paths
-    under which a checkpoint keeps it. ``train.gather(state)`` has all of it on every rank, under paths that don't
-    depend on the number of ranks; a step on any number of ranks takes such a state and goes on with its part.
+    Gradients of a step outside of :func:`ltx.train_step` are the exact mean on every rank. A state's optimizer part is
+    this rank's (``state.kinds.opt_state == "sharded"``), and so are the paths under which a checkpoint keeps it.
+    ``train.gather(state)`` has all of it on every rank, under paths that don't depend on the number of ranks; a step on
+    any number of ranks takes such a state and goes on with its part.
 
     Args:
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
@@ -66,6 +67,9 @@ class ZeroStrategy(Strategy):
                 [1.1000, 1.1000, 1.1000, 1.1000]]), torch.Size([2, 2]))
     """
 
+    updates_in_buckets: ClassVar[bool] = True
+    layout: ClassVar[StateLayout] = StateLayout(opt_state="sharded")
+
     def hook(self, step: int) -> CommHook:
         return AllReduce()
 
@@ -80,14 +84,6 @@ class ZeroStrategy(Strategy):
 
     def post_update_hook(self, optimizer: Optimizer, step: int) -> PartUpdated:
         return PartUpdated()
-
-    @property
-    def updates_in_buckets(self) -> bool:
-        return True
-
-    @property
-    def layout(self) -> StateLayout:
-        return StateLayout(opt_state="sharded")
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         for member in members_of(optimizer):
@@ -132,10 +128,8 @@ class ZeroStrategy(Strategy):
         leaves, spec = tree.flatten(own_state(opt_state, info.axis))
         split = [i for i, leaf in enumerate(leaves) if leaf.ndim == 1]
         paths = tree.leaf_paths(opt_state.state)
-        given = [leaves[i] for i in split]
-        for i, rows in zip(
-            split, self.exchange(AllParts(), given, [paths[i] for i in split], info).wait()[0], strict=True
-        ):
+        gathered, _ = self.exchange(AllParts(), [leaves[i] for i in split], [paths[i] for i in split], info).wait()
+        for i, rows in zip(split, gathered, strict=True):
             leaves[i] = rows.reshape(-1)[: like[i].numel()]
         return Shards(tree.unflatten(spec, leaves), 1, 0)
 
@@ -143,12 +137,214 @@ class ZeroStrategy(Strategy):
         """`optimizer`, clipping by the norm of all ranks' parts."""
 
         def norm(parts: Sequence[Tensor]) -> Tensor:
-            own = global_norm(list(parts))
+            own = global_norm(parts)
+            if info.axis.size == 1:
+                return own
             squares = [own.double().square().reshape(1) * info.axis.size]  # an exchange gives the mean
-            if info.axis.size > 1:
-                squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
-                return squares[0].sqrt().reshape(()).to(own.dtype)
-            return own
+            squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
+            return squares[0].sqrt().reshape(()).to(own.dtype)
 
-        members = [ClipTogether(m, norm) if isinstance(m, ClipByGlobalNorm) else m for m in members_of(optimizer)]
+        members = [replace(m, norm=norm) if isinstance(m, ClipByGlobalNorm) else m for m in members_of(optimizer)]
         return with_members(optimizer, members)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """One rank's part of an optimizer state; made by :class:`ltx.ZeroStrategy`.
+
+    Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"): in a checkpoint they don't collide.
+
+    Attributes:
+        state: the optimizer's own state of this rank's parts of the parameters, each a vector.
+        ranks: how many parts there are; 1 for a state that is whole.
+        rank: which of them this is; None on simulated ranks, where it is all of them.
+    """
+
+    state: Tree
+    ranks: int
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        return f"shard_{'r' if self.rank is None else self.rank}_of_{self.ranks}"
+
+
+tree.register_node(
+    Shards,
+    lambda shards: ((shards.state,), (shards.ranks, shards.rank)),
+    lambda children, static: Shards(children[0], *static),
+    lambda shards: (shards.name,),
+)
+
+
+def width(numel: int, ranks: int) -> int:
+    """Elements of each part of a parameter."""
+    return -(-numel // ranks)
+
+
+def part(x: Tensor, rank: int | Tensor, ranks: int) -> Tensor:
+    """x[rank], a vector: a view where all of it is there. `rank` is a tensor on simulated ranks."""
+    m, flat = width(x.numel(), ranks), x.reshape(-1)
+    if isinstance(rank, int):
+        mine = flat[rank * m : (rank + 1) * m]
+        return mine if mine.numel() == m else pad(mine, (0, m - mine.numel()))
+    return _rows(flat, ranks).index_select(0, rank.reshape(1)).squeeze(0)
+
+
+def _rows(flat: Tensor, ranks: int) -> Tensor:
+    """All parts: (ranks, width); a view where nothing is to be padded."""
+    missing = width(flat.numel(), ranks) * ranks - flat.numel()
+    return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1) if flat.numel() else flat.view(ranks, 0)
+
+
+@dataclass(frozen=True)
+class MeanPart(CommHook):
+    """Reduce-scatter: rank r gets the r-th part of every gradient's mean, in its place, and zeros around it."""
+
+    elementwise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+
+    short: torch.dtype | None = None  # the half precision that gradients travel in; None for their own
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.short is None
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        return replace(self, short=dtype)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        if not inputs.flat.numel():
+            return inputs.flat, inputs.states
+        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
+        return _placed(mine, inputs), inputs.states
+
+
+def _side_by_side(inputs: BucketInput) -> Tensor:
+    """The parts of all parameters of a bucket, a row for each rank: one pass, and none over one large parameter."""
+    blocks = [_rows(flat, inputs.axis_size) for flat in inputs.flat.split(inputs.bucket.sizes)]
+    return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
+
+
+def _placed(mine: Tensor, inputs: BucketInput) -> Tensor:
+    """The parts `mine` of this rank in a flat bucket of zeros."""
+    n, sizes, rank = inputs.axis_size, inputs.bucket.sizes, inputs.rank
+    widths = [width(size, n) for size in sizes]
+    if not isinstance(rank, int):  # on simulated ranks nothing is written into
+        rows = torch.where((torch.arange(n, device=mine.device) == rank)[:, None], mine, torch.zeros_like(mine))
+        blocks = zip(rows.split(widths, 1), sizes, strict=True)
+        return torch.cat([block.reshape(-1)[:size] for block, size in blocks])
+    flat = mine.new_zeros(inputs.bucket.numel)
+    for whole, own, m in zip(flat.split(sizes), mine.split(widths), widths, strict=True):
+        there = whole[rank * m : (rank + 1) * m]
+        there.copy_(own[: there.numel()])
+    return flat
+
+
+@dataclass(frozen=True)
+class AllParts(CommHook):
+    """All-gather: of vectors of m elements, those of all ranks, as (ranks, m)."""
+
+    elementwise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
+        return replace(
+            bucket, leaves=tuple(replace(leaf, shape=torch.Size((axis_size, *leaf.shape))) for leaf in bucket.leaves)
+        )
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        if not inputs.flat.numel():
+            return inputs.flat, inputs.states
+        rows = yield CollectiveRequest("all_gather", inputs.flat)
+        sizes = inputs.bucket.sizes
+        if len(sizes) == 1:
+            return rows.reshape(-1), inputs.states
+        if not isinstance(inputs.rank, int):
+            return torch.cat([block.reshape(-1) for block in rows.split(sizes, 1)]), inputs.states
+        flat = rows.new_empty(rows.numel())  # the same in one pass
+        for whole, block in zip(flat.split([len(rows) * m for m in sizes]), rows.split(sizes, 1), strict=True):
+            whole.view(block.shape).copy_(block)
+        return flat, inputs.states
+
+
+@dataclass(frozen=True)
+class PartUpdated(MeanPart, PostUpdateHook):
+    """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters."""
+
+    phases: ClassVar[int] = 2
+    shares_gradients: ClassVar[bool] = True
+
+    def part(self, param: Tensor, axis: Axis) -> Tensor:
+        return part(param, axis.rank, axis.size)
+
+    def own(self, opt_state: Shards, axis: Axis) -> Tree:
+        mine = own_state(opt_state, axis)
+        # Its own, also where it is a part of a whole one.
+        return mine if opt_state.ranks == axis.size else tree.map(torch.clone, mine)
+
+    def held(self, opt_state: Tree, axis: Axis) -> Shards:
+        return as_shards(opt_state, axis)
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        n, sizes, update = inputs.axis_size, inputs.bucket.sizes, inputs.update
+        assert update is not None
+        widths = [width(size, n) for size in sizes]
+        if not inputs.flat.numel():
+            update([inputs.flat.to(inputs.bucket.dtype)] * len(sizes))
+            return inputs.flat, ()
+        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
+        given = update(mine.to(inputs.bucket.dtype).split(widths))
+        rows = yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])
+        return rows, ()
+
+    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+        if not bucket.numel:
+            return PostUpdateResult(old.params, old.states)
+        blocks = reduced[0].split([width(size, old.axis_size) for size in bucket.sizes], 1)
+        if old.may_overwrite:
+            return PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))
+        return PostUpdateResult([_whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
+
+
+def _whole(parts: Tensor, like: Tensor) -> Tensor:
+    """A parameter of the shape of `like` from the parts of all ranks; a view."""
+    return parts.reshape(-1)[: like.numel()].view(like.shape)
+
+
+def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """The parts of all ranks, each a row, into the parameters that they are of."""
+    for block, param in zip(blocks, params, strict=True):
+        flat, m = param.view(-1), block.shape[1]
+        whole = flat.numel() // m if m else 0  # rows that have nothing filled up
+        flat[: whole * m].view(whole, m).copy_(block[:whole])
+        if whole < len(block):
+            flat[whole * m :].copy_(block[whole:].reshape(-1)[: flat.numel() - whole * m])
+
+
+def own_parts(tensors: Tree, axis: Axis, split: Callable[[Tensor], bool] = lambda x: True) -> Tree:
+    """This rank's part of every leaf that is `split`."""
+    rank = axis.rank
+    return tree.map(lambda x: part(x, rank, axis.size) if split(x) else x, tensors)
+
+
+def as_shards(state: Tree, axis: Axis) -> Shards:
+    return Shards(state, axis.size, axis.rank if isinstance(axis.rank, int) else None)
+
+
+def own_state(shards: Shards, axis: Axis) -> Tree:
+    """This rank's part of an optimizer state: what it holds, or its part of a whole one."""
+    if (shards.ranks, shards.rank) == (axis.size, as_shards((), axis).rank):
+        return shards.state
+    if shards.ranks > 1:
+        raise StrategyError(
+            f"ZeroStrategy: this optimizer state is {shards.name}, and here is rank {axis.rank} of {axis.size}. For "
+            "another number of ranks gather it first, where it was made: state = train.gather(state)."
+        )
+    return own_parts(shards.state, axis, lambda x: x.ndim == 1)

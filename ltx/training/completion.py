@@ -21,7 +21,7 @@ from ltx.gradients.packing import refuse_sparse, unpack
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState, Program, Reduced
 from ltx.optim import Optimizer
-from ltx.strategies.post_update import Old, PostUpdateHook, with_overwriting
+from ltx.strategies.update import Old, PostUpdateHook, with_overwriting
 from ltx.training.backward import Backward, BackwardResult, is_one, mean_at_once
 from ltx.transforms.sync_state import states_after
 
@@ -149,7 +149,7 @@ class UpdateBuckets:
 
 
 class UpdateThenSend:
-    """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.strategies.post_update`).
+    """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.strategies.update`).
 
     The backward pass may still need the old parameters, so they keep their values until it is over; the optimizer's
     state doesn't.

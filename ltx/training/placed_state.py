@@ -18,9 +18,8 @@ from torch import Tensor
 from ltx import collectives, comm, tree
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.optim import Optimizer
-from ltx.optim.chain import Chain
-from ltx.optim.clip import ClipByGlobalNorm, ClipTogether, global_norm
-from ltx.optim.ema import Ema
+from ltx.optim.combine import Chain, Ema
+from ltx.optim.grad_transforms import ClipByGlobalNorm, global_norm
 from ltx.placements import Placements, dtensor_class, is_dtensor
 from ltx.training.donated import hand_over
 from ltx.training.settings import TrainSettings
@@ -239,7 +238,7 @@ def _on_parts(optimizer: Optimizer, placements: Placements) -> Optimizer:
     if optimizer.elementwise or placements.first_split is None:
         return optimizer
     if isinstance(optimizer, ClipByGlobalNorm):
-        return ClipTogether(optimizer, NormOfParts(placements))
+        return replace(optimizer, norm=NormOfParts(placements))
     if isinstance(optimizer, Chain):
         return replace(optimizer, members=tuple(_on_parts(member, placements) for member in optimizer.members))
     if isinstance(optimizer, Ema):

@@ -18,9 +18,8 @@ from ltx.errors import LtxError, WeightError
 from ltx.gradients.planning import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
 from ltx.gradients.reduction import ProgramOf
-from ltx.optim.update import Update
-from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import StepInfo, Updated
+from ltx.optim.base import Update
+from ltx.strategies.update import PostUpdateHook, StepInfo, Updated
 from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
 from ltx.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.training.donated import hand_over

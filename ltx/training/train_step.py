@@ -12,8 +12,7 @@ from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.optim import Optimizer
-from ltx.strategies.post_update import PostUpdateHook
-from ltx.strategies.update import StepInfo
+from ltx.strategies.update import PostUpdateHook, StepInfo
 from ltx.training.guard import must_sync_finite, scaling
 from ltx.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.training.parameters import Trainable, split, taken_from

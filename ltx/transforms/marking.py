@@ -26,8 +26,8 @@ from ltx.gradients.process_schedule import ProcessSchedule, schedule_for
 from ltx.gradients.schedule import GraphSchedule, ImmediateSchedule, Plan, Schedule
 from ltx.hooks import AllReduce, CommHook
 from ltx.strategies import Strategy
-from ltx.strategies.fields import in_dtype
-from ltx.strategies.post_update import PostUpdateHook
+from ltx.strategies.base import in_dtype
+from ltx.strategies.update import PostUpdateHook
 from ltx.transforms.compare import check_in_debug, check_params_once
 from ltx.transforms.run import CallOptions, Marked, StepSettings
 from ltx.transforms.sync_state import SyncState, kept_beside, states_of_leaves

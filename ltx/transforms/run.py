@@ -18,7 +18,7 @@ from ltx.gradients.schedule import Schedule
 from ltx.hooks import CommHook
 from ltx.placements import Placements
 from ltx.strategies import DEFAULT, Strategy
-from ltx.strategies.fields import in_dtype
+from ltx.strategies.base import in_dtype
 from ltx.transforms.sync_state import plain_values
 from ltx.typing import Step, Tree
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.checkpoint import directory, runs
+from ltx.checkpoint import directory
 from ltx.errors import CheckpointError
 from tests.forks import Ranks
 from tests.runtime.elastic_training import START, batch, make
@@ -35,7 +35,7 @@ def of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the checkpoints of steps 1, 2 and 5, of a process that has ended."""
     for step in (1, 2, 5):
         ltx.checkpoint.save(tmp_path, state_of(step))
-    monkeypatch.setattr(runs, "_runs", {})
+    monkeypatch.setattr(directory, "_runs", {})
     return tmp_path
 
 
@@ -101,7 +101,7 @@ def test_processes_that_leave_at_once_leave_nothing(tmp_path: Path) -> None:
         for _ in range(40):
             if not first:
                 together.wait(20)
-            hold = runs.Hold(tmp_path, "run", first)
+            hold = directory.Hold(tmp_path, "run", first)
             if first:
                 together.wait(20)
             together.wait(20)

@@ -10,7 +10,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.hooks import noise
-from ltx.hooks.compressed_all_reduce import CompressedAllReduce
+from ltx.hooks.lossy import CompressedAllReduce
 
 INPUTS = {
     "normal": lambda: torch.randn(3, 512),
@@ -159,7 +159,7 @@ WRONG = {
     "ratio": lambda: hooks.TopK(0),
     "ratio must": lambda: hooks.RandomK(1.5),
     "step must": lambda: hooks.after(-1, hooks.OneBit()),
-    "after: expected": lambda: hooks.after(1, "onebit"),
+    "After.hook must be CommHook": lambda: hooks.after(1, "onebit"),
     "sends bytes of its own": lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16()),
     "keeps state of parameters": lambda: hooks.chain(hooks.AllReduce(), hooks.OneBit()),
     "dtype must be": lambda: hooks.cast(hooks.AllReduce(), torch.int8),

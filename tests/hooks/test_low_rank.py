@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ltx.gradients import packing
-from ltx.hooks.low_rank import multiply_all, orthonormal_all, row_norms
+from ltx.hooks.powersgd import multiply_all, orthonormal_all, row_norms
 
 #: (rows, columns, rank): two of one shape apart from each other, and one that is too large to be copied for it.
 SHAPES = [(6, 5, 2), (3, 9, 1), (6, 5, 2), (2000, 600, 2), (3, 9, 1), (6, 5, 2)]

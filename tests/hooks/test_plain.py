@@ -13,7 +13,7 @@ import ltx
 from ltx import hooks
 from ltx.gradients import packing
 from ltx.gradients.packing import CHUNK
-from ltx.hooks.compressed_all_reduce import CompressedAllReduce
+from ltx.hooks.lossy import CompressedAllReduce
 
 from .table import FED_BACK, HOOKS
 

@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: the second encoding's error is lost",
-        file="hooks/compressed_all_reduce.py",
+        file="hooks/lossy.py",
         old="                rows[rank] += rest\n",
         new="                pass\n",
         breaks="what the sum loses when it is encoded is nobody's to feed back",
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: QSGD rounds to nearest",
-        file="hooks/qsgd.py",
+        file="hooks/eight_bit.py",
         old="levels = torch.floor(scaled + drawn)",
         new="levels = torch.floor(scaled + 0.5 + 0 * drawn)",
         breaks="the result is biased: small gradients are 0 at every step",
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         name="hooks: PowerSGD starts anew at every step",
         file="hooks/powersgd.py",
-        old="states[m][Q] = second / norm if regular else next_start(second, norm, start)",
+        old="states[m][Q] = second / norm if regular else torch.where(_regular(norm), second / norm, start)",
         new="states[m][Q] = start",
         breaks="the power iteration never converges",
         tests=("tests/hooks/test_bounds.py", "tests/hooks/test_conformance.py"),

@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: a guarded update isn't conditional",
-        file="optim/update.py",
+        file="optim/base.py",
         old="if donate and isinstance(self.finite, torch.Tensor):",
         new="if donate and self.finite is None:",
         breaks="donated parameters become NaN though the step says that it was skipped",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: lists of tensors get the states of others",
-        file="hooks/low_rank.py",
+        file="hooks/powersgd.py",
         old="zip(places, products, strict=True)",
         new="zip(reversed(places), products, strict=True)",
         breaks="on GPUs PowerSGD mixes up parameters of one shape",

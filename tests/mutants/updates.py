@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO's last part is cut off",
-        file="strategies/zero_hooks.py",
+        file="strategies/zero.py",
         old="return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1)",
         new="return flat[: flat.numel() // ranks * ranks].view(ranks, -1)",
         breaks="parameters whose sizes the ranks don't divide lose their tails",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO's gradients in another rank's place",
-        file="strategies/zero_hooks.py",
+        file="strategies/zero.py",
         old="there = whole[rank * m : (rank + 1) * m]",
         new="there = whole[(n - 1 - rank) * m : (n - rank) * m]",
         breaks="each rank updates its part with gradients of 0, between processes",
@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         name="strategies: ZeRO clips by a rank's own norm",
         file="strategies/zero.py",
-        old="            if info.axis.size > 1:\n                squares, _ =",
-        new="            if info.axis.size > 999:\n                squares, _ =",
+        old="            if info.axis.size == 1:\n                return own",
+        new="            if info.axis.size >= 1:\n                return own",
         breaks="clipping scales parts of one gradient by different factors",
         tests=("tests/strategies/test_zero.py::test_clipping_takes_one_norm_over_all_parts",),
     ),
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: clipping scales small gradients up",
-        file="optim/clip.py",
+        file="optim/grad_transforms.py",
         old="factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)",
         new="factor = float(self.max_norm) / (norm + float(self.eps))",
         breaks="every gradient has the greatest norm that is allowed",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: the norm of norms is their sum",
-        file="optim/clip.py",
+        file="optim/grad_transforms.py",
         old="total: Tensor = torch.linalg.vector_norm(torch.stack(norms))",
         new="total: Tensor = torch.stack(norms).sum()",
         breaks="under transforms several leaves are clipped too much",

@@ -17,7 +17,7 @@ from ltx import hooks
 from ltx.errors import InputError, StrategyError
 from ltx.estimate.costs import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S, SEND_SHARES
 from ltx.gradients.pending import Exchange
-from ltx.optim.update import Update
+from ltx.optim.base import Update
 from ltx.profile.recommendation import CANDIDATES, Candidate, Effect, recommend
 from ltx.profile.step_plan import Cost, plan
 from ltx.strategies.update import StepInfo, Updated

@@ -82,8 +82,8 @@ TOGETHER = "hierarchical=True and node_size=(the number of ranks of a node) belo
             "BaguaStrategy('decentralized') has no field 'average'. It has: hierarchical, node_size, "
             "communication_interval, peer_selection_mode.",
         ),
-        ("bytegrad", {"average": 1}, "EightBitGradients.average must be True or False, got 1."),
-        ("bytegrad", {"flatten": 1}, "BaguaStrategy.flatten must be True or False, got 1."),
+        ("bytegrad", {"average": 1}, "EightBitGradients.average must be bool, got 1 of type int."),
+        ("bytegrad", {"flatten": 1}, "BaguaStrategy.flatten must be bool or None, got 1 of type int."),
         (
             "bytegrad",
             {"bucket_bytes": 0},
@@ -94,7 +94,7 @@ TOGETHER = "hierarchical=True and node_size=(the number of ranks of a node) belo
         (
             "bytegrad",
             {"hierarchical": 1, "node_size": 2},
-            "EightBitGradients.hierarchical must be True or False, got 1.",
+            "EightBitGradients.hierarchical must be bool, got 1 of type int.",
         ),
         (
             "bytegrad",
@@ -104,7 +104,7 @@ TOGETHER = "hierarchical=True and node_size=(the number of ranks of a node) belo
         (
             "decentralized",
             {"peer_selection_mode": "shift_two"},
-            'Decentralized.peer_selection_mode must be "all" or "shift_one", got \'shift_two\'.',
+            "Decentralized.peer_selection_mode must be 'all' or 'shift_one', got 'shift_two' of type str.",
         ),
         (
             "decentralized",

@@ -16,8 +16,7 @@ import ltx
 from ltx.errors import DeadlockDetectedError
 from ltx.runtime.pool import Pool
 from ltx.strategies import low_precision
-from ltx.strategies.post_update import may_be_written_to
-from ltx.strategies.update import Updated
+from ltx.strategies.update import Updated, may_be_written_to
 
 Ranks = Callable[[int], Pool]
 Torn = Callable[..., Any]
@@ -227,5 +226,5 @@ def test_differences_are_added_leaf_by_leaf(rows: int, monkeypatch: pytest.Monke
     messages = low_precision._CODEC.encode(change, None)
     leaves = [torch.randn(size) for size in sizes]
     whole = torch.cat(leaves) + low_precision._CODEC.decode(messages, width, torch.float32).reshape(-1)[: sum(sizes)]
-    low_precision._add_decoded(messages, leaves)
+    low_precision._add_decoded({"own": messages}, [{"own": leaf} for leaf in leaves])
     torch.testing.assert_close(torch.cat(leaves), whole, rtol=0, atol=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import StrategyError
-from ltx.strategies.zero_hooks import AllParts, MeanPart, Shards, part
+from ltx.strategies.zero import AllParts, MeanPart, Shards, part
 from ltx.training.mixed_precision import Precision
 from tests.strategies.test_failures import BrokenError, fails_once
 

@@ -1,4 +1,4 @@
-"""Gradient clipping: by the norm of the whole gradient, or each number by itself; and that norm without clipping.
+"""Transformations of gradients: clipping by the common norm or number by number, that norm measured, noise.
 
 g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
 
@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ltx.arguments import brief, check_fields
-from ltx.errors import OptimError
-from ltx.optim.base import Optimizer, first_of, leaf_name
-from ltx.optim.transformed import is_transforming
-from ltx.tree import check_tensors, flatten
+from ltx.errors import OptimError, UnsupportedError
+from ltx.hooks.noise import key_of, normal
+from ltx.optim.base import LeafStates, Optimizer, TorchState, check_state, first_of, is_transforming, leaf_name
+from ltx.optim.combine import LeafPart
+from ltx.tree import check_tensors, flatten, places_with_none
 from ltx.typing import Tree
 
 
@@ -34,6 +35,17 @@ class ClipState(NamedTuple):
     norm: Tensor
 
 
+def global_norm(leaves: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
+    if not leaves:
+        return torch.tensor(0.0)
+    if not is_transforming() and not any(leaf.requires_grad for leaf in leaves):
+        return torch.nn.utils.get_total_norm(leaves)  # one foreach pass, without derivative
+    norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
 @dataclass(frozen=True, repr=False)
 class ClipByGlobalNorm(Optimizer):
     """Made by :func:`clip_by_global_norm`, and by :func:`measure_global_norm`, where `max_norm` is infinite."""
@@ -41,6 +53,8 @@ class ClipByGlobalNorm(Optimizer):
     max_norm: float
     axis: Any = None
     eps: float = 1e-6
+    #: Of all gradients; another function where each rank holds a part of them.
+    norm: Callable[[Sequence[Tensor]], Tensor] = global_norm
 
     def __post_init__(self) -> None:
         check_fields(self, OptimError, "max_norm", "eps")
@@ -57,13 +71,10 @@ class ClipByGlobalNorm(Optimizer):
 
     def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
         check_tensors(grads, "grads")
-        return self.clip(grads, global_norm(flatten(grads)[0]))
-
-    def clip(self, grads: Tree, norm: Tensor) -> tuple[Tree, ClipState]:
-        """:meth:`update` for gradients whose norm is known, as where each rank holds a part of them."""
+        leaves, spec = flatten(grads)
+        norm = self.norm(leaves)
         if self.max_norm == math.inf:
             return grads, ClipState(norm)
-        leaves, spec = flatten(grads)
         factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)
         factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
         if len(factors) == 1 and not is_transforming():
@@ -71,33 +82,13 @@ class ClipByGlobalNorm(Optimizer):
         else:  # foreach has no batching rules
             scaled = [leaf * factors[leaf.device] for leaf in leaves]
         # A 0-dim factor doesn't change the dtype of a gradient with dimensions, but may that of a 0-dim one.
-        pairs = zip(scaled, leaves, strict=True)
-        return spec.unflatten([new if new.dtype == old.dtype else new.to(old.dtype) for new, old in pairs]), ClipState(
-            norm
-        )
+        return spec.unflatten([new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]), ClipState(norm)
 
     def __repr__(self) -> str:
         if self.max_norm == math.inf:
             return "measure_global_norm()"
         axis = "" if self.axis is None else f", axis={self.axis!r}"
         return f"clip_by_global_norm({self.max_norm}{axis}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
-
-
-@dataclass(frozen=True, repr=False)
-class ClipTogether(Optimizer):
-    """Clipping of gradients of which each rank holds parts, by the norm that `norm` finds of them."""
-
-    inner: ClipByGlobalNorm
-    norm: Callable[[Sequence[Tensor]], Tensor]
-
-    def init(self, params: Tree) -> ClipState:
-        return self.inner.init(params)
-
-    def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
-        return self.inner.clip(grads, self.norm(flatten(grads)[0]))
-
-    def __repr__(self) -> str:
-        return repr(self.inner)
 
 
 def clip_by_global_norm(max_norm: float, *, axis: Any = None, eps: float = 1e-6) -> Optimizer:
@@ -150,20 +141,15 @@ def measure_global_norm() -> Optimizer:
 class ClipByValue(Optimizer):
     """Made by :func:`clip_by_value`."""
 
+    elementwise: ClassVar[bool] = True
+    leafwise: ClassVar[bool] = True
+
     limit: float
 
     def __post_init__(self) -> None:
         check_fields(self, OptimError, "limit")
         if not self.limit > 0:
             raise OptimError(f"clip_by_value: limit must be > 0, got {brief(self.limit)}.")
-
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    @property
-    def leafwise(self) -> bool:
-        return True
 
     def init(self, params: Tree) -> Tree:
         return ()
@@ -173,11 +159,11 @@ class ClipByValue(Optimizer):
         leaves, spec = flatten(grads)
         return spec.unflatten(self._clipped(leaves, grads)), state
 
-    def leaf_states(self, state: Tree, params: Tree) -> list[dict[str, Tensor]]:
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
         return [{} for _ in flatten(params)[0]]
 
     def transform_leaves(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
     ) -> list[Tensor]:
         return self._clipped(grads, None)
 
@@ -211,17 +197,6 @@ def clip_by_value(limit: float) -> Optimizer:
     return ClipByValue(limit)
 
 
-def global_norm(leaves: list[Tensor]) -> Tensor:
-    """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
-    if not leaves:
-        return torch.tensor(0.0)
-    if not is_transforming() and not any(leaf.requires_grad for leaf in leaves):
-        return torch.nn.utils.get_total_norm(leaves)  # one foreach pass, without derivative
-    norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
-
-
 def grad_norm(state: Tree) -> Tensor | None:
     """The gradient norm that a chain's clipping, or :func:`measure_global_norm`, has measured, if there is one in it.
 
@@ -231,3 +206,84 @@ def grad_norm(state: Tree) -> Tensor | None:
     """
     found = first_of(state, ClipState)
     return None if found is None else found.norm
+
+
+@dataclass(frozen=True, repr=False)
+class AddNoise(Optimizer):
+    """Made by :func:`add_noise`. Its state counts the updates."""
+
+    leafwise: ClassVar[bool] = True
+
+    std: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, OptimError, "std", "seed")
+        if not self.std >= 0:
+            raise OptimError(f"add_noise: std must be >= 0, got {brief(self.std)}.")
+
+    def init(self, params: Tree) -> TorchState:
+        return TorchState(())
+
+    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        check_tensors(grads, "grads")
+        check_state(self, state, TorchState)
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("add_noise can't be traced: compile the loss instead of the whole training step.")
+        leaves, spec = flatten(grads)
+        noisy = [
+            leaf + self._noise(leaf, state.count, place)
+            for leaf, place in zip(leaves, places_with_none(grads), strict=True)
+        ]
+        return spec.unflatten(noisy), TorchState((), state.count + 1)
+
+    def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
+        check_state(self, state, TorchState)
+        return [LeafPart(place=place) for place in places_with_none(params)]
+
+    def transform_leaves(
+        self,
+        grads: list[torch.Tensor],
+        states: LeafStates,
+        params: list[torch.Tensor],
+        count: int,
+    ) -> list[torch.Tensor]:
+        parts = cast(list[LeafPart], states)
+        return [grad + self._noise(grad, count, part.place) for grad, part in zip(grads, parts, strict=True)]
+
+    def advance(self, state: TorchState) -> TorchState:
+        return replace(state, count=state.count + 1)
+
+    def _noise(self, like: torch.Tensor, count: int, place: int) -> torch.Tensor:
+        key = key_of(self.seed, count, place, device=like.device)
+        dtype = torch.float64 if like.dtype.to_real() is torch.float64 else torch.float32
+        if like.is_complex():
+            parts = normal(key, 2 * like.numel(), dtype) * (float(self.std) / math.sqrt(2.0))
+            return torch.view_as_complex(parts.view(-1, 2)).view(like.shape).to(like.dtype)
+        return (normal(key, like.numel(), dtype) * float(self.std)).view(like.shape).to(like.dtype)
+
+    def __repr__(self) -> str:
+        return f"add_noise({self.std}, {self.seed})"
+
+
+def add_noise(std: float, seed: int) -> Optimizer:
+    """Gaussian noise of standard deviation `std` on every number of the gradients: the same on all ranks.
+
+    It is a function of the seed, the number of updates and the leaf's place, so that ranks with equal gradients stay
+    equal, and a run that goes on from a checkpoint draws what it would have drawn. Places of None count, so the groups
+    of a :func:`partition` draw different noise from one seed. Neelakantan et al.: Adding gradient
+    noise improves learning for very deep networks (2015); Abadi et al.: Deep learning with differential privacy (2016),
+    where the seed has to be secret and gradients of samples are clipped before.
+
+    >>> import torch
+    >>> noisy = add_noise(0.1, seed=0)
+    >>> grads = {"w": torch.zeros(1000)}
+    >>> first, state = noisy.update(grads, noisy.init(grads), grads)
+    >>> round(first["w"].std().item(), 1), state.count
+    (0.1, 1)
+
+    Raises:
+        ltx.errors.OptimError: `std` isn't a number >= 0, or `seed` no whole number.
+        ltx.errors.UnsupportedError: in a compiled training step.
+    """
+    return AddNoise(std, seed)

@@ -1,0 +1,327 @@
+"""Optimizers made of others: transformations in sequence, and an average of the parameters around an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ltx.arguments import brief, check_fields
+from ltx.errors import OptimError
+from ltx.optim.base import LeafStates, Optimizer, apply_updates, check_state, first_of, is_transforming, leaves_like
+from ltx.tree import check_tensors, flatten
+from ltx.tree import map as tree_map
+from ltx.typing import Tree
+
+
+class LeafPart(dict[str, Tensor]):
+    """A leaf's part of the state of an optimizer around others, from which their own parts can be had again.
+
+    Attributes:
+        parts: those that the optimizers inside have made, with the same tensors.
+        label: which optimizer the only one is of, where there are several.
+        place: the leaf's place in the tree, for what depends on it.
+    """
+
+    def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
+        super().__init__({name: x for part in parts for name, x in part.items()}, **own)
+        self.parts, self.label, self.place = parts, label, place
+
+    @property
+    def inner(self) -> dict[str, Tensor]:
+        """The part of the only optimizer inside."""
+        (part,) = self.parts
+        return part
+
+
+@dataclass(frozen=True, repr=False)
+class Identity(Optimizer):
+    """Passes gradients on; made by :func:`identity`."""
+
+    elementwise: ClassVar[bool] = True
+    leafwise: ClassVar[bool] = True
+
+    def init(self, params: Tree) -> Tree:
+        return ()
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return grads, state
+
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+        return [{} for _ in flatten(params)[0]]
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
+    ) -> list[Tensor]:
+        return grads
+
+    def advance(self, state: Tree) -> Tree:
+        return state
+
+    def __repr__(self) -> str:
+        return "identity()"
+
+
+def identity() -> Optimizer:
+    """The transformation that passes gradients on unchanged: the unit of :func:`chain`.
+
+    >>> identity()
+    identity()
+    """
+    return Identity()
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Optimizer):
+    """Two or more transformations in sequence; made by :func:`chain`. Its state is the tuple of theirs."""
+
+    members: tuple[Optimizer, ...]
+
+    @property
+    def elementwise(self) -> bool:
+        return all(member.elementwise for member in self.members)
+
+    @property
+    def leafwise(self) -> bool:
+        return all(member.leafwise for member in self.members)
+
+    @property
+    def moves_params(self) -> bool:
+        return self.members[-1].moves_params
+
+    @property
+    def strategy(self) -> str | None:
+        return next((name for member in self.members if (name := member.strategy) is not None), None)
+
+    def init(self, params: Tree) -> tuple[Tree, ...]:
+        return tuple(member.init(params) for member in self.members)
+
+    def update(
+        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        return self._run("update", grads, state, params, donate)
+
+    def apply(
+        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        return self._run("apply", grads, state, params, donate)
+
+    def leaf_states(self, state: tuple[Tree, ...], params: Tree) -> LeafStates:
+        self._check(state)
+        each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
+        return [LeafPart(*parts) for parts in zip(*each, strict=True)]
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
+        *front, last = self._members_of(states)
+        for member, own in front:
+            grads = member.transform_leaves(grads, own, params, count)
+        last[0].apply_leaves(grads, last[1], params, count)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
+    ) -> list[Tensor]:
+        for member, own in self._members_of(states):
+            grads = member.transform_leaves(grads, own, params, count)
+        return grads
+
+    def advance(self, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        return tuple(member.advance(own) for member, own in zip(self.members, state, strict=True))
+
+    def _members_of(self, states: LeafStates) -> list[tuple[Optimizer, LeafStates]]:
+        """Each member with its own parts of the states of some leaves."""
+        parts = cast(list[LeafPart], states)
+        return [(member, [part.parts[i] for part in parts]) for i, member in enumerate(self.members)]
+
+    def _check(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != len(self.members):
+            raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
+
+    def _run(
+        self, method: str, grads: Tree, state: tuple[Tree, ...], params: Tree, donate: bool
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        """`method` of the last member, for gradients as those before it give them."""
+        self._check(state)
+        front = []
+        for member, own in zip(self.members[:-1], state, strict=False):
+            grads, own = member.update(grads, own, params, donate=donate)
+            front.append(own)
+        result, last = getattr(self.members[-1], method)(grads, state[-1], params, donate=donate)
+        return result, (*front, last)
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self.members))})"
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """`transforms` one after the other: each gets the gradients that the one before it returned.
+
+    Chains are flattened and identities dropped, so ``chain(a, chain(b, c)) == chain(a, b, c)``,
+    ``chain(a, identity()) == a`` and ``chain() == identity()``. ``apply`` updates in place when donated if the last
+    member does. If all members work leaf by leaf, as ``overlap="update"`` needs it, so does their chain. The
+    counterpart of ``optax.chain`` and ``torchopt.chain``.
+
+    >>> import torch
+    >>> from ltx.optim.grad_transforms import clip_by_global_norm
+    >>> from ltx.optim.from_torch import from_torch
+    >>> optimizer = chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
+    >>> optimizer
+    chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
+    >>> params = {"w": torch.zeros(2)}
+    >>> params, state = optimizer.apply({"w": torch.tensor([3.0, 4.0])}, optimizer.init(params), params)
+    >>> params, state[0].norm
+    ({'w': tensor([-0.3000, -0.4000])}, tensor(5.))
+
+    Raises:
+        ltx.errors.OptimError: if an argument isn't an optimizer or transformation, or one that moves parameters
+            (:func:`from_torch`) isn't the last: its updates are differences of parameters, not gradients.
+    """
+    members: list[Optimizer] = []
+    for position, transform in enumerate(transforms):
+        if not isinstance(transform, Optimizer):
+            raise OptimError(
+                f"chain expected optimizers, but argument {position} is {brief(transform)}.{_hint(transform)}"
+            )
+        members += transform.members if isinstance(transform, Chain) else (transform,)
+    members = [member for member in members if not isinstance(member, Identity)]
+    for member in members[:-1]:
+        if member.moves_params:
+            raise OptimError(
+                f"{member} must come last in a chain, before it only transformations of gradients: it updates the "
+                f"parameters, so {members[-1]} after it would not get gradients."
+            )
+    return Identity() if not members else members[0] if len(members) == 1 else Chain(tuple(members))
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """What a chain is made of; of another optimizer itself."""
+    return optimizer.members if isinstance(optimizer, Chain) else (optimizer,)
+
+
+def with_members(optimizer: Optimizer, members: Sequence[Optimizer]) -> Optimizer:
+    """`optimizer` made of `members`, one for each of :func:`members_of`."""
+    return replace(optimizer, members=tuple(members)) if isinstance(optimizer, Chain) else members[0]
+
+
+def _hint(transform: Any) -> str:
+    cls = transform if isinstance(transform, type) else type(transform)
+    return f" Wrap the class: from_torch({cls.__name__}, ...)." if issubclass(cls, torch.optim.Optimizer) else ""
+
+
+class EmaState(NamedTuple):
+    """State of :func:`ema`.
+
+    Attributes:
+        inner: the state of the optimizer whose parameters are averaged.
+        average: the tree of the parameters, with their averages.
+    """
+
+    inner: Tree
+    average: Tree
+
+
+@dataclass(frozen=True, repr=False)
+class Ema(Optimizer):
+    """Made by :func:`ema`."""
+
+    moves_params: ClassVar[bool] = True  # what comes after it would move them on, unseen
+
+    optimizer: Optimizer
+    decay: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, OptimError, "decay")
+        if not 0 <= self.decay <= 1:
+            raise OptimError(f"ema: decay must be from 0 to 1, got {brief(self.decay)}.")
+
+    @property
+    def leafwise(self) -> bool:
+        return self.optimizer.leafwise
+
+    @property
+    def strategy(self) -> str | None:
+        return self.optimizer.strategy
+
+    def init(self, params: Tree) -> EmaState:
+        check_tensors(params, "params")
+        return EmaState(self.optimizer.init(params), tree_map(lambda p: p.detach().clone(), params))
+
+    def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
+        check_state(self, state, EmaState)
+        updates, inner = self.optimizer.update(grads, state.inner, params, donate=donate)
+        return updates, EmaState(inner, self._averaged(state.average, apply_updates(params, updates), donate))
+
+    def apply(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
+        check_state(self, state, EmaState)
+        new_params, inner = self.optimizer.apply(grads, state.inner, params, donate=donate)
+        return new_params, EmaState(inner, self._averaged(state.average, new_params, donate))
+
+    def leaf_states(self, state: EmaState, params: Tree) -> LeafStates:
+        averages = leaves_like(flatten(params)[1], state.average, "the average")
+        inner = self.optimizer.leaf_states(state.inner, params)
+        return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
+        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, count)
+        torch._foreach_lerp_([state["average"] for state in states], params, 1 - self.decay)
+
+    def advance(self, state: EmaState) -> EmaState:
+        return EmaState(self.optimizer.advance(state.inner), state.average)
+
+    def _averaged(self, average: Tree, params: Tree, donate: bool) -> Tree:
+        leaves, spec = flatten(average)
+        others = leaves_like(spec, params, "params")
+        if donate and not is_transforming():
+            with torch.no_grad():
+                torch._foreach_lerp_(leaves, others, 1 - self.decay)
+            return average
+        return spec.unflatten([old.lerp(new, 1 - self.decay) for old, new in zip(leaves, others, strict=True)])
+
+    def __repr__(self) -> str:
+        return f"ema({self.optimizer!r}, {self.decay})"
+
+
+def ema(optimizer: Optimizer, decay: float) -> Optimizer:
+    """`optimizer`, with an exponential moving average of the parameters in its state.
+
+    After each update ``average <- decay * average + (1 - decay) * params``, beginning with the first parameters, as
+    torch's ``get_ema_multi_avg_fn`` does from its first call on. :func:`averaged` reads it; saved and loaded it is with
+    the state. Nothing is communicated: where ranks have the same parameters, they have the same averages. It overlaps
+    where `optimizer` does.
+
+    >>> import torch
+    >>> from ltx.optim.from_torch import from_torch
+    >>> sgd = ema(from_torch(torch.optim.SGD, lr=1.0), 0.75)
+    >>> params = {"w": torch.zeros(1)}
+    >>> params, state = sgd.apply({"w": torch.tensor([-4.0])}, sgd.init(params), params)
+    >>> params, averaged(state)
+    ({'w': tensor([4.])}, {'w': tensor([1.])})
+
+    Args:
+        optimizer: all of it, clipping included: ``ema(chain(clip_by_global_norm(1.0), adamw), 0.999)``.
+        decay: from 0 (the last parameters) to 1 (the first ones).
+
+    Raises:
+        ltx.errors.OptimError: for arguments out of range. :class:`ltx.ZeroStrategy`, in which no rank has whole
+            parameters to average, refuses it.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise OptimError(f"ema expected an optimizer, got {brief(optimizer)}.")
+    return Ema(optimizer, decay)
+
+
+def averaged(state: Tree) -> Tree:
+    """The averaged parameters in an optimizer's state (``train_state.opt_state``) that :func:`ema` has made.
+
+    The state's own tensors, which the next donated step updates in place: ``ltx.to_module(module, averaged(...))``
+    copies them into a module.
+
+    Raises:
+        ltx.errors.OptimError: there is no average in it.
+    """
+    found = first_of(state, EmaState)
+    if found is None:
+        raise OptimError("averaged: this state holds no average. Train with ltx.optim.ema(optimizer, decay).")
+    return found.average
