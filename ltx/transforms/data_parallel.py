@@ -115,7 +115,7 @@ class DataParallel(StepSettings):
                 self._check_placements(placements, params, options.frozen)
             marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
-        given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
+        given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
         if placements is not None:
