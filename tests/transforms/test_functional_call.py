@@ -170,8 +170,6 @@ def test_several_calls_in_one_step_and_autocast(seed: int) -> None:
     torch.testing.assert_close(got, torch.autograd.grad(loss(of_torch, twin, same), wanted))
 
 
-# torch 2.11's own, where a checkpointed function raises
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator:pytest.PytestUnraisableExceptionWarning")
 def test_an_error_leaves_the_module_as_it_was(seed: int) -> None:
     net, twin, batches = made(seed)
     own = dict(net.named_parameters())
