@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -176,6 +177,7 @@ def test_an_error_leaves_the_module_as_it_was(seed: int) -> None:
     own = dict(net.named_parameters())
     with pytest.raises(RuntimeError, match="shapes"):
         ltx.functional_call(net, params_of(twin), batches[0][:, :3])
+    gc.collect()  # torch 2.11 complains when its checkpoint, which the error left halfway, is freed
     assert all(p is own[name] for name, p in net.named_parameters())
     params = {name: p.requires_grad_() for name, p in params_of(twin).items()}
     loss = ltx.functional_call(net, params, batches[0])
