@@ -7,7 +7,9 @@ tensors and constants; other values are kept here, and it is given their keys.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +19,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 _nodes: list[Callable[..., Any]] = []
 _kept: dict[str, Any] = {}
 
+_TORCH = torch.torch_version.TorchVersion(torch.__version__)
+
 
 def node(fn: F) -> F:
     """Decorate a function that graphs hold as it is: tensors and constants in, tensors out."""
-    _nodes.append(fn)
-    return fn
+    _nodes.append(fn if _TORCH >= "2.13" else _said_to_compile(fn))
+    return _nodes[-1]  # type: ignore[return-value]
+
+
+def _said_to_compile(fn: Any) -> Any:
+    """`fn`, in which ``torch.compiler.is_compiling()`` is true while a graph is made, as it is from torch 2.13 on."""
+
+    @wraps(fn)
+    def run(*args: Any) -> Any:
+        before: bool = torch.compiler._is_compiling_flag
+        if before or all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in args if isinstance(x, torch.Tensor)):
+            return fn(*args)
+        torch.compiler._is_compiling_flag = True
+        try:
+            return fn(*args)
+        finally:
+            torch.compiler._is_compiling_flag = before
+
+    return run
 
 
 def at_trace_time(fn: F) -> F:
@@ -30,7 +51,32 @@ def at_trace_time(fn: F) -> F:
     What it raises reaches the user; Dynamo hides errors that are raised anywhere else.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
+    return fn if _TORCH >= "2.12" else _by_address(fn)
+
+
+_CONSTANTS = (bool, int, float, str, tuple, torch.dtype)
+
+
+def _by_address(fn: Any) -> Any:
+    """`fn`, for Dynamo before torch 2.12, which hands over constants alone.
+
+    Objects come by their addresses; Dynamo's ``id`` guards the graph on their identity.
+    """
+
+    def at_addresses(places: tuple[int, ...], *values: Any) -> Any:
+        # The objects are alive: Dynamo holds them while it traces.
+        return fn(*(ctypes.cast(x, ctypes.py_object).value if i in places else x for i, x in enumerate(values)))
+
+    at_addresses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @wraps(fn, updated=())  # `run` itself is traced
+    def run(*args: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return fn(*args)
+        places = tuple([i for i, x in enumerate(args) if not (x is None or isinstance(x, _CONSTANTS))])
+        return at_addresses(places, *[id(x) if i in places else x for i, x in enumerate(args)])
+
+    return run
 
 
 def keep(key: str, value: Any) -> str:

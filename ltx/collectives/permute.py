@@ -19,7 +19,7 @@ from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
 from ltx.collectives.uneven import all_to_all_uneven, is_even
-from ltx.comm.process_groups import as_it_is
+from ltx.comm.process_groups import as_it_is, view_as
 from ltx.errors import AxisError
 from ltx.typing import Tree
 
@@ -63,7 +63,7 @@ def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool
     if not without:
         return moved, True
     if xs.dtype.itemsize == 1 and xs.is_floating_point():  # which index_fill doesn't know; zeros are zeros
-        return _moved(xs.view(torch.uint8), n, static)[0].view(xs.dtype), True
+        return view_as(_moved(view_as(xs, torch.uint8), n, static)[0], xs.dtype), True
     return moved.index_fill(0, torch.tensor(without, device=xs.device), 0), True
 
 

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import io
 import os
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, for which a tensor that has no typed storage in torch is its bytes."""
+    """cloudpickle's, for which a tensor that has no typed storage in torch is its bytes.
+
+    Code keeps the name of its file, which tracebacks and errors of other ranks show; cloudpickle 3.1.3 leaves it out.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         """As in :class:`pickle.Pickler`."""
@@ -39,6 +43,9 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
             and not obj.is_quantized
         ):
             return _of_bytes, (as_bytes(obj.detach()).contiguous(), obj.dtype, obj.requires_grad)
+        if type(obj) is CodeType:
+            make, parts = self.dispatch_table[CodeType](obj)
+            return make, tuple([obj.co_filename if part == "<dynamic-code>" else part for part in parts])
         return super().reducer_override(obj)
 
 

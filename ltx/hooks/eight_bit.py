@@ -32,6 +32,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from ltx.arguments import check_whole
+from ltx.comm.process_groups import view_as
 from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.gradients.reduction import BucketInput
 from ltx.hooks.lossy import CompressedAllReduce, as_bytes, from_bytes
@@ -120,7 +121,7 @@ class EightBitHook(CompressedAllReduce):
             return rows
         grid, start = from_bytes(messages, 0, 2 * count, dtype)
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
-        codes = messages[:, start:].view(torch.int8).to(dtype).view(k * count, -1)
+        codes = view_as(messages[:, start:], torch.int8).to(dtype).view(k * count, -1)
         scaled = codes.mul_(step)
         # A compiler may round but once in x * y + z, and 0 wouldn't come out as 0. Not zeros_like: where the range is
         # infinite, NaN must come out.

@@ -46,7 +46,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         for name, flag in (("affine", affine), ("track_running_stats", track_running_stats), ("bias", bias)):
             if not isinstance(flag, bool):
                 raise InputError(f"SyncBatchNorm: {name} must be a bool, got {shown(flag)}.")
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # torch's classes take this from 2.12 on
+            self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` of shape ``(N, C, *)``, normalised."""

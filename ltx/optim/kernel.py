@@ -200,6 +200,9 @@ class Kernel:
         group = {**self.group, "params": [alias]}
         group |= {key: value for key, value in (("lr", lr), ("fused", fused)) if key in group and value is not None}
         shell = self.copy(group)
+        if self.shell.state:  # made by the constructor, as Adagrad's is in torch 2.11
+            options = {key: value for key, value in group.items() if key != "params"}
+            shell.state.update(type(self.shell)([alias], **options).state)
         lists: list[list[Any]] = [[] for _ in inspect.signature(shell._init_group).parameters][1:]
         shell._init_group(group, *lists)
         return dict(shell.state[alias]), lists[2:]

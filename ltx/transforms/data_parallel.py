@@ -116,7 +116,7 @@ class DataParallel(StepSettings):
                 check_placements(axis, placements, self.strategy, paths, "data_parallel")
             marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
-        given = params if marked.leaves is leaves else tree.unflatten(spec, marked.leaves)
+        given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
         if placements is not None:

@@ -148,7 +148,7 @@ def mark(
     source = torch.zeros((), requires_grad=True) if options.deferred and axis.comm is not None else None
     wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
-        return Marked(leaves)
+        return Marked(leaves, as_given=True)
     paths = functools.cache(lambda: tree.leaf_paths(params))
     states = states_of_leaves(sync_state, paths, wanted, hook, returned=source is not None)
     plan = make_plan(
@@ -186,14 +186,14 @@ def mark(
 
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
     if sync_state is None or not any(tracked(leaf) for leaf in leaves):
-        return Marked(leaves)
+        return Marked(leaves, as_given=True)
     # Blocked, the state passes through unchanged; else this was a step, though without communication.
     if step_fn.blocked:
         kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
     else:
         kept = kept_beside(sync_state, set(), ())
     nothing = ImmediateSchedule(Plan(replace(axis, backing=None), AllReduce(), (), ()))  # without buckets
-    return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept))
+    return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
 
 
 def mark_in_graph(
@@ -210,7 +210,7 @@ def mark_in_graph(
         "" if sync_state is None else sync_state.choice,
     )
     if key == "":
-        return Marked(leaves)
+        return Marked(leaves, as_given=True)
     wanted = differentiable(leaves)
     names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
     states: list[torch.Tensor] = []

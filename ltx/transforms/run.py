@@ -165,12 +165,14 @@ class Marked:
         tie: ties floating tensors to the markers; None if there are none.
         schedule: the schedule of the backward pass on an axis, if there will be one; None inside a compiled graph.
         inputs: what to differentiate with respect to, where the schedule has all that comes of it.
+        as_given: `leaves` are those that the step was called with. (A list's identity can't be asked in a graph.)
     """
 
     leaves: list[Any]
     tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
     schedule: Schedule | None = None
     inputs: list[torch.Tensor] | None = None
+    as_given: bool = False
 
     def tied(self, output: Any) -> Any:
         """`output` with its floating tensors tied."""

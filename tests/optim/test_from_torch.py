@@ -5,11 +5,13 @@ import pickle
 import random
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cloudpickle
 import optree
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 
 from ltx.errors import LtxError, OptimError
@@ -348,3 +350,46 @@ def test_grads_and_state_must_fit() -> None:
 def test_errors_are_value_errors() -> None:
     assert issubclass(OptimError, ValueError)
     assert issubclass(OptimError, LtxError)
+
+
+class _MadeAtOnce(torch.optim.Optimizer):
+    """State made by the constructor, as that of torch 2.11's Adagrad."""
+
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "start": start})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, start)
+
+    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], sums: list[Tensor]) -> bool:
+        for p in group["params"]:
+            if p.grad is not None:
+                params.append(p)
+                grads.append(p.grad)
+                sums.append(self.state[p]["sum"])
+        return False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lists: tuple[list[Tensor], ...] = ([], [], [])
+            self._init_group(group, *lists)
+            for p, grad, total in zip(*lists, strict=True):
+                total.addcmul_(grad, grad)
+                p.addcdiv_(grad, total.sqrt(), value=-group["lr"])
+
+
+def test_state_of_the_constructor(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    params = {"w": torch.randn(3, 2, generator=generator), "b": torch.randn(4, generator=generator)}
+    theirs = {name: torch.nn.Parameter(x.clone()) for name, x in params.items()}
+    reference, mine = _MadeAtOnce(theirs.values(), start=2.0), from_torch(_MadeAtOnce, start=2.0)
+    state = mine.init(params)
+    for _ in range(3):
+        grads = {name: torch.randn(x.shape, generator=generator) for name, x in params.items()}
+        for name, p in theirs.items():
+            p.grad = grads[name]
+        reference.step()
+        params, state = mine.apply(grads, state, params)
+        for name, p in theirs.items():
+            assert torch.equal(params[name], p.detach())
