@@ -300,9 +300,9 @@ class QSGD(CompressedAllReduce):
         scaled = blocks.abs() * (self.levels / torch.where(norms == 0, 1, norms))[..., None]
         drawn = uniform(key, rows.numel(), rows.dtype).view_as(blocks)
         levels = torch.floor(scaled + drawn).clamp(max=self.levels).copysign(blocks)
-        return torch.cat([as_bytes(norms), levels.to(torch.int8).view(torch.uint8).view(k, m)], 1)
+        return torch.cat([as_bytes(norms), view_as(levels.to(torch.int8), torch.uint8).view(k, m)], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         norms, start = from_bytes(messages, 0, m // self.block, dtype)
-        levels = messages[:, start:].view(torch.int8).to(dtype).view(-1, m // self.block, self.block)
+        levels = view_as(messages[:, start:], torch.int8).to(dtype).view(-1, m // self.block, self.block)
         return (levels * (norms / self.levels)[..., None]).view(-1, m)

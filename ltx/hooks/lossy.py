@@ -31,6 +31,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ltx.arguments import checked
+from ltx.comm.process_groups import view_as
 from ltx.errors import StrategyError
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.packing import is_plain, unpack
@@ -242,11 +243,11 @@ class CompressedAllReduce(LossyHook):
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the last dimension."""
-    return tensor.contiguous().view(torch.uint8)
+    return view_as(tensor.contiguous(), torch.uint8)
 
 
 def from_bytes(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """`count` numbers of `dtype` from byte `start` of each message, and where they end."""
     end = start + count * dtype.itemsize
     part = messages[:, start:end]
-    return (part if dtype is torch.uint8 else part.clone(memory_format=torch.contiguous_format).view(dtype)), end
+    return (part if dtype is torch.uint8 else view_as(part.clone(memory_format=torch.contiguous_format), dtype)), end
