@@ -69,7 +69,8 @@ def vmap(
         )
 
     def mapped(*args: Any, **named: Any) -> Any:
-        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, named)
+        # Dynamo can't flatten a dict without keys.
+        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
         size = mapped_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         known: list[Any] = []
@@ -80,8 +81,8 @@ def vmap(
                 filled = list(leaves)
                 for position, tensor in zip(positions, tensors, strict=True):
                     filled[position] = tensor
-                *own_args, own_named = tree.unflatten(spec, filled)
-                output = f(*own_args, **own_named)
+                own = tree.unflatten(spec, filled)
+                output = f(*own[:-1], **own[-1]) if named else f(*own)
             finally:
                 close_simulated()
             outputs, structure = tree.flatten(output)
@@ -148,13 +149,13 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
 
 
 def mapped_arguments(
-    axis_name: str, in_dims: Any, args: tuple[Any, ...], named: dict[str, Any], opaque: Any = ()
+    axis_name: str, in_dims: Any, args: tuple[Any, ...], given: tuple[Any, ...], opaque: Any = ()
 ) -> tuple[list[Any], Any, list[int | None]]:
-    """The leaves of a call's arguments, keyword arguments last, their structure, and the ranks' dimension of each.
+    """The leaves of what a call is `given`, their structure, and the ranks' dimension of each.
 
-    Leaves of the types `opaque` may be mapped though they aren't tensors.
+    `given`: `args`, and after them a dict of keyword arguments. Leaves of the types `opaque` may be mapped though they
+    aren't tensors.
     """
-    given = (*args, named)
     leaves, spec = tree.flatten(given)
     dims = _broadcast_dims(in_dims, args)
     dims += [0] * (len(leaves) - len(dims))  # keyword arguments'

@@ -201,7 +201,7 @@ class _Inputs:
     @staticmethod
     def of(axis_name: str, ranks: int | None, in_dims: Any, args: tuple[Any, ...], named: dict[str, Any]) -> _Inputs:
         """Those of a call."""
-        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, named, _COPIED | PerRank)
+        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, (*args, named), _COPIED | PerRank)
         for x in leaves:
             if isinstance(x, PerRank):
                 if ranks not in (None, len(x)):

@@ -85,7 +85,7 @@ def test_where_ltx_unpickles() -> None:
     assert found == {
         "objects.py:broadcast_object",
         "objects.py:all_gather_object",
-        "packing.py:receive",
+        "messages.py:receive",
         "collecting.py:_original",
         "storage.py:read_metadata",
     }
