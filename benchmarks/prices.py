@@ -29,7 +29,7 @@ from benchmarks.plan import OPTIMIZERS, STRATEGIES
 from benchmarks.ranks import Variant, found_by_ranks
 from benchmarks.step_time import Setting
 from ltx import hooks
-from ltx.comm.shared_memory import SharedMemoryTransport
+from ltx.comm.transports.shared_memory import SharedMemoryTransport
 
 NAMES: dict[str, ltx.Strategy] = {
     "Noop": ltx.DDPStrategy(comm_hook=hooks.Noop()),

@@ -30,9 +30,9 @@ from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Later, Recovery, Unread
-from ltx.comm.shared_memory import open_transport
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
+from ltx.comm.transports.shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
 _HISTORY = 1024  # collectives in the background that are remembered

@@ -24,12 +24,12 @@ from ltx.comm.deadlock import PATIENCE_S
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.operations import OPERATIONS, SUMMED, bytes_sent
 from ltx.comm.process_groups import Arguments, as_bytes, as_it_is, from_bytes, is_of_network
-from ltx.comm.shared_memory import (
+from ltx.comm.signature import Agreement
+from ltx.comm.store_exchange import StoreExchange, poll_until
+from ltx.comm.transports.shared_memory import (
     SharedMemoryTransport,
     progress_everywhere,
 )
-from ltx.comm.signature import Agreement
-from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.work import TICK, Work, stamp_completion
 from ltx.errors import (
     CollectiveTimeoutError,

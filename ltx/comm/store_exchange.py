@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 from torch._C._distributed_c10d import FileStore
 
-from ltx.comm.shared_memory import progress_everywhere
+from ltx.comm.transports.shared_memory import progress_everywhere
 from ltx.errors import CollectiveTimeoutError, PeerLostError
 
 #: The places of :meth:`StoreExchange.new_place` begin so.
@@ -33,7 +33,8 @@ def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Calla
 
     Waits for a collective are elsewhere, because something better than a pause ends them: the backend's own wait
     (:class:`ltx.comm.work.Work`), a counter in memory that changes within microseconds
-    (:func:`ltx.comm.shared_memory.wait_for`), or a future (:meth:`ltx.comm.channel.Channel.wait_for_future`).
+    (:func:`ltx.comm.transports.shared_memory.wait_for`), or a future
+    (:meth:`ltx.comm.channel.Channel.wait_for_future`).
 
     Args:
         while_waiting: called every 50 ms. It raises if what this rank waits for won't come.

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from ltx.comm import ledger
 from ltx.comm.backends import HostCopy
 from ltx.comm.process_groups import as_it_is, is_of_network
-from ltx.comm.shared_memory import (
+from ltx.comm.timeline import Event
+from ltx.comm.transports.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryWork,
     any_transport_busy,
     progress_everywhere,
     wait_for,
 )
-from ltx.comm.timeline import Event
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError, TransportError
 
 #: A wait returns to Python this often, so that a signal or an abort is seen at once.

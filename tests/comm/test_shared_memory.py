@@ -16,8 +16,8 @@ import torch
 
 import ltx
 from ltx.comm.chunks import CHUNK_BYTES
-from ltx.comm.segments import COUNTERS_BYTES, SLOTS
-from ltx.comm.shared_memory import SharedMemoryTransport, progress_everywhere
+from ltx.comm.transports.segments import COUNTERS_BYTES, SLOTS
+from ltx.comm.transports.shared_memory import SharedMemoryTransport, progress_everywhere
 
 
 def transport_of() -> Any:

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm import operations, shared_memory
+from ltx.comm import operations
 from ltx.comm.chunks import CHUNK_BYTES, Chunk
 from ltx.comm.operations import Operation
-from ltx.comm.segments import COUNTERS_BYTES, SLOTS
-from ltx.comm.shared_memory import SharedMemoryTransport, SharedMemoryWork
+from ltx.comm.transports import shared_memory
+from ltx.comm.transports.segments import COUNTERS_BYTES, SLOTS
+from ltx.comm.transports.shared_memory import SharedMemoryTransport, SharedMemoryWork
 
 OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}
 PHASES = ("_fill", "_reduce", "_empty")

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="comm: a slot is filled before all have emptied it",
-        file="comm/shared_memory.py",
+        file="comm/transports/shared_memory.py",
         old="entry.place >= self._least(EMPTIED) + SLOTS:",
         new="entry.place >= self._counters[self.rank][EMPTIED] + SLOTS:",
         breaks="a fast rank overwrites what a slow one hasn't read yet",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a chunk is reduced before all have filled it",
-        file="comm/shared_memory.py",
+        file="comm/transports/shared_memory.py",
         old="if entry is None or self._least(FILLED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][FILLED] <= entry.place:",
         breaks="sums of what lay in the memory before",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a chunk is taken before all have reduced it",
-        file="comm/shared_memory.py",
+        file="comm/transports/shared_memory.py",
         old="if entry is None or self._least(REDUCED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][REDUCED] <= entry.place:",
         breaks="parts of a sum that other ranks add up are read too early",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: tags aren't compared",
-        file="comm/shared_memory.py",
+        file="comm/transports/shared_memory.py",
         old="work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1",
         new="work.refused |= False",
         breaks="ranks that issue different things in shared memory add them up",
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a process that died isn't seen",
-        file="comm/shared_memory.py",
+        file="comm/transports/shared_memory.py",
         old="            lost.append(rank)\n        return lost",
         new="        return lost",
         breaks="its peers wait for the timeout",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a failure halfway isn't told",
-        file="comm/shared_memory.py",
+        file="comm/transports/shared_memory.py",
         old="        self._counters[self.rank][FAILED] = len(reason)\n",
         new="",
         breaks="peers wait for a rank whose end of the shared memory has failed",

@@ -42,7 +42,18 @@ import torch
 
 from ltx.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part
 from ltx.comm.operations import OPERATIONS
-from ltx.comm.segments import COUNTERS_BYTES, EMPTIED, FAILED, FILLED, REASON, REDUCED, SLOTS, SUMS, TAGS, open_segments
+from ltx.comm.transports.segments import (
+    COUNTERS_BYTES,
+    EMPTIED,
+    FAILED,
+    FILLED,
+    REASON,
+    REDUCED,
+    SLOTS,
+    SUMS,
+    TAGS,
+    open_segments,
+)
 from ltx.errors import message_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What replaces sockets, with the interface of a process group."""
