@@ -134,10 +134,11 @@ def ranks(pools: dict[int, Pool], request: pytest.FixtureRequest) -> Callable[[i
 
 
 @pytest.fixture(scope="session")
-def torn() -> Iterator[Callable[..., PerRank[Any]]]:
-    """``torn(f)`` is what f() gave on each of 2 ranks that share a new axis, on workers that nobody else uses.
+def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
+    """``on_new_axis(f)`` is what f() gave on each of 2 ranks that share a new axis, on workers that nobody else uses.
 
-    So f may tear that axis apart: ``torn(f, timeout_s=10.0)``. With ``sockets=True`` it does without shared memory.
+    So f may leave that axis useless: ``on_new_axis(f, timeout_s=10.0)``. With ``sockets=True`` it does without shared
+    memory.
     """
 
     def run(fn: Callable[[], Any], timeout_s: float, sockets: bool) -> Any:

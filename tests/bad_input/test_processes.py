@@ -37,7 +37,7 @@ BAD_ON_ONE: dict[str, Callable[[bool], Any]] = {
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("case", BAD_ON_ONE)
-def test_bad_input_on_one_rank(torn: Callable[..., Any], case: str) -> None:
+def test_bad_input_on_one_rank(on_new_axis: Callable[..., Any], case: str) -> None:
     """The one that was given it says so, its peer that it waits for nothing; the world may have failed by then."""
 
     def run() -> tuple[str, float]:
@@ -48,7 +48,7 @@ def test_bad_input_on_one_rank(torn: Callable[..., Any], case: str) -> None:
             return type(error).__name__, time.monotonic() - began
         return "returned", time.monotonic() - began
 
-    (first, first_s), (second, second_s) = torn(run, timeout_s=0.5)
+    (first, first_s), (second, second_s) = on_new_axis(run, timeout_s=0.5)
     assert second != "returned"
     assert first in ("RankMismatchError", "CollectiveTimeoutError", "PeerLostError", "DeadlockDetectedError")
     assert max(first_s, second_s) < 10

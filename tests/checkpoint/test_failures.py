@@ -28,7 +28,7 @@ from ltx.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 
 SIZE = 20_000
 ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
@@ -186,7 +186,7 @@ def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("then", ["step", "psum", "barrier"])
-def test_one_rank_that_saves_alone_is_told(then: str, torn: Torn, tmp_path: Path) -> None:
+def test_one_rank_that_saves_alone_is_told(then: str, on_new_axis: OnNewAxis, tmp_path: Path) -> None:
     """The mistake that everyone makes once: `if rank == 0: save(...)`, and then the next step, which all ranks know."""
 
     def on_a_rank() -> tuple[str, float]:
@@ -205,7 +205,7 @@ def test_one_rank_that_saves_alone_is_told(then: str, torn: Torn, tmp_path: Path
 
     what = {"step": "data_parallel"}.get(then, then)
     for sockets in (False, True):
-        (said, took), (other, other_took) = torn(on_a_rank, sockets=sockets)
+        (said, took), (other, other_took) = on_new_axis(on_a_rank, sockets=sockets)
         assert said == other
         assert "ranks disagree on the operation: rank 0: checkpoint.save; rank 1: " + what in said
         assert max(took, other_took) < 5

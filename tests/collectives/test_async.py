@@ -68,7 +68,7 @@ def waited(futures: dict[str, ltx.Future], backwards: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sockets", [False, True])
-def test_processes(torn: Callable[..., Any], sockets: bool, seed: int) -> None:
+def test_processes(on_new_axis: Callable[..., Any], sockets: bool, seed: int) -> None:
     """All at once under way, waited for in another order on each rank, between other collectives."""
     xs = torch.randn(2, 2, 4, dtype=torch.float64)
     xs[1, 0, 1] = torch.nan
@@ -80,7 +80,7 @@ def test_processes(torn: Callable[..., Any], sockets: bool, seed: int) -> None:
         found = waited(futures, backwards=rank == 1)
         return found, of_each(xs[rank], directly, ON_ONE_AXIS), between.item(), len(comm.resolve("data").comm.futures)
 
-    for found, want, between, left in torn(run, sockets=sockets):
+    for found, want, between, left in on_new_axis(run, sockets=sockets):
         torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
         assert (between, left) == (1.0, 0)
 
@@ -264,7 +264,7 @@ def test_one_that_the_peer_never_begins(started: Callable[..., Forks], sockets: 
         assert process.exitcode == 0
 
 
-def test_a_failed_one_fails_again(torn: Callable[..., Any]) -> None:
+def test_a_failed_one_fails_again(on_new_axis: Callable[..., Any]) -> None:
     """The peer calls something else, which is known too: the error names what was begun."""
 
     def run() -> list[str]:
@@ -279,6 +279,6 @@ def test_a_failed_one_fails_again(torn: Callable[..., Any]) -> None:
             found.append(str(caught.value))
         return found
 
-    for rank, (first, second) in enumerate(torn(run)):
+    for rank, (first, second) in enumerate(on_new_axis(run)):
         assert first == second
         assert f"async {'pmax' if rank else 'psum'} on axis 'data'" in first

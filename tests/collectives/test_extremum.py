@@ -58,10 +58,10 @@ def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, whose: int, dtype: torch.dt
     torch.testing.assert_close(compiled.replicated(), want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_nan_over_sockets(torn: Callable[..., Any]) -> None:
+def test_nan_over_sockets(on_new_axis: Callable[..., Any]) -> None:
     """gloo keeps or drops it by the order in which it meets it."""
     xs = torch.tensor([[torch.nan, 1.0, torch.inf], [2.0, torch.nan, -torch.inf]])
-    found = torn(lambda: _both(xs[ltx.axis_index()]), sockets=True).replicated()
+    found = on_new_axis(lambda: _both(xs[ltx.axis_index()]), sockets=True).replicated()
     torch.testing.assert_close(found, (xs.amax(0), xs.amin(0)), rtol=0, atol=0, equal_nan=True)
 
 

@@ -174,7 +174,7 @@ def test_groups_that_differ_between_ranks(ranks: Ranks) -> None:
     assert "rank 0: axis_index_groups=[[0], [1, 2, 3]]; ranks 1, 2, 3: axis_index_groups=[[0, 1, 2], [3]]" in text
 
 
-def test_one_rank_calls_something_else(torn: Callable[..., Any]) -> None:
+def test_one_rank_calls_something_else(on_new_axis: Callable[..., Any]) -> None:
     """Also where the groups are known already."""
 
     def run() -> list[str]:
@@ -188,7 +188,7 @@ def test_one_rank_calls_something_else(torn: Callable[..., Any]) -> None:
                 ltx.psum(torch.ones(2), axis_index_groups=[[1, 0]])
         return found
 
-    (first, _), second = torn(run)
+    (first, _), second = on_new_axis(run)
     assert first == second[0]
     assert "ranks disagree on the operation: rank 0: axis_index_groups; rank 1: psum" in first
 

@@ -48,7 +48,7 @@ def test_dtypes_and_shapes(ranks: Ranks, dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("sockets", [False, True])
-def test_large_ones_as_in_torch(torn: Callable[..., Any], sockets: bool) -> None:
+def test_large_ones_as_in_torch(on_new_axis: Callable[..., Any], sockets: bool) -> None:
     """More than one message: against torch.distributed's own."""
 
     def run() -> bool:
@@ -69,7 +69,7 @@ def test_large_ones_as_in_torch(torn: Callable[..., Any], sockets: bool) -> None
             )
         )
 
-    assert torn(run, sockets=sockets).replicated()
+    assert on_new_axis(run, sockets=sockets).replicated()
 
 
 def test_only_src_s_values_matter(ranks: Ranks) -> None:

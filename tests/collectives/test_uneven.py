@@ -180,7 +180,7 @@ def test_arguments(call: Callable[[Tensor], Any], message: str) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["all_gather", "psum_scatter"])
 @pytest.mark.parametrize("known", [False, True])
-def test_splits_that_differ_between_ranks(torn: Callable[..., Any], op: str, known: bool) -> None:
+def test_splits_that_differ_between_ranks(on_new_axis: Callable[..., Any], op: str, known: bool) -> None:
     """Padded to the same length they would pair, and rank 1 would take padding for data."""
     calls = {
         "all_gather": lambda rank, splits: ltx.all_gather(torch.ones(splits[rank]), tiled=True, splits=splits),
@@ -197,7 +197,7 @@ def test_splits_that_differ_between_ranks(torn: Callable[..., Any], op: str, kno
             calls[op](rank, choices[rank])
         return str(caught.value)
 
-    found = list(torn(run))
+    found = list(on_new_axis(run))
     assert all(op in text for text in found)
     assert known or all("splits [1, 3]" in text for text in found)
 
@@ -225,7 +225,7 @@ MISFITS: dict[str, tuple[Callable[[int, tuple[int, ...]], Any], int, str]] = {
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("op", MISFITS)
 @pytest.mark.parametrize("known", [False, True])
-def test_a_tensor_that_does_not_fit_raises_on_all_ranks(torn: Callable[..., Any], op: str, known: bool) -> None:
+def test_a_tensor_that_does_not_fit_raises_on_all_ranks(on_new_axis: Callable[..., Any], op: str, known: bool) -> None:
     """At once, and the same error; also if the peers have met these splits before and don't ask again."""
     call, wrong, problem = MISFITS[op]
     right = 3 if op == "all_gather" else 6
@@ -238,7 +238,7 @@ def test_a_tensor_that_does_not_fit_raises_on_all_ranks(torn: Callable[..., Any]
             call(wrong if ltx.axis_index() else right, (3, 3))
         return str(caught.value), time.monotonic() - began
 
-    (first, first_s), (second, second_s) = torn(run, timeout_s=30.0)
+    (first, first_s), (second, second_s) = on_new_axis(run, timeout_s=30.0)
     assert first == second
     assert f"ranks disagree on {op}, its arguments: rank 0: splits [3, 3]; rank 1: {problem}" in first
     assert max(first_s, second_s) < 10
@@ -427,15 +427,15 @@ def test_all_gather_infers_lengths_in_turns(lengths: list[list[int]], seed: int)
             assert torch.equal(found[name], torch.cat([one[name] for one in trees]))
             torch.testing.assert_close(bar[name], 3 * x)
 
-    def torn() -> str:
+    def unequal() -> str:
         with pytest.raises(RankMismatchError) as caught:
             ltx.all_gather(torch.ones(2, 3 + int(ltx.axis_index())), tiled=True, splits="infer")
         return str(caught.value)
 
-    assert "rank 0: float32[any, 3]; rank 1: float32[any, 4]" in ltx.simulate(torn, ranks=2)().replicated()
+    assert "rank 0: float32[any, 3]; rank 1: float32[any, 4]" in ltx.simulate(unequal, ranks=2)().replicated()
 
 
-def test_only_some_ranks_infer(torn: Callable[..., Any]) -> None:
+def test_only_some_ranks_infer(on_new_axis: Callable[..., Any]) -> None:
     """Whichever has seen what before: an error on all ranks, never a hang."""
 
     def run() -> list[str]:
@@ -449,14 +449,14 @@ def test_only_some_ranks_infer(torn: Callable[..., Any]) -> None:
             ltx.all_gather(x, tiled=True, splits="infer" if rank else None)
         return [*found, str(caught.value)]
 
-    first, second = torn(run)
+    first, second = on_new_axis(run)
     assert first == second
     assert 'the operation: rank 0: all_gather; rank 1: all_gather(splits="infer").' in first[0]
     assert "all_gather" in first[1]
     assert 'rank 1: all_gather(splits="infer")' in first[2]
 
 
-def test_both_known(torn: Callable[..., Any]) -> None:
+def test_both_known(on_new_axis: Callable[..., Any]) -> None:
     def run() -> str:
         x = torch.ones(3)
         ltx.all_gather(x, tiled=True, splits="infer")
@@ -465,7 +465,7 @@ def test_both_known(torn: Callable[..., Any]) -> None:
             ltx.all_gather(x, tiled=True, splits="infer" if ltx.axis_index() else None)
         return str(caught.value)
 
-    assert all("a peer has issued another collective here" in text for text in torn(run))
+    assert all("a peer has issued another collective here" in text for text in on_new_axis(run))
 
 
 def test_what_can_not_be_inferred(ranks: Ranks) -> None:

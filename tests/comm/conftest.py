@@ -7,5 +7,5 @@ from typing import Any
 
 from ltx.runtime.per_rank import PerRank
 
-#: What the fixture ``torn`` is.
+#: What the fixture ``on_new_axis`` is.
 OnFreshAxis = Callable[..., PerRank[Any]]

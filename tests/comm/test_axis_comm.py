@@ -66,7 +66,7 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_new_signatures_that_differ(torn: OnFreshAxis, name: str) -> None:
+def test_new_signatures_that_differ(on_new_axis: OnFreshAxis, name: str) -> None:
     call, expected = MISMATCHES[name]
 
     def run() -> tuple[str, float]:
@@ -74,27 +74,27 @@ def test_new_signatures_that_differ(torn: OnFreshAxis, name: str) -> None:
             call(int(ltx.axis_index()))
         return str(caught.value), ltx.psum(torch.ones(()), axis="data").item()
 
-    text, after = torn(run, timeout_s=3.0).replicated()
+    text, after = on_new_axis(run, timeout_s=3.0).replicated()
     assert text.startswith("axis 'data': ranks disagree on ")
     assert [part for part in expected if part not in text] == []
     assert after == 2.0, "nothing has moved: the axis works as before"
 
 
-def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(torn: OnFreshAxis) -> None:
+def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(on_new_axis: OnFreshAxis) -> None:
     def run() -> str:
         ltx.psum([torch.ones(2)] * 2)
         with pytest.raises(RankMismatchError) as caught:
             ltx.psum([torch.ones(2)] * (2 + int(ltx.axis_index())))
         return str(caught.value)
 
-    text = torn(run, timeout_s=3.0).replicated()
+    text = on_new_axis(run, timeout_s=3.0).replicated()
     assert "on psum, leaf '2'" in text
     assert "rank 0: no such leaf; rank 1: float32[2]" in text
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_a_peer_that_stands_at_something_new(torn: OnFreshAxis, waiting: int) -> None:
+def test_a_peer_that_stands_at_something_new(on_new_axis: OnFreshAxis, waiting: int) -> None:
     """One rank waits in a collective that it knows; the other compares another one, which the first answers."""
 
     def run() -> str:
@@ -103,12 +103,12 @@ def test_a_peer_that_stands_at_something_new(torn: OnFreshAxis, waiting: int) ->
             ltx.psum(torch.ones(2 if int(ltx.axis_index()) == waiting else 3))
         return str(caught.value)
 
-    text = torn(run).replicated()
+    text = on_new_axis(run).replicated()
     assert f"rank {waiting}: float32[2]" in text
     assert f"rank {1 - waiting}: float32[3]" in text
 
 
-def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(torn: OnFreshAxis) -> None:
+def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(on_new_axis: OnFreshAxis) -> None:
     """The source needn't wait for the others, and goes on to what they are at: it would pair with its broadcast."""
 
     def run() -> str:
@@ -117,12 +117,12 @@ def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(torn: OnFresh
             [ltx.broadcast(torch.ones(2)) for _ in range(1 - int(ltx.axis_index()))], ltx.psum(torch.ones(3))
         return str(caught.value)
 
-    text = torn(run).replicated()
+    text = on_new_axis(run).replicated()
     assert "ranks disagree on the operation: rank 0: " in text
     assert "rank 1: psum" in text
 
 
-def test_the_same_new_call_after_other_comparisons(torn: OnFreshAxis) -> None:
+def test_the_same_new_call_after_other_comparisons(on_new_axis: OnFreshAxis) -> None:
     """As when one rank was interrupted while it compared something: the two calls don't meet, and both say so."""
 
     def run() -> str:
@@ -131,23 +131,23 @@ def test_the_same_new_call_after_other_comparisons(torn: OnFreshAxis) -> None:
             ltx.psum(torch.ones(3))
         return str(caught.value)
 
-    for text in torn(run):
+    for text in on_new_axis(run):
         assert "ranks disagree on the operation: rank " in text
         assert "psum (after other calls)" in text
 
 
-def test_barriers_of_which_one_is_known(torn: OnFreshAxis) -> None:
+def test_barriers_of_which_one_is_known(on_new_axis: OnFreshAxis) -> None:
     def run() -> str:
         ltx.barrier("load")
         with pytest.raises(RankMismatchError) as caught:
             ltx.barrier(["load", "save"][int(ltx.axis_index())])
         return str(caught.value)
 
-    assert "rank 0: barrier 'load'; rank 1: barrier 'save'" in torn(run).replicated()
+    assert "rank 0: barrier 'load'; rank 1: barrier 'save'" in on_new_axis(run).replicated()
 
 
 @pytest.mark.full
-def test_a_step_on_one_rank_and_a_new_collective_on_the_other(torn: OnFreshAxis) -> None:
+def test_a_step_on_one_rank_and_a_new_collective_on_the_other(on_new_axis: OnFreshAxis) -> None:
     """They use different channels, but each one's wait sees where the other stands or gives up in time."""
     step = ltx.data_parallel(lambda w: (w**2).sum())
 
@@ -158,10 +158,10 @@ def test_a_step_on_one_rank_and_a_new_collective_on_the_other(torn: OnFreshAxis)
             call(torch.ones(2))
         return type(caught.value).__name__
 
-    torn(run, timeout_s=2.0)
+    on_new_axis(run, timeout_s=2.0)
 
 
-def test_what_is_pending_never_counts_as_completed(torn: OnFreshAxis) -> None:
+def test_what_is_pending_never_counts_as_completed(on_new_axis: OnFreshAxis) -> None:
     """A second wait for a collective that failed fails too: its buffer holds this rank's share alone."""
 
     def run() -> list[str]:
@@ -175,7 +175,7 @@ def test_what_is_pending_never_counts_as_completed(torn: OnFreshAxis) -> None:
             said.append(str(caught.value))
         return said
 
-    said = torn(run, timeout_s=1.0).rank(0)
+    said = on_new_axis(run, timeout_s=1.0).rank(0)
     assert len(said) == 2
     assert all("a sum of one (issue 0) on axis 'data'" in text for text in said)
 
@@ -192,7 +192,7 @@ def test_a_pool_survives(ranks: Ranks) -> None:
     assert list(pool.run(os.getpid)) == list(before)
 
 
-def test_known_collectives_in_swapped_order_are_caught_at_the_fence(torn: OnFreshAxis) -> None:
+def test_known_collectives_in_swapped_order_are_caught_at_the_fence(on_new_axis: OnFreshAxis) -> None:
     """Two sums of equal sizes pair with each other and mix; the next step's header tells, before it returns."""
 
     def run() -> tuple[str, float]:
@@ -206,14 +206,14 @@ def test_known_collectives_in_swapped_order_are_caught_at_the_fence(torn: OnFres
             torch.func.grad(step)(torch.ones(2))
         return str(caught.value), grads.sum().item()
 
-    text, grads = torn(run, sockets=True).replicated()
+    text, grads = on_new_axis(run, sockets=True).replicated()
     assert "ranks have issued different collectives, or the same ones in another order" in text
     assert grads == 4.0
 
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("shapes", [((2, 3), (3, 2)), ((2, 3), (40, 50)), ((0, 3), (3,))], ids=str)
-def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(torn: OnFreshAxis, shapes: Any) -> None:
+def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(on_new_axis: OnFreshAxis, shapes: Any) -> None:
     """At once, whatever their sizes, and with the values as they were."""
 
     def run() -> tuple[str, Tensor]:
@@ -226,7 +226,7 @@ def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(torn: O
             _ = [call() for call in here]
         return str(caught.value), x
 
-    for rank, (text, x) in enumerate(torn(run)):
+    for rank, (text, x) in enumerate(on_new_axis(run)):
         assert f"rank {rank}: " in text
         assert "a peer has issued another collective here" in text
         assert torch.equal(x, torch.ones(shapes[rank]))
@@ -235,7 +235,7 @@ def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(torn: O
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("operation", ["psum", "data_parallel", "barrier 'end'"])
-def test_a_peer_that_does_not_come(torn: OnFreshAxis, operation: str, known: bool) -> None:
+def test_a_peer_that_does_not_come(on_new_axis: OnFreshAxis, operation: str, known: bool) -> None:
     def run() -> tuple[str, float]:
         step = ltx.data_parallel(lambda w: (w**2).sum())
         calls: dict[str, Callable[[], Any]] = {
@@ -253,7 +253,7 @@ def test_a_peer_that_does_not_come(torn: OnFreshAxis, operation: str, known: boo
         assert isinstance(caught.value, TimeoutError)
         return str(caught.value), time.monotonic() - began
 
-    text, took_s = torn(run, timeout_s=0.5).rank(0)
+    text, took_s = on_new_axis(run, timeout_s=0.5).rank(0)
     assert text.startswith("rank 0: ")
     assert "within 0.5 s" in text
     assert "on axis 'data'" in text
@@ -262,7 +262,7 @@ def test_a_peer_that_does_not_come(torn: OnFreshAxis, operation: str, known: boo
     assert 0.4 < took_s < 5.0
 
 
-def test_a_signal_is_seen_while_a_rank_waits(torn: OnFreshAxis) -> None:
+def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnFreshAxis) -> None:
     class StopError(Exception):
         pass
 
@@ -284,10 +284,10 @@ def test_a_signal_is_seen_while_a_rank_waits(torn: OnFreshAxis) -> None:
             signal.signal(signal.SIGALRM, before)
         return time.monotonic() - began
 
-    assert 0.2 <= torn(run, timeout_s=30.0).rank(0) < 3.0
+    assert 0.2 <= on_new_axis(run, timeout_s=30.0).rank(0) < 3.0
 
 
-def test_orders_of_arrival_that_differ_are_rank_0_s(torn: OnFreshAxis) -> None:
+def test_orders_of_arrival_that_differ_are_rank_0_s(on_new_axis: OnFreshAxis) -> None:
     """Dicts built in different orders: the same leaves, paired by path, in the buckets that rank 0 planned."""
 
     def run() -> dict[str, Tensor]:
@@ -296,7 +296,7 @@ def test_orders_of_arrival_that_differ_are_rank_0_s(torn: OnFreshAxis) -> None:
         strategy = ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)
         return dict(sorted(ltx.sync_gradients(grads, strategy)[0].items()))
 
-    got = torn(run).replicated()
+    got = on_new_axis(run).replicated()
     assert {name: x.tolist() for name, x in got.items()} == {"x": [0.0, 0.0], "y": [1.5, 1.5], "z": [3.0, 3.0]}
 
 

@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[list[Callable[[], Any]], Call, tuple[str, ...]]] = {
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", FAULTS)
-def test_known_calls_that_differ(torn: OnFreshAxis, name: str) -> None:
+def test_known_calls_that_differ(on_new_axis: OnFreshAxis, name: str) -> None:
     known, call, expected = FAULTS[name]
 
     def run() -> tuple[str, float]:
@@ -119,14 +119,14 @@ def test_known_calls_that_differ(torn: OnFreshAxis, name: str) -> None:
             after += ltx.psum(torch.ones(())).item()
         return str(caught.value), after
 
-    text, after = torn(run, timeout_s=20.0).replicated()
+    text, after = on_new_axis(run, timeout_s=20.0).replicated()
     assert text.startswith("axis 'data': ranks disagree on ")
     assert [part for part in expected if part not in text] == []
     assert len(re.findall(r"test_debug\.py:\d+", text)) == 2 if "at the end" not in name else "test_debug.py" in text
     assert after == 4.0, "nothing of the call has moved: the axis works as before"
 
 
-def test_equal_calls_from_different_lines(torn: OnFreshAxis) -> None:
+def test_equal_calls_from_different_lines(on_new_axis: OnFreshAxis) -> None:
     def run(same_lines: bool) -> tuple[list[float], str]:
         a, b = torch.ones(2), torch.full((2,), 2.0)
         sums, text = [], ""
@@ -144,7 +144,7 @@ def test_equal_calls_from_different_lines(torn: OnFreshAxis) -> None:
             text = str(error)
         return sums, text
 
-    sums, text = torn(lambda: run(True)).replicated()
+    sums, text = on_new_axis(lambda: run(True)).replicated()
     assert sums == []
     assert re.search(
         r"ranks disagree on the line that calls psum: rank 0: test_debug.py:\d+; rank 1: test_debug.py:\d+\. Fix: call "
@@ -152,10 +152,10 @@ def test_equal_calls_from_different_lines(torn: OnFreshAxis) -> None:
         r"ltx.debug_checks\(same_lines=False\)\.",
         text,
     ), text
-    assert torn(lambda: run(False)).replicated() == ([3.0, 3.0], "")
+    assert on_new_axis(lambda: run(False)).replicated() == ([3.0, 3.0], "")
 
 
-def test_what_ranks_may_call_from_different_lines(torn: OnFreshAxis) -> None:
+def test_what_ranks_may_call_from_different_lines(on_new_axis: OnFreshAxis) -> None:
     def run() -> tuple[str, float]:
         with ltx.debug_checks():
             if int(ltx.axis_index()) == 0:
@@ -166,11 +166,11 @@ def test_what_ranks_may_call_from_different_lines(torn: OnFreshAxis) -> None:
                 got = ltx.broadcast_object(""), ltx.broadcast(torch.zeros(()))
         return got[0], got[1].item()
 
-    assert torn(run).replicated() == ("x", 1.0)
+    assert on_new_axis(run).replicated() == ("x", 1.0)
 
 
 @pytest.mark.full
-def test_a_peer_that_comes_to_nothing(torn: OnFreshAxis) -> None:
+def test_a_peer_that_comes_to_nothing(on_new_axis: OnFreshAxis) -> None:
     """Rank 1 calls one psum fewer and then nothing for as long as rank 0 waits."""
 
     def run() -> tuple[str, str]:
@@ -187,7 +187,7 @@ def test_a_peer_that_comes_to_nothing(torn: OnFreshAxis) -> None:
             calls()
         return type(caught.value).__name__, str(caught.value)
 
-    (kind, text), (later, told) = torn(run, timeout_s=1.0)
+    (kind, text), (later, told) = on_new_axis(run, timeout_s=1.0)
     assert (kind, later) == ("CollectiveTimeoutError", "RankMismatchError")
     assert "rank 0: all_gather on axis 'data': ranks [1] didn't come to compare it within 1 s." in text
     assert re.search(r"This is all_gather\(.*: float32\[2\], .*\) at \S+test_debug.py:\d+\.", text)
@@ -195,7 +195,7 @@ def test_a_peer_that_comes_to_nothing(torn: OnFreshAxis) -> None:
     assert "rank 0: nothing: CollectiveTimeoutError: rank 0: all_gather" in told
 
 
-def test_a_rank_that_leaves_by_an_exception(torn: OnFreshAxis) -> None:
+def test_a_rank_that_leaves_by_an_exception(on_new_axis: OnFreshAxis) -> None:
     def run() -> tuple[str, str, float]:
         @ltx.debug_checks()
         def calls() -> None:
@@ -210,7 +210,7 @@ def test_a_rank_that_leaves_by_an_exception(torn: OnFreshAxis) -> None:
             after = ltx.psum(torch.ones(())).item()
         return type(caught.value).__name__, str(caught.value), after
 
-    (kind, text, after), other = torn(run)
+    (kind, text, after), other = on_new_axis(run)
     assert other == ("ZeroDivisionError", "no data", 2.0)
     assert (kind, after) == ("RankMismatchError", 2.0)
     assert "rank 1: nothing: it has left debug_checks() by ZeroDivisionError: no data at " in text
@@ -218,7 +218,7 @@ def test_a_rank_that_leaves_by_an_exception(torn: OnFreshAxis) -> None:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("peer", ["new", "known", "step", "nothing"])
-def test_entered_by_one_rank(torn: OnFreshAxis, peer: str) -> None:
+def test_entered_by_one_rank(on_new_axis: OnFreshAxis, peer: str) -> None:
     def run() -> tuple[str, str]:
         stepped = torch.func.grad(ltx.data_parallel(step))
         stepped(torch.ones(2)), ltx.psum(torch.ones(2))
@@ -239,7 +239,7 @@ def test_entered_by_one_rank(torn: OnFreshAxis, peer: str) -> None:
                 assert ltx.psum(torch.ones(())).item() == 2.0
         return type(error).__name__, str(error)
 
-    (kind, text), (other, same) = torn(run, timeout_s=1.0 if peer == "nothing" else 10.0)
+    (kind, text), (other, same) = on_new_axis(run, timeout_s=1.0 if peer == "nothing" else 10.0)
     if peer == "nothing":
         assert (kind, other) == ("CollectiveTimeoutError", "NoneType")
         assert "debug_checks on axis 'data': ranks [1] didn't come to compare it" in text
@@ -252,7 +252,7 @@ def test_entered_by_one_rank(torn: OnFreshAxis, peer: str) -> None:
     assert f"ranks disagree on the operation: rank 0: debug_checks; rank 1: {called}. Fix" in text
 
 
-def test_left_by_one_rank(torn: OnFreshAxis) -> None:
+def test_left_by_one_rank(on_new_axis: OnFreshAxis) -> None:
     """Rank 1 leaves without an exception, where the peer doesn't: its end is a call that differs."""
 
     def run() -> str:
@@ -265,10 +265,10 @@ def test_left_by_one_rank(torn: OnFreshAxis) -> None:
             calls(1 - int(ltx.axis_index()))
         return str(caught.value)
 
-    assert "rank 0: psum; rank 1: the end of debug_checks()" in torn(run).replicated()
+    assert "rank 0: psum; rank 1: the end of debug_checks()" in on_new_axis(run).replicated()
 
 
-def test_a_backward_pass_on_one_rank(torn: OnFreshAxis) -> None:
+def test_a_backward_pass_on_one_rank(on_new_axis: OnFreshAxis) -> None:
     def run() -> str:
         stepped = ltx.data_parallel(step)
         torch.func.grad(stepped)(torch.ones(2)), ltx.psum(torch.ones(2))
@@ -285,11 +285,11 @@ def test_a_backward_pass_on_one_rank(torn: OnFreshAxis) -> None:
             calls()
         return str(caught.value)
 
-    text = torn(run).replicated()
+    text = on_new_axis(run).replicated()
     assert "on the operation: rank 0: data_parallel (under way, unlike its peer); rank 1: psum." in text
 
 
-def test_without_it_the_next_step_tells(torn: OnFreshAxis) -> None:
+def test_without_it_the_next_step_tells(on_new_axis: OnFreshAxis) -> None:
     def run() -> tuple[list[float], str]:
         stepped = torch.func.grad(ltx.data_parallel(step))
         a, b = torch.ones(2), torch.full((2, 1), 2.0)
@@ -299,7 +299,7 @@ def test_without_it_the_next_step_tells(torn: OnFreshAxis) -> None:
             stepped(torch.ones(2))
         return mixed, str(caught.value)
 
-    mixed, text = torn(run, sockets=True).replicated()
+    mixed, text = on_new_axis(run, sockets=True).replicated()
     assert mixed == [6.0, 6.0], "the sum of a and b, twice"
     assert "Wrap the program in ltx.debug_checks()" in text
 
@@ -327,7 +327,7 @@ def everything(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-def test_calls_that_agree_are_let_through(torn: OnFreshAxis, seed: int) -> None:
+def test_calls_that_agree_are_let_through(on_new_axis: OnFreshAxis, seed: int) -> None:
     x = torch.randn(2, 3)
 
     def run() -> list[tuple[list[torch.Tensor], int]]:
@@ -341,15 +341,15 @@ def test_calls_that_agree_are_let_through(torn: OnFreshAxis, seed: int) -> None:
         after = everything(mine), axis_comm.user.digest
         return [first, checked, again, after]
 
-    for results in torn(run):
+    for results in on_new_axis(run):
         plain = results[0][0]
         for values, _ in results[1:]:
             torch.testing.assert_close(values, plain, rtol=0, atol=0)
-    digests = [[digest for _, digest in results] for results in torn(run)]
+    digests = [[digest for _, digest in results] for results in on_new_axis(run)]
     assert digests[0] == digests[1]
 
 
-def test_new_under_the_checks_is_known_after_them(torn: OnFreshAxis) -> None:
+def test_new_under_the_checks_is_known_after_them(on_new_axis: OnFreshAxis) -> None:
     """The order of buckets too, which is rank 0's."""
 
     def run() -> tuple[int, list[float]]:
@@ -364,7 +364,7 @@ def test_new_under_the_checks_is_known_after_them(torn: OnFreshAxis) -> None:
         axis_comm = axes_in_scope()[-1].comm
         return axis_comm.bucket_channel(0).compared, [g[n][0].item() for g in got for n in "xyz"]
 
-    assert torn(run).replicated() == (0, [0.0, 1.5, 3.0] * 3)
+    assert on_new_axis(run).replicated() == (0, [0.0, 1.5, 3.0] * 3)
 
 
 def test_a_world_of_one_and_simulated_ranks() -> None:
@@ -387,7 +387,7 @@ def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
     assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in text
 
 
-def test_one_comparison_a_call_and_a_store_that_stays_small(torn: OnFreshAxis) -> None:
+def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnFreshAxis) -> None:
     def run() -> list[bool]:
         axis_comm = axes_in_scope()[-1].comm
         with ltx.debug_checks():
@@ -396,16 +396,16 @@ def test_one_comparison_a_call_and_a_store_that_stays_small(torn: OnFreshAxis) -
             # The entry is call 0; of the last call the peers may still read.
             return [axis_comm.negotiation.peek(f"checks/1/{call}", axis_comm.rank) is not None for call in range(6)]
 
-    assert torn(run).replicated() == [False] * 5 + [True]
+    assert on_new_axis(run).replicated() == [False] * 5 + [True]
 
 
 @pytest.mark.full
 @pytest.mark.slow_compile
-def test_compiled_calls_are_not_compared(torn: OnFreshAxis) -> None:
+def test_compiled_calls_are_not_compared(on_new_axis: OnFreshAxis) -> None:
     def run() -> tuple[list[float], tuple[int, int]]:
         compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
         with ltx.debug_checks():
             got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
             return got.tolist(), axes_in_scope()[-1].comm.negotiation.next_check
 
-    assert torn(run).replicated() == ([3.0, 3.0], (1, 1))
+    assert on_new_axis(run).replicated() == ([3.0, 3.0], (1, 1))

@@ -98,7 +98,7 @@ def test_a_rank_that_does_something_else(ranks: Ranks) -> None:
         assert "rank 1: measure_network" in text
 
 
-def test_a_rank_that_is_interrupted_tells_the_others(torn: OnFreshAxis) -> None:
+def test_a_rank_that_is_interrupted_tells_the_others(on_new_axis: OnFreshAxis) -> None:
     def interrupted() -> Any:
         if dist.get_rank():
             calls, inner = [0], measuring._sum_s
@@ -120,7 +120,7 @@ def test_a_rank_that_is_interrupted_tells_the_others(torn: OnFreshAxis) -> None:
             assert "KeyboardInterrupt" in str(raised.value)
         return ltx.profile.measure_network()
 
-    first, second = torn(interrupted)
+    first, second = on_new_axis(interrupted)
     assert first == second
     assert isinstance(first, ltx.profile.Network)
 

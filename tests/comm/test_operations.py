@@ -53,10 +53,10 @@ def _results(dtype: torch.dtype, length: int, seed: int) -> Found:
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_shared_memory_and_sockets(torn: OnFreshAxis, dtype: torch.dtype, length: int, seed: int) -> None:
+def test_shared_memory_and_sockets(on_new_axis: OnFreshAxis, dtype: torch.dtype, length: int, seed: int) -> None:
     if dtype != torch.float32:
         length = min(length, 200_001)
-    short, long = (torn(lambda: _results(dtype, length, seed), sockets=sockets) for sockets in (False, True))
+    short, long = (on_new_axis(lambda: _results(dtype, length, seed), sockets=sockets) for sockets in (False, True))
     assert list(short) == list(long)
 
 
@@ -64,7 +64,7 @@ def test_shared_memory_and_sockets(torn: OnFreshAxis, dtype: torch.dtype, length
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("whose", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_nan_survives_extrema(torn: OnFreshAxis, sockets: bool, whose: int, dtype: torch.dtype) -> None:
+def test_nan_survives_extrema(on_new_axis: OnFreshAxis, sockets: bool, whose: int, dtype: torch.dtype) -> None:
     xs = torch.randn(2, 7).to(dtype)
     xs[whose, 2], xs[1 - whose, 4], xs[0, 5] = torch.nan, torch.inf, -torch.inf
 
@@ -74,7 +74,7 @@ def test_nan_survives_extrema(torn: OnFreshAxis, sockets: bool, whose: int, dtyp
 
     nothing = torch.zeros(0)
     want = (xs.amax(0), xs.amin(0), nothing, xs[:, 2].amin())
-    torch.testing.assert_close(torn(run, sockets=sockets).replicated(), want, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(on_new_axis(run, sockets=sockets).replicated(), want, rtol=0, atol=0, equal_nan=True)
 
 
 def _in_turn() -> tuple[bool, list[int], list[float]]:
@@ -88,7 +88,7 @@ def _in_turn() -> tuple[bool, list[int], list[float]]:
     return _is_gloo(bucket), threads, [x[0].item() for x in xs]
 
 
-def test_buckets_travel_one_after_the_other(torn: OnFreshAxis) -> None:
+def test_buckets_travel_one_after_the_other(on_new_axis: OnFreshAxis) -> None:
     """Two at once would share the link, and the first take as long as both."""
-    for found in torn(_in_turn, sockets=True):
+    for found in on_new_axis(_in_turn, sockets=True):
         assert found == (True, [1, 2], [0.0, 2.0, 4.0, 6.0, 8.0])

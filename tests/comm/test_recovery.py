@@ -32,7 +32,7 @@ def _gradient() -> float:
     return float(torch.func.grad(ltx.data_parallel(_scaled))(torch.tensor(1.0)))
 
 
-def test_some_had_completed_it(torn: OnFreshAxis) -> None:
+def test_some_had_completed_it(on_new_axis: OnFreshAxis) -> None:
     """Told once, on every rank; then the axis works."""
 
     def run() -> tuple[str, float]:
@@ -44,13 +44,13 @@ def test_some_had_completed_it(torn: OnFreshAxis) -> None:
             _gradient()
         return str(caught.value), _gradient()
 
-    for message, gradient in torn(run):
+    for message, gradient in on_new_axis(run):
         assert "passes completed: rank 0: 1, rank 1: 2" in message
         assert gradient == 1.5
 
 
 @pytest.mark.full
-def test_a_peer_that_does_not_leave_it(torn: OnFreshAxis) -> None:
+def test_a_peer_that_does_not_leave_it(on_new_axis: OnFreshAxis) -> None:
     def run() -> str:
         _gradient()
         if _axis_comm().rank == 1:
@@ -60,7 +60,7 @@ def test_a_peer_that_does_not_leave_it(torn: OnFreshAxis) -> None:
             _gradient()
         return str(caught.value)
 
-    assert "ranks [1] didn't come to begin the next one within 2 s" in torn(run, timeout_s=2.0).rank(0)
+    assert "ranks [1] didn't come to begin the next one within 2 s" in on_new_axis(run, timeout_s=2.0).rank(0)
 
 
 @pytest.mark.full(but=1)
@@ -90,7 +90,7 @@ def test_a_peer_that_is_gone_before_it_leaves_it(how: str, started: Callable[...
 
 
 @pytest.mark.full
-def test_left_again_and_again(torn: OnFreshAxis) -> None:
+def test_left_again_and_again(on_new_axis: OnFreshAxis) -> None:
     """The axis works each time, and keeps no more than the last pass' process groups, each of which has threads."""
 
     def groups() -> int:
@@ -104,7 +104,7 @@ def test_left_again_and_again(torn: OnFreshAxis) -> None:
             counts.append(groups())
         return found, counts
 
-    for found, counts in torn(run):
+    for found, counts in on_new_axis(run):
         assert found == [1.5] * 5
         assert len(set(counts[1:])) == 1
 
@@ -125,19 +125,19 @@ def _of_two_buckets(fails: bool) -> float:
     return float(params["first"].grad[0])  # type: ignore[index]
 
 
-def test_a_new_plan_after_ranks_have_issued_unequal_numbers(torn: OnFreshAxis) -> None:
+def test_a_new_plan_after_ranks_have_issued_unequal_numbers(on_new_axis: OnFreshAxis) -> None:
     def run() -> tuple[str, float]:
         _of_two_buckets(fails=False)
         with pytest.raises((ZeroDivisionError, DeadlockDetectedError)) as caught:
             _of_two_buckets(fails=_axis_comm().rank == 1)
         return type(caught.value).__name__, _gradient()
 
-    results = torn(run)
+    results = on_new_axis(run)
     assert [name for name, _ in results] == ["DeadlockDetectedError", "ZeroDivisionError"]
     assert [gradient for _, gradient in results] == [1.5, 1.5]
 
 
-def test_a_new_plan_on_a_rank_that_does_not_know_that_its_peer_has_left(torn: OnFreshAxis) -> None:
+def test_a_new_plan_on_a_rank_that_does_not_know_that_its_peer_has_left(on_new_axis: OnFreshAxis) -> None:
     def run() -> tuple[str, float]:
         _of_two_buckets(fails=False)
         said = ""
@@ -149,6 +149,6 @@ def test_a_new_plan_on_a_rank_that_does_not_know_that_its_peer_has_left(torn: On
             said = str(caught.value)
         return said, _gradient()
 
-    (said, mine), (_, other) = torn(run)
+    (said, mine), (_, other) = on_new_axis(run)
     assert "rank 1 has left a backward pass on axis 'data' halfway (an interrupt)" in said
     assert (mine, other) == (1.5, 1.5)

@@ -167,8 +167,8 @@ def exchanged_beside(seed: int) -> int:
 
 
 @pytest.mark.full
-def test_several_threads_may_wait_at_once(torn: Callable[..., Any], seed: int) -> None:
-    assert torn(lambda: exchanged_beside(seed), timeout_s=20.0).replicated() == 0
+def test_several_threads_may_wait_at_once(on_new_axis: Callable[..., Any], seed: int) -> None:
+    assert on_new_axis(lambda: exchanged_beside(seed), timeout_s=20.0).replicated() == 0
 
 
 @pytest.mark.full

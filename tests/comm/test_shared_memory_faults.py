@@ -198,8 +198,8 @@ def fail_in(phase: str, on: Sequence[int]) -> list[str]:
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize(("phase", "on"), [("give", (0,)), ("reduce", (1,)), ("reduce", (0, 1)), ("take", (0,))])
-def test_all_ranks_hear_of_it(torn: Callable[..., Any], phase: str, on: Sequence[int]) -> None:
-    for rank, said in enumerate(torn(lambda: fail_in(phase, on))):
+def test_all_ranks_hear_of_it(on_new_axis: Callable[..., Any], phase: str, on: Sequence[int]) -> None:
+    for rank, said in enumerate(on_new_axis(lambda: fail_in(phase, on))):
         # Who has emptied its piece before a peer fails has its sum.
         wrong = [text for text in said if text != "[2.0, 2.0, 2.0]"]
         assert len(wrong) >= 2, said
@@ -258,8 +258,8 @@ def no_memory(on: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
-def test_no_memory_is_told_at_once(torn: Callable[..., Any], on: Sequence[int]) -> None:
-    for rank, said in enumerate(torn(lambda: no_memory(on))):
+def test_no_memory_is_told_at_once(on_new_axis: Callable[..., Any], on: Sequence[int]) -> None:
+    for rank, said in enumerate(on_new_axis(lambda: no_memory(on))):
         assert said[0].startswith("MemoryError" if rank in on else f"TransportError: rank {rank}: all_gather on axis")
         assert said[1].startswith("TransportError: ")
         assert "MemoryError: none left" in said[1]
@@ -284,8 +284,8 @@ def left_out(rank_interrupted: int) -> list[str]:
     return said
 
 
-def test_what_an_interrupt_left_out_is_refused_at_the_next_collective(torn: Callable[..., Any]) -> None:
+def test_what_an_interrupt_left_out_is_refused_at_the_next_collective(on_new_axis: Callable[..., Any]) -> None:
     """Of two equal sums, one is missing on a rank: they aren't paired."""
-    by_rank = torn(lambda: left_out(0))
+    by_rank = on_new_axis(lambda: left_out(0))
     assert by_rank[0] == ["KeyboardInterrupt", "RankMismatchError", "RankMismatchError"]
     assert by_rank[1] == ["RankMismatchError", "RankMismatchError", "RankMismatchError"]

@@ -100,11 +100,13 @@ def on_one_rank(tensors: dict[torch.dtype, Tensor]) -> dict[tuple[str, torch.dty
 
 
 @pytest.fixture(scope="module")
-def by_backing(ranks: Callable[[int], Any], torn: Callable[..., Any]) -> dict[str, list[dict[tuple[str, Any], Any]]]:
+def by_backing(
+    ranks: Callable[[int], Any], on_new_axis: Callable[..., Any]
+) -> dict[str, list[dict[tuple[str, Any], Any]]]:
     tensors = {dtype: given(dtype) for dtype in PLAIN}
     return {
         "shared memory": list(ranks(2).run(on_one_rank, tensors)),
-        "sockets": list(torn(lambda: on_one_rank(tensors), timeout_s=30.0, sockets=True)),
+        "sockets": list(on_new_axis(lambda: on_one_rank(tensors), timeout_s=30.0, sockets=True)),
         "one process": list(ranks(1).run(on_one_rank, {dtype: x[:1] for dtype, x in tensors.items()})),
         "alone": [on_one_rank({dtype: x[:1] for dtype, x in tensors.items()})],
     }

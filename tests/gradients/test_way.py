@@ -109,12 +109,12 @@ def trace() -> tuple[list[Function], bool]:
     return list(way.functions), way._arrived
 
 
-def test_a_gradients_way_is_short(torn: Callable[..., PerRank[tuple[list[Function], bool]]]) -> None:
+def test_a_gradients_way_is_short(on_new_axis: Callable[..., PerRank[tuple[list[Function], bool]]]) -> None:
     """The functions on the stack when a bucket's all-reduce is issued, and those that its result passes through.
 
     The way ends where :mod:`ltx.optim` gets the gradients. A function that is only a relay belongs into its caller.
     """
-    for functions, arrived in torn(trace, sockets=True):
+    for functions, arrived in on_new_axis(trace, sockets=True):
         files = list(dict.fromkeys(file for file, _ in functions))
         listed = "\n".join(f"  {file}: {name}" for file, name in functions)
         print(f"{len(functions)} functions in {len(files)} files:\n{listed}")

@@ -27,7 +27,7 @@ from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
 from ltx.hooks import from_torch
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., ltx.PerRank]
+OnNewAxis = Callable[..., ltx.PerRank]
 Params = dict[str, Tensor]
 STEPS = 6
 
@@ -211,9 +211,9 @@ def error_of(hook: Any, state: Any, seed: int) -> tuple[str, str, str]:
     ],
 )
 def test_what_fails_under_ddp_fails_on_every_rank(
-    hook: Any, kind: str, text: str, ranks: Ranks, torn: Torn, seed: int
+    hook: Any, kind: str, text: str, ranks: Ranks, on_new_axis: OnNewAxis, seed: int
 ) -> None:
-    run = list(torn(lambda: error_of(hook, ltx.comm.resolve(None).comm.group, seed)))
+    run = list(on_new_axis(lambda: error_of(hook, ltx.comm.resolve(None).comm.group, seed)))
     for first, said, second in run:
         # One that is late may hear of its peer's before it comes to its own.
         assert {first, second} <= {kind, "DeadlockDetectedError"}
@@ -223,7 +223,7 @@ def test_what_fails_under_ddp_fails_on_every_rank(
     assert kind in {second for _, _, second in run}
 
 
-def test_batched_power_sgd_fails_as_under_ddp(torn: Torn, seed: int) -> None:
+def test_batched_power_sgd_fails_as_under_ddp(on_new_axis: OnNewAxis, seed: int) -> None:
     """Once it compresses it asserts, on matrices that it hands to a function that wants batches of them."""
 
     def run() -> Any:
@@ -231,7 +231,7 @@ def test_batched_power_sgd_fails_as_under_ddp(torn: Torn, seed: int) -> None:
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
         return error_of(powerSGD_hook.batched_powerSGD_hook, state, seed)
 
-    for kind, _, again in torn(run):
+    for kind, _, again in on_new_axis(run):
         assert kind == again == "AssertionError"
 
 
@@ -252,9 +252,9 @@ def fails_on_rank_0(group: Any, bucket: Any) -> Any:
     return default_hooks.allreduce_hook(group, bucket)
 
 
-def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
+def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> None:
     """The other waits for it in the hook's own collective, and is told; and nothing pairs with that afterwards."""
-    (kind, text, again), (waited, told, too) = torn(
+    (kind, text, again), (waited, told, too) = on_new_axis(
         lambda: error_of(fails_on_rank_0, ltx.comm.resolve(None).comm.group, seed)
     )
     assert (kind, text) == ("ZeroDivisionError", "mine")
@@ -265,12 +265,12 @@ def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
 
 
 @pytest.mark.full
-def test_a_future_that_never_comes(torn: Torn, seed: int) -> None:
+def test_a_future_that_never_comes(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> Any:
         group = ltx.comm.resolve(None).comm.group
         return error_of(lambda state, bucket: torch.futures.Future(), group, seed)
 
-    for kind, text, _ in torn(run, timeout_s=1.0):
+    for kind, text, _ in on_new_axis(run, timeout_s=1.0):
         assert kind in ("CollectiveTimeoutError", "DeadlockDetectedError")  # whoever is first tells the other
         assert "of bucket 0 on axis 'data' didn't complete within 1 s" in text
 

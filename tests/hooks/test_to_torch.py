@@ -26,7 +26,7 @@ from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, to_to
 from .table import HOOKS, MOST
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., ltx.PerRank]
+OnNewAxis = Callable[..., ltx.PerRank]
 Params = dict[str, Tensor]
 MIB = 1 << 20
 
@@ -387,7 +387,7 @@ def test_what_states_are_refused(ranks: Ranks, seed: int) -> None:
 
 
 @pytest.mark.full
-def test_state_that_doesnt_fit(torn: Torn, seed: int) -> None:
+def test_state_that_doesnt_fit(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> tuple[str, str]:
         net = new_net(seed)
         hook = to_torch(Feedback(), dict(net.named_parameters()))
@@ -398,7 +398,7 @@ def test_state_that_doesnt_fit(torn: Torn, seed: int) -> None:
             with_ddp(to_torch(Feedback(), {"w": torch.ones(2)}), seed)
         return str(wrong.value), str(missing.value)
 
-    for wrong, missing in torn(run):
+    for wrong, missing in on_new_axis(run):
         assert "the state of parameter 'layers.0.bias': expected {'error': 'torch.float32[7]'}" in wrong
         assert "a parameter of shape [7, 7] that isn't among the 1 of names=" in missing
 
@@ -416,7 +416,7 @@ class Fails(InPhases):
 
 
 @pytest.mark.full
-def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
+def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> tuple[str, str, Any]:
         group = ltx.comm.resolve(None).comm.group
         net = new_net(seed)
@@ -433,7 +433,7 @@ def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
         again(batch(seed, 0)).backward()
         return *found, grads_of(again.module)
 
-    (kind, text, grads), (told, why, others) = torn(run)
+    (kind, text, grads), (told, why, others) = on_new_axis(run)
     assert (kind, text) == ("ZeroDivisionError", "mine")
     assert told == "DeadlockDetectedError"
     assert "rank 1: rank 0 has left a backward pass" in why
@@ -441,7 +441,7 @@ def test_a_hook_that_fails_on_one_rank(torn: Torn, seed: int) -> None:
     assert_equal(grads, others)
 
 
-def test_a_pass_that_the_program_leaves(torn: Torn, seed: int) -> None:
+def test_a_pass_that_the_program_leaves(on_new_axis: OnNewAxis, seed: int) -> None:
     """Between two buckets, on every rank: the hook goes on with another module."""
 
     def run() -> tuple[Params, int]:
@@ -465,7 +465,7 @@ def test_a_pass_that_the_program_leaves(torn: Torn, seed: int) -> None:
         again(batch(seed, 0)).backward()
         return grads_of(net), hook.step
 
-    grads, step = torn(run).replicated()
+    grads, step = on_new_axis(run).replicated()
     assert step == 8
     assert_equal(grads, in_bfloat16(seed))
 
@@ -482,7 +482,7 @@ def in_bfloat16(seed: int) -> Params:
     return {name: g.bfloat16().float() + local[1][name].bfloat16().float() for name, g in local[0].items()}
 
 
-def test_ranks_with_different_hooks(torn: Torn, seed: int) -> None:
+def test_ranks_with_different_hooks(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
         hook = hooks.FP16() if ltx.world().rank else hooks.BF16()
         ddp = DistributedDataParallel(new_net(seed), process_group=ltx.comm.resolve(None).comm.group)
@@ -491,7 +491,7 @@ def test_ranks_with_different_hooks(torn: Torn, seed: int) -> None:
             ddp(batch(seed, 0)).backward()
         return str(caught.value)
 
-    text = torn(run).replicated()
+    text = on_new_axis(run).replicated()
     assert "ranks disagree on bucket 0 of DistributedDataParallel, its arguments: rank 0: BF16()" in text
 
 
@@ -542,7 +542,7 @@ def nothing() -> None:
     return None
 
 
-def test_one_hook_for_two_modules_is_refused(torn: Torn, seed: int) -> None:
+def test_one_hook_for_two_modules_is_refused(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
         one = to_torch(hooks.AllReduce())
         _, outer = nested(seed, lambda: one, group=ltx.comm.resolve(None).comm.group)
@@ -550,10 +550,10 @@ def test_one_hook_for_two_modules_is_refused(torn: Torn, seed: int) -> None:
             outer(batch(seed, 0)).backward()
         return str(caught.value)
 
-    assert "Each DDP module needs a to_torch of its own" in torn(run).replicated()
+    assert "Each DDP module needs a to_torch of its own" in on_new_axis(run).replicated()
 
 
-def test_state_of_register_comm_hook(torn: Torn, seed: int) -> None:
+def test_state_of_register_comm_hook(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
         ddp = DistributedDataParallel(new_net(seed), process_group=ltx.comm.resolve(None).comm.group)
         ddp.register_comm_hook("data", to_torch(hooks.AllReduce()))
@@ -561,7 +561,7 @@ def test_state_of_register_comm_hook(torn: Torn, seed: int) -> None:
             ddp(batch(seed, 0)).backward()
         return str(caught.value)
 
-    assert "state is the process group over which to reduce, or None" in torn(run).replicated()
+    assert "state is the process group over which to reduce, or None" in on_new_axis(run).replicated()
 
 
 def test_dtypes_and_odd_shapes(ranks: Ranks, seed: int) -> None:

@@ -297,8 +297,14 @@ def check_moved(by_rank: Any, xs: dict[torch.dtype, Tensor]) -> None:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-def test_a_failed_collective_leaves_later_ones_right(transport: str, ranks: Ranks, torn: Callable[..., Any]) -> None:
-    by_rank = ranks(2).run(after_failures) if transport == "shared memory" else torn(after_failures, 30.0, sockets=True)
+def test_a_failed_collective_leaves_later_ones_right(
+    transport: str, ranks: Ranks, on_new_axis: Callable[..., Any]
+) -> None:
+    by_rank = (
+        ranks(2).run(after_failures)
+        if transport == "shared memory"
+        else on_new_axis(after_failures, 30.0, sockets=True)
+    )
     for found in by_rank:
         check_after_failures(found)
 
@@ -309,10 +315,10 @@ def test_dtypes_without_sums_alone() -> None:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-def test_what_moves_is_of_any_dtype(transport: str, ranks: Ranks, torn: Callable[..., Any], seed: int) -> None:
+def test_what_moves_is_of_any_dtype(transport: str, ranks: Ranks, on_new_axis: Callable[..., Any], seed: int) -> None:
     xs = to_move()
     by_sockets = transport == "sockets"
-    by_rank = torn(lambda: moved(xs), 30.0, sockets=True) if by_sockets else ranks(2).run(moved, xs)
+    by_rank = on_new_axis(lambda: moved(xs), 30.0, sockets=True) if by_sockets else ranks(2).run(moved, xs)
     check_moved(by_rank, xs)
 
 

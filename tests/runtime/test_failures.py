@@ -83,7 +83,7 @@ def test_workers_keep_their_state_after_a_failure(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("sockets", [False, True])
 def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets: bool) -> None:
-    def torn() -> None:
+    def one_fails() -> None:
         if sockets:
             os.environ["LTX_SHARED_MEMORY"] = "0"
             shutdown()
@@ -97,7 +97,7 @@ def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets
     try:
         began = time.monotonic()
         with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: before") as caught:
-            ranks(2).run(torn)
+            ranks(2).run(one_fails)
         took_s = time.monotonic() - began
         assert _works(ranks(2))
     finally:

@@ -166,13 +166,13 @@ def test_parts_of_an_axis_wait_for_their_own_ranks() -> None:
     found = ltx.simulate(f)(torch.tensor([1.0, 2.0, 3.0, 4.0])).stack()
     assert [x.tolist() for x in found] == [[3.0, 3.0, 3.0, 4.0], [6.0, 7.0, 6.0, 7.0], [13.0] * 4]
 
-    def torn(x: Tensor) -> Any:
+    def unequal(x: Tensor) -> Any:
         return ltx.psum(x, inner(find("data"), 2) if here() % 2 else "data")
 
     with pytest.raises(
         RankMismatchError, match=r"rank.* 0, 2: psum.* on axis 'data'; rank.* 1, 3: psum.* within nodes"
     ):
-        ltx.simulate(torn)(torch.ones(4))
+        ltx.simulate(unequal)(torch.ones(4))
 
 
 def test_an_interrupt_ends_all_ranks() -> None:

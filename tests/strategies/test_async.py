@@ -22,7 +22,7 @@ from tests.strategies.problem import make_problem
 from tests.strategies.references import async_averaging
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 ALWAYS = AsyncAveraging(sync_interval_ms=0)
 LR = 0.01
 
@@ -271,7 +271,7 @@ def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_peer_that_begins_no_round(torn: Torn) -> None:
+def test_a_peer_that_begins_no_round(on_new_axis: OnNewAxis) -> None:
     """It counts as lost after the axis' timeout; until then steps go on."""
 
     def run() -> int:
@@ -288,7 +288,7 @@ def test_a_peer_that_begins_no_round(torn: Torn) -> None:
         assert torch.allclose(went(state)["b"], torch.tensor(-LR * steps, dtype=torch.float64))
         return steps
 
-    assert torn(run, timeout_s=1.0).rank(0) > 1
+    assert on_new_axis(run, timeout_s=1.0).rank(0) > 1
 
 
 def test_simulated_ranks_have_no_clock() -> None:

@@ -13,7 +13,7 @@ import ltx
 from ltx.errors import DeadlockDetectedError, ReplicaDivergedError
 from tests.strategies.test_protocol import Gossip, LocalSGD, problem, trainer
 
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 
 
 class BrokenError(Exception):
@@ -59,17 +59,19 @@ def undisturbed(strategy: ltx.Strategy) -> dict[str, Tensor]:
     [(LocalSGD(period=3), False), (LocalSGD(period=3), True), (ltx.HorovodStrategy(op="adasum"), False)],
     ids=["shared memory", "sockets", "several phases"],
 )
-def test_peers_are_told_and_the_step_can_be_done_again(strategy: ltx.Strategy, sockets: bool, torn: Torn) -> None:
-    (raised, kept, params), (raised_1, kept_1, params_1) = torn(lambda: fails_once(strategy, 2), sockets=sockets)
+def test_peers_are_told_and_the_step_can_be_done_again(
+    strategy: ltx.Strategy, sockets: bool, on_new_axis: OnNewAxis
+) -> None:
+    (raised, kept, params), (raised_1, kept_1, params_1) = on_new_axis(lambda: fails_once(strategy, 2), sockets=sockets)
     assert (raised, raised_1) == ([DeadlockDetectedError], [BrokenError])
     assert kept
     assert kept_1
-    expected, expected_1 = torn(lambda: undisturbed(strategy), sockets=sockets)
+    expected, expected_1 = on_new_axis(lambda: undisturbed(strategy), sockets=sockets)
     torch.testing.assert_close(params, expected, rtol=0, atol=0)
     torch.testing.assert_close(params_1, expected_1, rtol=0, atol=0)
 
 
-def test_peers_that_had_gone_on_are_told_too(torn: Torn) -> None:
+def test_peers_that_had_gone_on_are_told_too(on_new_axis: OnNewAxis) -> None:
     """What rank 1 had sent when it failed was all that rank 0 needed for this step, but not for the next one."""
 
     def run() -> tuple[str, float]:
@@ -77,13 +79,13 @@ def test_peers_that_had_gone_on_are_told_too(torn: Torn) -> None:
             fails_once(Gossip(), 3)
         return str(raised.value), ltx.psum(torch.ones(())).item()
 
-    for said, total in torn(run):
+    for said, total in on_new_axis(run):
         assert "(passes completed: rank 0: 4, rank 1: 3)" in said
         assert total == 2.0
 
 
-def test_a_rank_may_fail_alone_in_a_step_without_talk(torn: Torn) -> None:
-    (raised, _, params), (raised_1, _, params_1) = torn(lambda: fails_once(LocalSGD(period=3), 3))
+def test_a_rank_may_fail_alone_in_a_step_without_talk(on_new_axis: OnNewAxis) -> None:
+    (raised, _, params), (raised_1, _, params_1) = on_new_axis(lambda: fails_once(LocalSGD(period=3), 3))
     assert (raised, raised_1) == ([], [BrokenError])
     assert params.keys() == params_1.keys()
 

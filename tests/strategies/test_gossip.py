@@ -18,7 +18,7 @@ from tests.strategies.problem import loss, make_problem
 from tests.strategies.test_failures import BrokenError, fails_once, undisturbed
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 NODES = {"hierarchical": True, "node_size": 2}
@@ -247,8 +247,8 @@ def behind(algorithm_fields: dict[str, Any]) -> tuple[str, bool, float]:
 
 
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
-def test_weights_of_another_step_are_refused(sockets: bool, torn: Torn) -> None:
-    (text, kept, loss), (text_1, kept_1, loss_1) = torn(
+def test_weights_of_another_step_are_refused(sockets: bool, on_new_axis: OnNewAxis) -> None:
+    (text, kept, loss), (text_1, kept_1, loss_1) = on_new_axis(
         lambda: behind({"peer_selection_mode": "shift_one"}), sockets=sockets
     )
     assert text.startswith(
@@ -262,8 +262,8 @@ def test_weights_of_another_step_are_refused(sockets: bool, torn: Torn) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, NODES], ids=str)
-def test_means_over_different_steps_are_refused(fields: dict[str, Any], torn: Torn) -> None:
-    for rank, (text, kept, _) in enumerate(torn(lambda: behind(fields))):
+def test_means_over_different_steps_are_refused(fields: dict[str, Any], on_new_axis: OnNewAxis) -> None:
+    for rank, (text, kept, _) in enumerate(on_new_axis(lambda: behind(fields))):
         step = 0 if rank else 2
         assert text.startswith(f"rank {rank}: its parameters, at step {step}, were averaged with others, which were at")
         assert kept
@@ -279,13 +279,13 @@ def test_means_over_different_steps_are_refused(fields: dict[str, Any], torn: To
     ],
     ids=repr,
 )
-def test_a_step_that_failed_can_be_done_again(strategy: ltx.Strategy, torn: Torn) -> None:
+def test_a_step_that_failed_can_be_done_again(strategy: ltx.Strategy, on_new_axis: OnNewAxis) -> None:
     """As peers need this rank after its backward pass, nobody has gone on."""
-    (raised, kept, params), (raised_1, kept_1, params_1) = torn(lambda: fails_once(strategy, 2))
+    (raised, kept, params), (raised_1, kept_1, params_1) = on_new_axis(lambda: fails_once(strategy, 2))
     assert (raised, raised_1) == ([DeadlockDetectedError], [BrokenError])
     assert kept
     assert kept_1
-    expected, expected_1 = torn(lambda: undisturbed(strategy))
+    expected, expected_1 = on_new_axis(lambda: undisturbed(strategy))
     torch.testing.assert_close(params, expected, rtol=0, atol=0)
     torch.testing.assert_close(params_1, expected_1, rtol=0, atol=0)
 
@@ -311,9 +311,9 @@ def fails_in_the_optimizer() -> tuple[list[str], float]:
     return raised, ltx.psum(torch.ones(())).item()
 
 
-def test_a_rank_that_waits_in_the_next_step_is_told(torn: Torn) -> None:
+def test_a_rank_that_waits_in_the_next_step_is_told(on_new_axis: OnNewAxis) -> None:
     """And if both go on as if nothing had happened, one of them a step behind, that isn't mixed up."""
-    (raised, works), (raised_1, works_1) = torn(fails_in_the_optimizer)
+    (raised, works), (raised_1, works_1) = on_new_axis(fails_in_the_optimizer)
     assert raised == ["DeadlockDetectedError", "RankMismatchError"]
     assert raised_1 == ["BrokenError", "RankMismatchError"]
     assert works == works_1 == 2.0

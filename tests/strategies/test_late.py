@@ -19,7 +19,7 @@ from ltx.strategies import low_precision
 from ltx.strategies.update import Updated, may_be_written_to
 
 Ranks = Callable[[int], Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 Overlap = Literal["backward", "update"]
 
 SMALL: Any = {"bucket_bytes": 64, "first_bucket_bytes": 64}
@@ -136,7 +136,7 @@ class BrokenError(Exception):
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2", "adasum"])
-def test_a_peer_that_fails_leaves_everything_as_it_was(name: str, torn: Torn, seed: int) -> None:
+def test_a_peer_that_fails_leaves_everything_as_it_was(name: str, on_new_axis: OnNewAxis, seed: int) -> None:
     """Rank 1 fails at a step, before it communicates; both do that step again."""
     strategy = LATE[name][1]
 
@@ -162,7 +162,7 @@ def test_a_peer_that_fails_leaves_everything_as_it_was(name: str, torn: Torn, se
                 state, _ = train(state, x[rank])
         return kept, [x.clone() for x in ltx.tree.flatten(state)[0]]
 
-    failed, undisturbed = torn(lambda: run(2)), torn(lambda: run(-1))
+    failed, undisturbed = on_new_axis(lambda: run(2)), on_new_axis(lambda: run(-1))
     for (kept, mine), (_, expected) in zip(failed, undisturbed, strict=True):
         assert kept
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)

@@ -20,7 +20,7 @@ from ltx.training.completion import UpdateThenSend
 from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
 Ranks = Callable[[int], Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 
 IN_BUCKETS = [name for name in LATE if name != "adasum, passes"]
 OF_TWO = [name for name in IN_BUCKETS if LATE[name][0] == 2]
@@ -123,7 +123,7 @@ def test_under_debug_checks(name: str, ranks: Ranks, seed: int) -> None:
 @pytest.mark.parametrize("name", ["ring of 2, small buckets", "adasum, small buckets"])
 @pytest.mark.parametrize("sockets", [False, True])
 def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
-    name: str, sockets: bool, torn: Torn, seed: int
+    name: str, sockets: bool, on_new_axis: OnNewAxis, seed: int
 ) -> None:
     """Rank 1 fails in its backward pass when buckets have been updated; both go on from rank 0's or a new state."""
     strategy = LATE[name][1]
@@ -166,8 +166,8 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
             state, _ = train(state, x[int(ltx.axis_index())])
         return [x.clone() for x in ltx.tree.flatten(state)[0]]
 
-    expected = torn(undisturbed)
-    (first, mine), (second, theirs) = torn(run, sockets=sockets)
+    expected = on_new_axis(undisturbed)
+    (first, mine), (second, theirs) = on_new_axis(run, sockets=sockets)
     assert first.startswith("DeadlockDetectedError"), first
     assert second.startswith("BrokenError, this TrainState (step 0) is invalid"), second
     for whole, found in zip(expected, (mine, theirs), strict=True):
@@ -175,7 +175,7 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
 
 
 @pytest.mark.parametrize("name", ["ring of 2", "adasum"])
-def test_a_sparse_gradient_is_refused(name: str, torn: Torn) -> None:
+def test_a_sparse_gradient_is_refused(name: str, on_new_axis: OnNewAxis) -> None:
     strategy = LATE[name][1]
 
     def run() -> str:
@@ -189,7 +189,7 @@ def test_a_sparse_gradient_is_refused(name: str, torn: Torn) -> None:
         assert torch.equal(state.params["e"], torch.ones(3, 2))
         return str(caught.value)
 
-    assert all("layout" in told for told in torn(run))
+    assert all("layout" in told for told in on_new_axis(run))
 
 
 def test_zero_sums_gradients_in_half_precision_and_sends_parameters_whole(ranks: Ranks, seed: int) -> None:
@@ -220,7 +220,7 @@ def test_zero_goes_on_from_a_gathered_state(donate: bool, ranks: Ranks, seed: in
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-def test_without_any_weight(torn: Torn, seed: int) -> None:
+def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
     """All ranks raise together, and the next step goes on."""
 
     def run() -> tuple[str, list[Tensor]]:
@@ -242,7 +242,7 @@ def test_without_any_weight(torn: Torn, seed: int) -> None:
             state, _ = train(state, x[rank])
         return told, [x.clone() for x in ltx.tree.flatten(state.params)[0]]
 
-    found = torn(run)
+    found = on_new_axis(run)
     assert [told for told, _ in found] == ["WeightError"] * 2
     torch.manual_seed(seed)
     params, inputs = problem(2)

@@ -82,9 +82,9 @@ def _assert_nothing_left(by_rank: Any, overlap: Overlap) -> None:
 @pytest.mark.full
 @pytest.mark.covering(1, of=lambda overlap: ())
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_steps_leave_nothing_behind(overlap: Overlap, torn: OnFreshAxis, seed: int) -> None:
+def test_steps_leave_nothing_behind(overlap: Overlap, on_new_axis: OnFreshAxis, seed: int) -> None:
     """Over sockets with overlap="step", which does something of its own there alone."""
-    by_rank = torn(lambda: _grown(overlap, seed, STEPS), timeout_s=40.0, sockets=overlap == "step")
+    by_rank = on_new_axis(lambda: _grown(overlap, seed, STEPS), timeout_s=40.0, sockets=overlap == "step")
     _assert_nothing_left(by_rank, overlap)
 
 

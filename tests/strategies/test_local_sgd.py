@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx import comm, hooks
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
-from tests.strategies.test_failures import Torn, fails_once, undisturbed
+from tests.strategies.test_failures import OnNewAxis, fails_once, undisturbed
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
@@ -313,12 +313,12 @@ def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
 @pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(3)], ids=["local SGD", "DiLoCo"])
 def test_a_rank_that_fails_where_all_communicate_costs_nobody_its_state(
-    strategy: ltx.Strategy, sockets: bool, torn: Torn
+    strategy: ltx.Strategy, sockets: bool, on_new_axis: OnNewAxis
 ) -> None:
     """Step 2 averages, or takes the outer step."""
-    ended = torn(lambda: fails_once(strategy, 2), sockets=sockets)
+    ended = on_new_axis(lambda: fails_once(strategy, 2), sockets=sockets)
     for (raised, kept, params), expected in zip(
-        ended, torn(lambda: undisturbed(strategy), sockets=sockets), strict=True
+        ended, on_new_axis(lambda: undisturbed(strategy), sockets=sockets), strict=True
     ):
         assert len(raised) == 1
         assert kept

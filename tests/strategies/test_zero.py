@@ -20,7 +20,7 @@ from ltx.training.mixed_precision import Precision
 from tests.strategies.test_failures import BrokenError, fails_once
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 Params = dict[str, Tensor]
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -378,8 +378,8 @@ def test_a_part_for_other_ranks_is_refused() -> None:
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_fails_leaves_all_states_as_they_were(torn: Torn) -> None:
-    results = torn(lambda: fails_once(ltx.ZeroStrategy(), 3))
+def test_a_rank_that_fails_leaves_all_states_as_they_were(on_new_axis: OnNewAxis) -> None:
+    results = on_new_axis(lambda: fails_once(ltx.ZeroStrategy(), 3))
     assert all(raised for raised, _, _ in results)
     assert results[1][0] == [BrokenError]
     assert all(as_before for _, as_before, _ in results)

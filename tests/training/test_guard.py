@@ -18,7 +18,7 @@ from tests.strategies.table import KINDS, ROWS
 from tests.strategies.test_conformance import tensors, trainer
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 Params = dict[str, Tensor]
 
 NAN, INF = float("nan"), float("inf")
@@ -139,9 +139,11 @@ RAISING = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kwargs", [{}, {"donate": False}], ids=str)
 @pytest.mark.parametrize("name", RAISING)
-def test_all_ranks_raise_and_the_step_can_be_done_again(name: str, kwargs: dict[str, Any], torn: Torn) -> None:
-    results = torn(lambda: with_a_bad_step(RAISING[name], NAN, **kwargs))
-    undisturbed = torn(lambda: with_a_bad_step(RAISING[name], None, **kwargs))
+def test_all_ranks_raise_and_the_step_can_be_done_again(
+    name: str, kwargs: dict[str, Any], on_new_axis: OnNewAxis
+) -> None:
+    results = on_new_axis(lambda: with_a_bad_step(RAISING[name], NAN, **kwargs))
+    undisturbed = on_new_axis(lambda: with_a_bad_step(RAISING[name], None, **kwargs))
     said = results[0][0][0]
     assert said.startswith(
         "train_step: gradients of step 4 aren't finite. rank 1: leaf 'b' (NaN, 1 of 1 elements), leaf 'w' (NaN, "

@@ -23,7 +23,7 @@ from tests.twins.cases import assert_same_bits
 from tests.twins.training import adamw, mean_step, on_a_rank, sgd
 
 Ranks = Callable[[int], ltx.Pool]
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 Params = dict[str, Tensor]
 
 BF16 = ltx.Precision(compute=torch.bfloat16)
@@ -474,7 +474,7 @@ def test_metrics_without_dynamic_scaling_have_none() -> None:
         assert (metrics.loss_scale, metrics.skipped) == (None, None)
 
 
-def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(torn: Torn) -> None:
+def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_axis: OnNewAxis) -> None:
     """Without loss scaling a rank may fail alone in such a step; with it, peers wait for its word."""
 
     def run() -> Any:
@@ -491,7 +491,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(torn: Tor
         except Exception as error:
             return type(error).__name__, torch.equal(state.params["w"], before)
 
-    assert list(torn(run)) == [("DeadlockDetectedError", True), ("BrokenError", True)]
+    assert list(on_new_axis(run)) == [("DeadlockDetectedError", True), ("BrokenError", True)]
 
 
 # --- errors and values -----------------------------------------------------------------------------------------------

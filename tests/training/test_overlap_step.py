@@ -44,7 +44,7 @@ from tests.twins.cases import Params, assert_same_bits, params_of, seeded
 from tests.twins.training import adamw, sgd
 
 STEPS = 4
-Torn = Callable[..., Any]
+OnNewAxis = Callable[..., Any]
 Loss = Callable[[Params, Tensor, Tensor], Any]
 
 # --- models: each a loss of (parameters, tokens, targets) ------------------------------------------------------------
@@ -300,8 +300,8 @@ def both(seed: int, options: dict[str, Any]) -> tuple[Any, Any, bool]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_model_is_trained_as_without(loss: str, accumulate: int, torn: Torn, seed: int) -> None:
-    for expected, got, flew in torn(lambda: both(seed, {"loss": loss, "accumulate": accumulate}), sockets=True):
+def test_every_model_is_trained_as_without(loss: str, accumulate: int, on_new_axis: OnNewAxis, seed: int) -> None:
+    for expected, got, flew in on_new_axis(lambda: both(seed, {"loss": loss, "accumulate": accumulate}), sockets=True):
         assert_same_bits(expected, got)
         assert flew
 
@@ -310,17 +310,19 @@ def test_every_model_is_trained_as_without(loss: str, accumulate: int, torn: Tor
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_every_hook_gives_what_it_gives_without(hook: str, accumulate: int, torn: Torn, seed: int) -> None:
+def test_every_hook_gives_what_it_gives_without(hook: str, accumulate: int, on_new_axis: OnNewAxis, seed: int) -> None:
     options = {"hook": HOOKS[hook], "accumulate": accumulate, "loss": "routed"}
-    for expected, got, flew in torn(lambda: both(seed, options), sockets=True):
+    for expected, got, flew in on_new_axis(lambda: both(seed, options), sockets=True):
         assert_same_bits(expected, got)
         assert flew
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("hook", ["powersgd", "bytegrad", "topk with feedback"])
-def test_a_hook_is_not_disturbed_by_where_it_completes(hook: str, torn: Torn, seed: int) -> None:
-    for expected, got, flew in torn(lambda: both(seed, {"hook": HOOKS[hook], "loss": "under modes"}), sockets=True):
+def test_a_hook_is_not_disturbed_by_where_it_completes(hook: str, on_new_axis: OnNewAxis, seed: int) -> None:
+    for expected, got, flew in on_new_axis(
+        lambda: both(seed, {"hook": HOOKS[hook], "loss": "under modes"}), sockets=True
+    ):
         assert_same_bits(expected, got)
         assert flew
 
@@ -329,14 +331,14 @@ def test_a_hook_is_not_disturbed_by_where_it_completes(hook: str, torn: Torn, se
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("optimizer", ["adamw", "not fused", "momentum", "schedule"])
-def test_optimizers(optimizer: str, donate: bool, torn: Torn, seed: int) -> None:
+def test_optimizers(optimizer: str, donate: bool, on_new_axis: OnNewAxis, seed: int) -> None:
     made = {
         "adamw": adamw(),
         "not fused": adamw(fused=False),
         "momentum": sgd(momentum=0.9, nesterov=True),
         "schedule": adamw(lambda step: 0.1 / (1 + step)),
     }[optimizer]
-    for expected, got, flew in torn(lambda: both(seed, {"optimizer": made, "donate": donate}), sockets=True):
+    for expected, got, flew in on_new_axis(lambda: both(seed, {"optimizer": made, "donate": donate}), sockets=True):
         assert_same_bits(expected, got)
         assert flew
 
@@ -375,9 +377,9 @@ def where_it_completes(seed: int) -> list[list[str]]:
     return seen
 
 
-def test_each_bucket_lands_when_it_is_first_used(torn: Torn, seed: int) -> None:
+def test_each_bucket_lands_when_it_is_first_used(on_new_axis: OnNewAxis, seed: int) -> None:
     plain, hidden = "Tensor", "PendingParameter"
-    for seen in torn(lambda: where_it_completes(seed), sockets=True):
+    for seen in on_new_axis(lambda: where_it_completes(seed), sockets=True):
         assert seen[:3] == [[plain] * 3] * 3
         assert seen[3:] == [[hidden] * 3, [plain, hidden, hidden], [plain, hidden, plain]]
 
@@ -397,8 +399,8 @@ def unseen_by_torch(seed: int) -> bool:
     return bool(found[0].isnan().all()) and bool(state.params["w"].isfinite().all())
 
 
-def test_what_torch_does_not_see_is_nan_rather_than_old(torn: Torn, seed: int) -> None:
-    assert list(torn(lambda: unseen_by_torch(seed), sockets=True)) == [True, True]
+def test_what_torch_does_not_see_is_nan_rather_than_old(on_new_axis: OnNewAxis, seed: int) -> None:
+    assert list(on_new_axis(lambda: unseen_by_torch(seed), sockets=True)) == [True, True]
 
 
 def written_to(seed: int) -> list[str]:
@@ -422,8 +424,8 @@ def written_to(seed: int) -> list[str]:
     return said
 
 
-def test_parameters_that_are_written_to_are_refused_alike(torn: Torn, seed: int) -> None:
-    for backward, step in torn(lambda: written_to(seed), sockets=True):
+def test_parameters_that_are_written_to_are_refused_alike(on_new_axis: OnNewAxis, seed: int) -> None:
+    for backward, step in on_new_axis(lambda: written_to(seed), sockets=True):
         assert backward == step
         assert "modified inplace" in step
 
@@ -452,8 +454,8 @@ def interrupt() -> None:
 
 
 @pytest.mark.full
-def test_an_interrupt_while_it_lands(torn: Torn, seed: int) -> None:
-    torn(lambda: interrupt_while_waiting(seed), sockets=True).replicated()
+def test_an_interrupt_while_it_lands(on_new_axis: OnNewAxis, seed: int) -> None:
+    on_new_axis(lambda: interrupt_while_waiting(seed), sockets=True).replicated()
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -489,8 +491,8 @@ def read(seed: int) -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.mark.full
-def test_whoever_reads_the_state_waits(torn: Torn, seed: int) -> None:
-    for found in torn(lambda: read(seed), sockets=True):
+def test_whoever_reads_the_state_waits(on_new_axis: OnNewAxis, seed: int) -> None:
+    for found in on_new_axis(lambda: read(seed), sockets=True):
         for name, (expected, got) in found.items():
             assert_same_bits(expected, got), name
 
@@ -530,8 +532,8 @@ def interrupted(seed: int, overlap: Any, error: type[BaseException]) -> Any:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("error", [OutOfDataError, KeyboardInterrupt])
-def test_a_step_that_raises_loses_nothing(error: type[BaseException], torn: Torn, seed: int) -> None:
-    for overlap_step, backward in torn(
+def test_a_step_that_raises_loses_nothing(error: type[BaseException], on_new_axis: OnNewAxis, seed: int) -> None:
+    for overlap_step, backward in on_new_axis(
         lambda: (interrupted(seed, "step", error), interrupted(seed, "backward", error)), sockets=True
     ):
         assert_same_bits(overlap_step, backward)
@@ -562,8 +564,8 @@ def kept(seed: int) -> tuple[Any, ...]:
     return third.params
 
 
-def test_donation(torn: Torn, seed: int) -> None:
-    torn(lambda: kept(seed), sockets=True).replicated()
+def test_donation(on_new_axis: OnNewAxis, seed: int) -> None:
+    on_new_axis(lambda: kept(seed), sockets=True).replicated()
 
 
 def aliases(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -586,8 +588,8 @@ def aliases(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return given, before, state.params["w"]
 
 
-def test_what_a_step_returns_does_not_change_later(torn: Torn, seed: int) -> None:
-    torn(lambda: aliases(seed), sockets=True).replicated()
+def test_what_a_step_returns_does_not_change_later(on_new_axis: OnNewAxis, seed: int) -> None:
+    on_new_axis(lambda: aliases(seed), sockets=True).replicated()
 
 
 def weighted(seed: int, overlap: Any) -> Any:
@@ -607,8 +609,8 @@ def weighted(seed: int, overlap: Any) -> Any:
     return state.params, losses
 
 
-def test_weights(torn: Torn, seed: int) -> None:
-    for got, expected in torn(lambda: (weighted(seed, "step"), weighted(seed, "backward")), sockets=True):
+def test_weights(on_new_axis: OnNewAxis, seed: int) -> None:
+    for got, expected in on_new_axis(lambda: (weighted(seed, "step"), weighted(seed, "backward")), sockets=True):
         assert_same_bits(got, expected)
 
 
@@ -628,14 +630,14 @@ def recorded(seed: int) -> tuple[list[Any], list[Any]]:
     return tuple(found)
 
 
-def test_the_same_is_sent(torn: Torn, seed: int) -> None:
-    for backward, step in torn(lambda: recorded(seed), sockets=True):
+def test_the_same_is_sent(on_new_axis: OnNewAxis, seed: int) -> None:
+    for backward, step in on_new_axis(lambda: recorded(seed), sockets=True):
         assert backward == step
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("hook", ["none", "powersgd", "bytegrad"])
-def test_one_rank_reads_while_others_wait_elsewhere(hook: str, torn: Torn, seed: int) -> None:
+def test_one_rank_reads_while_others_wait_elsewhere(hook: str, on_new_axis: OnNewAxis, seed: int) -> None:
     """As when one rank saves, and the others meet it at a barrier that isn't ltx's."""
 
     def on_rank() -> Any:
@@ -648,10 +650,10 @@ def test_one_rank_reads_while_others_wait_elsewhere(hook: str, torn: Torn, seed:
         dist.barrier()
         return state.params if read is None else read
 
-    torn(on_rank, sockets=True).replicated()
+    on_new_axis(on_rank, sockets=True).replicated()
 
 
-def test_a_rank_that_drops_its_state_is_no_loss(torn: Torn, seed: int) -> None:
+def test_a_rank_that_drops_its_state_is_no_loss(on_new_axis: OnNewAxis, seed: int) -> None:
     def on_rank() -> Any:
         module, batches = module_and_batches(seed)
         train = train_of(module, "step", hook=HOOKS["powersgd"])
@@ -665,7 +667,7 @@ def test_a_rank_that_drops_its_state_is_no_loss(torn: Torn, seed: int) -> None:
         assert read is not None
         return again.params
 
-    torn(on_rank, sockets=True).replicated()
+    on_new_axis(on_rank, sockets=True).replicated()
 
 
 # --- what fails ------------------------------------------------------------------------------------------------------
@@ -693,8 +695,8 @@ def losing_a_peer(seed: int) -> list[str]:
     return said
 
 
-def test_a_peer_lost_while_waiting_leaves_a_state_that_nobody_reads(torn: Torn, seed: int) -> None:
-    said = torn(lambda: losing_a_peer(seed), sockets=True).rank(0)
+def test_a_peer_lost_while_waiting_leaves_a_state_that_nobody_reads(on_new_axis: OnNewAxis, seed: int) -> None:
+    said = on_new_axis(lambda: losing_a_peer(seed), sockets=True).rank(0)
     assert said[0].startswith("PeerLostError: rank 0: bucket 1 failed")
     for text in said[1:]:
         assert text.startswith(
@@ -730,7 +732,7 @@ def test_a_peer_that_dies(seed: int) -> None:
             pool.run(dying, seed)
 
 
-def test_ranks_that_overlap_differently_are_told(torn: Torn, seed: int) -> None:
+def test_ranks_that_overlap_differently_are_told(on_new_axis: OnNewAxis, seed: int) -> None:
     def on_rank() -> str:
         module, batches = module_and_batches(seed)
         train = train_of(module, ("step", "update")[ltx.world().rank])
@@ -738,7 +740,7 @@ def test_ranks_that_overlap_differently_are_told(torn: Torn, seed: int) -> None:
             train(train.init(params_of(module)), *batches[0])
         return str(caught.value)
 
-    for said in torn(on_rank, sockets=True):
+    for said in on_new_axis(on_rank, sockets=True):
         assert 'data_parallel with overlap="step"' in said
 
 
@@ -830,11 +832,11 @@ def compiled_inside(seed: int, overlap: Any) -> tuple[Any, list[int]]:
 
 @pytest.mark.full
 @pytest.mark.slow_compile
-def test_a_compiled_function_inside_has_everything_landed_first(torn: Torn, seed: int) -> None:
+def test_a_compiled_function_inside_has_everything_landed_first(on_new_axis: OnNewAxis, seed: int) -> None:
     def on_rank() -> Any:
         return compiled_inside(seed, "backward"), compiled_inside(seed, "step")
 
-    for (expected, once), (got, counts) in torn(on_rank, 45.0, sockets=True):
+    for (expected, once), (got, counts) in on_new_axis(on_rank, 45.0, sockets=True):
         assert_same_bits(expected, got)
         assert counts[1] <= once[-1] + 1  # the first pending step tells
         assert counts[-1] == counts[1]

@@ -74,7 +74,7 @@ WAYS: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_that_differ(torn: OnFreshAxis, way: str) -> None:
+def test_parameters_that_differ(on_new_axis: OnFreshAxis, way: str) -> None:
     def run() -> tuple[str, list[float]]:
         x = torch.ones(3)
         WAYS[way](P, x)  # known
@@ -85,7 +85,7 @@ def test_parameters_that_differ(torn: OnFreshAxis, way: str) -> None:
             WAYS[way](P, x)
         return str(caught.value), ltx.psum(torch.ones(2)).tolist()
 
-    text, after = torn(run).replicated()
+    text, after = on_new_axis(run).replicated()
     stacked = way == "vmap over models"
     what, counted, at = ("float32[2, 3]", "2 of 6", [1, 2]) if stacked else ("float32[3]", "2 of 3", [2])
     assert text.startswith(
@@ -133,7 +133,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", VALUES)
-def test_every_dtype_and_layout(torn: OnFreshAxis, name: str) -> None:
+def test_every_dtype_and_layout(on_new_axis: OnFreshAxis, name: str) -> None:
     """The differing leaf is frozen, so that integers may be tried too."""
     *pair, expected = VALUES[name]
 
@@ -155,7 +155,7 @@ def test_every_dtype_and_layout(torn: OnFreshAxis, name: str) -> None:
             call(pair[int(ltx.axis_index())])
         return str(caught.value), ltx.tree.describe(pair[0])
 
-    text, what = torn(run).replicated()
+    text, what = on_new_axis(run).replicated()
     assert f"leaf 'frozen' ({what}) isn't rank 0's on rank 1: " in text
     assert expected in text
 
@@ -175,7 +175,7 @@ def test_several_ranks_and_leaves(ranks: Ranks) -> None:
     )
 
 
-def test_structures_of_frozen_leaves_that_differ(torn: OnFreshAxis) -> None:
+def test_structures_of_frozen_leaves_that_differ(on_new_axis: OnFreshAxis) -> None:
     def run() -> str:
         trained = torch.ones(2, requires_grad=True)
         params = [trained, torch.ones(2 + int(ltx.axis_index()))]
@@ -183,10 +183,13 @@ def test_structures_of_frozen_leaves_that_differ(torn: OnFreshAxis) -> None:
             ltx.data_parallel(lambda p: p[0].sum())(params).backward()
         return str(caught.value)
 
-    assert "the parameters of data_parallel, leaf '1': rank 0: float32[2]; rank 1: float32[3]" in torn(run).replicated()
+    assert (
+        "the parameters of data_parallel, leaf '1': rank 0: float32[2]; rank 1: float32[3]"
+        in on_new_axis(run).replicated()
+    )
 
 
-def test_replicas_that_may_differ(torn: OnFreshAxis) -> None:
+def test_replicas_that_may_differ(on_new_axis: OnFreshAxis) -> None:
     """Where gradients stay local, and where none are wanted."""
 
     def run() -> list[float]:
@@ -198,7 +201,7 @@ def test_replicas_that_may_differ(torn: OnFreshAxis) -> None:
             value = step(mine, x)
         return [blocked["w"][0].item(), value.item()]
 
-    assert list(torn(run)) == [[2.0, 14.0], [4.0, 4.0 + 1.0 + 16.0 + 1.0]]
+    assert list(on_new_axis(run)) == [[2.0, 14.0], [4.0, 4.0 + 1.0 + 16.0 + 1.0]]
 
 
 def calls_that_differentiate() -> dict[str, Callable[[Any, dict[str, Tensor], Tensor], object]]:
@@ -218,7 +221,7 @@ def calls_that_differentiate() -> dict[str, Callable[[Any, dict[str, Tensor], Te
     }
 
 
-def test_the_first_call_compares_parameters(torn: OnFreshAxis) -> None:
+def test_the_first_call_compares_parameters(on_new_axis: OnFreshAxis) -> None:
     """Ranks that start from their own values are told so, by name, before anything is reduced; equal ones go on."""
 
     def run() -> dict[str, tuple[str, bool]]:
@@ -235,14 +238,14 @@ def test_the_first_call_compares_parameters(torn: OnFreshAxis) -> None:
             told[name] = text, all(torch.equal(q, P[k]) for k, q in ltx.broadcast(mine).items())
         return told
 
-    for name, (text, same) in torn(run, timeout_s=30.0).replicated().items():
+    for name, (text, same) in on_new_axis(run, timeout_s=30.0).replicated().items():
         assert text.startswith("axis 'data': leaf 'b' (float32[]) should be the same on every rank, and differs"), name
         assert "params = ltx.broadcast(params)" in text
         assert "So do 1 more: 'w'" in text
         assert same
 
 
-def test_each_step_is_compared_once(torn: OnFreshAxis) -> None:
+def test_each_step_is_compared_once(on_new_axis: OnFreshAxis) -> None:
     """A second model of the same structure is compared too; the same step isn't again."""
 
     def run() -> tuple[list[int], bool]:
@@ -257,7 +260,7 @@ def test_each_step_is_compared_once(torn: OnFreshAxis) -> None:
             return counts, True
         return counts, False
 
-    counts, caught = torn(run).replicated()
+    counts, caught = on_new_axis(run).replicated()
     assert len(set(counts)) == 1
     assert caught
 

@@ -448,7 +448,7 @@ def alone_in_raising() -> tuple[str, list[Any]]:
     before = ltx.tree.map(torch.clone, state.params)
     with pytest.raises((CollectiveTimeoutError, ZeroDivisionError)) as raised:
         stepped(state, X, ltx.world().rank == 1)
-    # The torn axis is of no use any more; the state is.
+    # The axis is of no use any more; the state is.
     after = ltx.tree.map(torch.clone, state.params)
     good, _ = ltx.train_step(ltx.data_parallel(loss), sgd(lr=1.0))(state, X, False)
     return type(raised.value).__name__, [before, after, good.params]
