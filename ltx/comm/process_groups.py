@@ -49,7 +49,7 @@ class _View(torch.autograd.Function):
 
 def view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bits of `x` as numbers of `dtype`, as ``x.view(dtype)`` has them; without a gradient."""
-    if _VMAP_KNOWS_VIEW or not torch._C._are_functorch_transforms_active():
+    if _VMAP_KNOWS_VIEW or not torch._C._functorch.is_functorch_wrapped_tensor(x):
         return x.view(dtype)
     viewed: torch.Tensor = _View.apply(x, dtype)  # type: ignore[no-untyped-call]
     return viewed
