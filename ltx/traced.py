@@ -54,7 +54,7 @@ def at_trace_time(fn: F) -> F:
     return fn if _TORCH >= "2.12" else _by_address(fn)
 
 
-_CONSTANTS = (bool, int, float, str, tuple, torch.dtype)
+_CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype)
 
 
 def _by_address(fn: Any) -> Any:
