@@ -27,11 +27,15 @@ def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
     return key
 
 
+def bits(key: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` random integers below 2^32, of shape ``(count,)`` and dtype int64."""
+    counter = torch.arange(count, device=key.device)
+    return _mixed(_mixed((counter + key) & _MASK) ^ key)
+
+
 def uniform(key: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
     """`count` numbers in [0, 1), multiples of 2^-24."""
-    counter = torch.arange(count, device=key.device)
-    bits = _mixed(_mixed((counter + key) & _MASK) ^ key)  # 32 of each
-    return (bits >> 8).to(dtype) * 2.0**-24
+    return (bits(key, count) >> 8).to(dtype) * 2.0**-24
 
 
 def normal(key: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
