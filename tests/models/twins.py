@@ -129,7 +129,8 @@ def by_torch(variant: str, module: nn.Module, steps: list[list[Batch | None]], r
     apart = variant in ("local", "bf16", "local bf16")
     replicas = [copy.deepcopy(module) for _ in range(RANKS)] if apart else [module]
     trained = [[p for p in replica.parameters() if p.requires_grad] for replica in replicas]
-    optimizers = [torch.optim.AdamW(params, **ADAMW) for params in trained]
+    # Fused as ltx' own: parameters that differ in a last bit can be another number in bfloat16.
+    optimizers = [torch.optim.AdamW(params, **ADAMW, fused="bf16" in variant) for params in trained]
     losses = []
     for step in steps:
         batches = step if apart else [whole(step)]
