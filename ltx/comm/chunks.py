@@ -43,6 +43,12 @@ def part(chunk: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return chunk[length * rank // size : length * (rank + 1) // size]
 
 
+def sum_of(x: torch.Tensor) -> float:
+    """The sum of a share's numbers, real and imaginary parts alike, which is finite if all of them are."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return float(x.sum(dtype=torch.float32 if x.dtype.itemsize < 4 else None).item())
+
+
 def _giving(chunk: torch.Tensor) -> Callable[[torch.Tensor], object]:
     return lambda slot: slot.view(chunk.shape).copy_(chunk)
 

@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         name="comm: a failure halfway isn't told",
         file="comm/transports/shared_memory.py",
-        old="        self._counters[self.rank][FAILED] = len(reason)\n",
+        old="        self._counters[self.rank][FAILED] = write_reason(self._maps[self.rank], error)\n",
         new="",
         breaks="peers wait for a rank whose end of the shared memory has failed",
         tests=(

@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ltx.comm.chunks import CHUNK_BYTES
+from ltx.errors import message_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -37,6 +38,23 @@ FAILED = SUMS + SLOTS
 REASON = COUNTERS_BYTES // 2
 
 _SETTING = "LTX_SHARED_MEMORY"
+
+
+def tag_of(tag: int, begun: int) -> int:
+    """What ranks compare in a slot: the caller's `tag` of a collective, mixed with how many have `begun`."""
+    return (tag * 1_000_003 + begun) & ((1 << 62) - 1)
+
+
+def write_reason(segment: mmap.mmap, error: Exception) -> int:
+    """Write why this rank's end has failed into its segment; the length in bytes."""
+    reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - REASON]
+    segment[REASON : REASON + len(reason)] = reason
+    return len(reason)
+
+
+def read_reason(segment: mmap.mmap, length: int) -> str:
+    """Why a peer's end has failed."""
+    return segment[REASON : REASON + length].decode(errors="replace")
 
 
 def open_segments(rank: int, size: int, store: Store) -> tuple[list[mmap.mmap], list[int], list[int]] | None:

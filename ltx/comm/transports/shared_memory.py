@@ -40,27 +40,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ltx.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part
+from ltx.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part, sum_of
 from ltx.comm.operations import OPERATIONS
 from ltx.comm.transports.segments import (
     COUNTERS_BYTES,
     EMPTIED,
     FAILED,
     FILLED,
-    REASON,
     REDUCED,
     SLOTS,
     SUMS,
     TAGS,
     open_segments,
+    read_reason,
+    tag_of,
+    write_reason,
 )
-from ltx.errors import message_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-_TAG_MASK = (1 << 62) - 1
-_TAG_PRIME = 1_000_003
 
 
 @dataclass(eq=False)
@@ -150,7 +148,7 @@ class SharedMemoryTransport:
             work.sums = {}
         while self._tail.next is not None:
             self._tail = self._tail.next
-        tag = (tag * _TAG_PRIME + self._begun) & _TAG_MASK
+        tag = tag_of(tag, self._begun)
         before = first = _Entry(self._tail.place, NO_CHUNK, work, tag)
         for chunk in chunks:
             before.next = _Entry(before.place + 1, chunk, work, tag)
@@ -203,15 +201,13 @@ class SharedMemoryTransport:
         return False
 
     def _fail(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - REASON]
-        self._maps[self.rank][REASON : REASON + len(reason)] = reason
-        self._counters[self.rank][FAILED] = len(reason)
+        self._counters[self.rank][FAILED] = write_reason(self._maps[self.rank], error)
         self.error = error
 
     def failures(self) -> dict[int, str]:
         """The ranks whose ends have failed, and why."""
         return {
-            rank: self._maps[rank][REASON : REASON + words[FAILED]].decode(errors="replace")
+            rank: read_reason(self._maps[rank], words[FAILED])
             for rank, words in enumerate(self._counters)
             if words[FAILED]
         }
@@ -265,7 +261,7 @@ class SharedMemoryTransport:
                 for share in shares[1:-1]:
                     total = chunk.reduce(total, share)
                 chunk.reduce(total, shares[-1], out=shares[self.rank])
-            self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else _sum(shares[self.rank])
+            self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else sum_of(shares[self.rank])
         self._tell(entry, REDUCED)
         return True
 
@@ -303,20 +299,14 @@ class SharedMemoryTransport:
         with self._turn:  # no phase is being done
             self._emptied_at_close = self.emptied
             self._forget_queue()
-            self._bytes = []
             for words in self._counters:
                 words.release()
             for sums in self._sums:
                 sums.release()
-            self._counters, self._sums = [], []
+            self._bytes, self._counters, self._sums = [], [], []
         for descriptor in (*self._locks, *self._files):
             os.close(descriptor)
         self._locks, self._files, self._maps = [], [], []
-
-
-def _sum(x: torch.Tensor) -> float:
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return float(x.sum(dtype=torch.float32 if x.dtype.itemsize < 4 else None).item())
 
 
 # Peers may wait for this rank in one transport while it waits in another: a waiting thread advances all of them.
@@ -345,8 +335,7 @@ def any_transport_busy() -> bool:
 
 def wait_for(work: SharedMemoryWork, pause_s: float) -> bool:
     """Advance the transports until `work` is complete, or its transport fails, or for `pause_s`; whether it is."""
-    began = time.perf_counter()
-    idle_since = began
+    began = idle_since = time.perf_counter()
     while not work.completed:
         if progress_everywhere():
             idle_since = time.perf_counter()
