@@ -234,7 +234,7 @@ def save(
 
     The checkpoint is there whole or not at all: it is written to a hidden directory, each file with its SHA-256 in a
     manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. What is the same on all ranks
-    (``state.kinds``) is written once, about as much by each rank; what is each rank's own, by that rank; sharded
+    (``state.layout``) is written once, about as much by each rank; what is each rank's own, by that rank; sharded
     optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools can read them. When
     the process that hosts the ranks' store has ended they exchange values through a file in `path`, so their state can
     be saved.

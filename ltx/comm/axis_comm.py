@@ -91,7 +91,7 @@ class AxisComm:
         label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
         group = open_group(self.global_ranks, label, host, self._timeout, described, in_turn)
         transport = None
-        # Where tensors on the host are ordered by streams, none goes through shared memory.
+        # Not if the backend orders tensors on the host by streams, as that of tests/streams does.
         if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
         stream_group = None if name == "background" else self._stream_group

@@ -195,7 +195,7 @@ class CommHook:
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         """Yield collective requests; return (the sum of all ranks' inputs, the next states)."""
-        raise NotImplementedError(f"{type(self).__name__} must define reduce(share)")
+        raise NotImplementedError(f"{type(self).__name__} must define reduce(inputs)")
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,8 @@ def mark(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Put the marker on `params` (with each one's state tensors): (marked parameters, tokens).
 
-    `source`: requires gradients in place of parameters that don't, and gets none: where there is no fence.
+    `source`: a dummy input that makes autograd build the nodes where no parameter requires gradients, for a schedule
+    without a fence. Its own gradient is never used.
     """
     plan = schedule.plan
     per_bucket = [plan.tensors_of(bucket, params, states) for bucket in plan.buckets]

@@ -34,7 +34,7 @@ DEFAULT_STREAM_BYTES = 25 * MIB
 _LEAST, _MOST = 256 * KIB, 256 * MIB
 #: Of a bucket's time, what its start may take.
 _START = 0.02
-#: What a bucket takes of its rank's time.
+#: CPU time of a bucket beside its transfer.
 _OWN_S = 1e-3
 #: The first bucket is as much smaller than the others.
 _FIRST = 4

@@ -25,6 +25,8 @@ from ltx.typing import Tree
 
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
+#: How many updates a state has had: a number, or what an optimizer around others has of each of them.
+Counts = Any
 
 
 class Optimizer(ABC):
@@ -87,18 +89,22 @@ class Optimizer(ABC):
         """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
         raise OptimError(_NOT_LEAFWISE.format(self))
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
-        """Update some leaves in place, given `count` updates done so far. Only if :attr:`leafwise`.
+    def counts(self, state: Tree) -> Counts:
+        """How many updates `state` has had, for :meth:`apply_leaves`; None where that doesn't matter."""
+        return None
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        """Update some leaves in place, given :meth:`leaf_states` and :meth:`counts`. Only if :attr:`leafwise`.
 
         Once all leaves have had theirs, :meth:`advance` gives the state of the next step.
         """
-        updates = self.transform_leaves(grads, states, params, count)
+        updates = self.transform_leaves(grads, states, params, counts)
         with torch.no_grad():
             for param, update in zip(params, updates, strict=True):
                 param.add_(update)
 
     def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
     ) -> list[Tensor]:
         """The gradients of some leaves as :meth:`update` gives them. Only if :attr:`leafwise` and no optimizer."""
         raise OptimError(_NOT_LEAFWISE.format(self))

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError
-from ltx.optim.base import LeafStates, Optimizer, apply_updates, check_state, first_of, is_transforming, leaves_like
+from ltx.optim.base import (
+    Counts,
+    LeafStates,
+    Optimizer,
+    apply_updates,
+    check_state,
+    first_of,
+    is_transforming,
+    leaves_like,
+)
 from ltx.tree import check_tensors, flatten
 from ltx.tree import map as tree_map
 from ltx.typing import Tree
@@ -54,7 +63,7 @@ class Identity(Optimizer):
         return [{} for _ in flatten(params)[0]]
 
     def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
     ) -> list[Tensor]:
         return grads
 
@@ -114,26 +123,30 @@ class Chain(Optimizer):
         each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
         return [LeafPart(*parts) for parts in zip(*each, strict=True)]
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
-        *front, last = self._members_of(states)
-        for member, own in front:
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        *front, last = self._members_of(states, counts)
+        for member, own, count in front:
             grads = member.transform_leaves(grads, own, params, count)
-        last[0].apply_leaves(grads, last[1], params, count)
+        last[0].apply_leaves(grads, last[1], params, last[2])
 
     def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
     ) -> list[Tensor]:
-        for member, own in self._members_of(states):
+        for member, own, count in self._members_of(states, counts):
             grads = member.transform_leaves(grads, own, params, count)
         return grads
 
     def advance(self, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
         return tuple(member.advance(own) for member, own in zip(self.members, state, strict=True))
 
-    def _members_of(self, states: LeafStates) -> list[tuple[Optimizer, LeafStates]]:
-        """Each member with its own parts of the states of some leaves."""
+    def counts(self, state: tuple[Tree, ...]) -> Counts:
+        self._check(state)
+        return [member.counts(own) for member, own in zip(self.members, state, strict=True)]
+
+    def _members_of(self, states: LeafStates, counts: Counts) -> list[tuple[Optimizer, LeafStates, Counts]]:
+        """Each member with its own parts of the states of some leaves, and its own counts."""
         parts = cast(list[LeafPart], states)
-        return [(member, [part.parts[i] for part in parts]) for i, member in enumerate(self.members)]
+        return [(member, [part.parts[i] for part in parts], counts[i]) for i, member in enumerate(self.members)]
 
     def _check(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != len(self.members):
@@ -263,8 +276,11 @@ class Ema(Optimizer):
         inner = self.optimizer.leaf_states(state.inner, params)
         return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
-        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, count)
+    def counts(self, state: EmaState) -> Counts:
+        return self.optimizer.counts(state.inner)
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, counts)
         torch._foreach_lerp_([state["average"] for state in states], params, 1 - self.decay)
 
     def advance(self, state: EmaState) -> EmaState:

@@ -15,7 +15,16 @@ from torch import Tensor
 from ltx import traced
 from ltx.arguments import checked
 from ltx.errors import UnsupportedError
-from ltx.optim.base import LeafStates, Optimizer, TorchState, check_grads, check_state, is_transforming, leaves_like
+from ltx.optim.base import (
+    Counts,
+    LeafStates,
+    Optimizer,
+    TorchState,
+    check_grads,
+    check_state,
+    is_transforming,
+    leaves_like,
+)
 from ltx.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned
 from ltx.optim.opaque import OpaqueOptimizer
 from ltx.optim.torch_class import ClassOptimizer, check_grad_layouts, check_params, run_pure, scheduled_lr
@@ -102,10 +111,14 @@ class TorchOptimizer(ClassOptimizer):
     def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
         return self._per_param(state, flatten(params)[1])
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
+    def counts(self, state: TorchState) -> int:
+        check_state(self, state, TorchState)
+        return state.count
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
-        self._run(grads, states, params, count=count)
+        self._run(grads, states, params, count=counts)
 
     def unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
         if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):

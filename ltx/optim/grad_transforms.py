@@ -19,7 +19,7 @@ from torch import Tensor
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError, UnsupportedError
 from ltx.hooks.noise import key_of, normal
-from ltx.optim.base import LeafStates, Optimizer, TorchState, check_state, first_of, is_transforming, leaf_name
+from ltx.optim.base import Counts, LeafStates, Optimizer, TorchState, check_state, first_of, is_transforming, leaf_name
 from ltx.optim.combine import LeafPart
 from ltx.tree import check_tensors, flatten, places_with_none
 from ltx.typing import Tree
@@ -163,7 +163,7 @@ class ClipByValue(Optimizer):
         return [{} for _ in flatten(params)[0]]
 
     def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
     ) -> list[Tensor]:
         return self._clipped(grads, None)
 
@@ -241,15 +241,18 @@ class AddNoise(Optimizer):
         check_state(self, state, TorchState)
         return [LeafPart(place=place) for place in places_with_none(params)]
 
+    def counts(self, state: TorchState) -> Counts:
+        return state.count
+
     def transform_leaves(
         self,
         grads: list[torch.Tensor],
         states: LeafStates,
         params: list[torch.Tensor],
-        count: int,
+        counts: Counts,
     ) -> list[torch.Tensor]:
         parts = cast(list[LeafPart], states)
-        return [grad + self._noise(grad, count, part.place) for grad, part in zip(grads, parts, strict=True)]
+        return [grad + self._noise(grad, counts, part.place) for grad, part in zip(grads, parts, strict=True)]
 
     def advance(self, state: TorchState) -> TorchState:
         return replace(state, count=state.count + 1)

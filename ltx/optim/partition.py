@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx import traced
 from ltx.arguments import brief, name_of
 from ltx.errors import OptimError
-from ltx.optim.base import LeafStates, Optimizer, leaves_like
+from ltx.optim.base import Counts, LeafStates, Optimizer, leaves_like
 from ltx.optim.combine import LeafPart, identity
 from ltx.tree import flatten, leaf_paths, plain_paths, wanted
 from ltx.typing import Tree
@@ -63,26 +63,31 @@ class Partition(Optimizer):
             parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
         return [parts[place] for place in range(len(leaves))]
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int) -> None:
-        for member, at, own in self._members_of(states):
+    def counts(self, state: dict[str, Tree]) -> Counts:
+        return {label: member.counts(state[label]) for label, member in self.members}
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        for member, at, own, count in self._members_of(states, counts):
             member.apply_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
 
     def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], count: int
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
     ) -> list[Tensor]:
         found = list(grads)
-        for member, at, own in self._members_of(states):
+        for member, at, own, count in self._members_of(states, counts):
             news = member.transform_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
             for i, new in zip(at, news, strict=True):
                 found[i] = new
         return found
 
-    def _members_of(self, states: LeafStates) -> Iterator[tuple[Optimizer, list[int], LeafStates]]:
-        """Each member of some leaves, given their states, with the places of its own among them, and its states."""
+    def _members_of(
+        self, states: LeafStates, counts: Counts
+    ) -> Iterator[tuple[Optimizer, list[int], LeafStates, Counts]]:
+        """Each member of some leaves, with the places of its own among them, their states, and its counts."""
         parts = cast(list[LeafPart], states)
         for label, member in self.members:
             if at := [i for i, part in enumerate(parts) if part.label == label]:
-                yield member, at, [parts[i].inner for i in at]
+                yield member, at, [parts[i].inner for i in at], counts[label]
 
     def advance(self, state: dict[str, Tree]) -> dict[str, Tree]:
         return {label: member.advance(state[label]) for label, member in self.members}

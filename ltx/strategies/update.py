@@ -127,7 +127,7 @@ class PostUpdateResult:
 class PostUpdateHook(CommHook):
     """A hook on parameters that the optimizer has updated."""
 
-    #: Whether the optimizer runs on gradients that a first collective of :meth:`reduce` gives, by ``share.update``;
+    #: Whether the optimizer runs on gradients that a first collective of :meth:`reduce` gives, by ``inputs.update``;
     #: else on this rank's own, and what is reduced are its new parameters.
     shares_gradients: ClassVar[bool] = False
 
@@ -198,7 +198,7 @@ def collect_updates(
     old: Old,
     finish: Callable[[Callable[[], None]], object],
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
-    """The next parameters, and communication states by leaf, of buckets that complete one after the other.
+    """The next parameters, and communication states by leaf, of completed buckets.
 
     `finish` gets what remains to be done for each.
     """

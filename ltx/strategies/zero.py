@@ -46,7 +46,7 @@ class ZeroStrategy(Strategy):
     gradient.
 
     Gradients of a step outside of :func:`ltx.train_step` are the exact mean on every rank. A state's optimizer part is
-    this rank's (``state.kinds.opt_state == "sharded"``), and so are the paths under which a checkpoint keeps it.
+    this rank's (``state.layout.opt_state == "sharded"``), and so are the paths under which a checkpoint keeps it.
     ``train.gather(state)`` has all of it on every rank, under paths that don't depend on the number of ranks; a step on
     any number of ranks takes such a state and goes on with its part.
 

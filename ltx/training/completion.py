@@ -128,6 +128,7 @@ class UpdateBuckets:
             self.params, self._opt_state = tree.map(torch.clone, (self.params, self._opt_state))
         self._leaves = tree.flatten(self.params)[0]
         self._leaf_states = work.optimizer.leaf_states(self._opt_state, self.params)
+        self._counts = work.optimizer.counts(self._opt_state)
         self._applied = scale.conditional(work.optimizer, [self._leaves[i] for i in work.trained])
         self._states: dict[int, LeafState] = {}
 
@@ -139,7 +140,7 @@ class UpdateBuckets:
         at = [self.trained[m] for m in bucket.members]
         states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
         with comm.span("update"):
-            self._applied.apply_leaves(grads, states, params, self.state.step)
+            self._applied.apply_leaves(grads, states, params, self._counts)
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
@@ -182,7 +183,7 @@ class UpdateThenSend:
         state, optimizer, self._axis = work.state, work.optimizer, self._plan.axis
         opt_state = hook.own(state.opt_state, self._axis)
         self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        at = optimizer.leaf_states(opt_state, state.trained)
+        at, self._counts = optimizer.leaf_states(opt_state, state.trained), optimizer.counts(opt_state)
         self._opt_states = [at[place] for place in work.trained]
         paths = tree.leaf_paths(state.trained) if any(self._plan.state_names) else []
         known = [states[paths[place]] if paths else {} for place in work.trained]
@@ -217,7 +218,7 @@ class UpdateThenSend:
         given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
         self.updated += 1
         opt_states = [self._opt_states[member] for member in bucket.members]
-        self._optimizer.apply_leaves(grads, opt_states, given, self._work.state.step)
+        self._optimizer.apply_leaves(grads, opt_states, given, self._counts)
         return given
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:

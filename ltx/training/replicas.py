@@ -35,7 +35,7 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
 
     Args:
         state: a training state, of which those parts are compared that its strategy keeps the same on all ranks
-            (``state.kinds``); or a tree of tensors, all of them.
+            (``state.layout``); or a tree of tensors, all of them.
         axis: as in :func:`ltx.psum`.
 
     Raises:

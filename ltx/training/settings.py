@@ -105,7 +105,7 @@ def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard:
 
 @traced.at_trace_time
 def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap: str) -> None:
-    """Run by Dynamo at trace time, where the axis isn't known. `looks`: the step checks its gradients."""
+    """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
     if guard == "raise":
         raise UnsupportedError(
             'guard="raise" looks at gradients, which a compiled graph can\'t do. Use guard="skip" and metrics.skipped, '

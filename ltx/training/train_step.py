@@ -85,7 +85,7 @@ class StateOperations(TrainSettings):
         """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
 
         Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
-        ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.kinds``)
+        ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.layout``)
         are the same on all of them afterwards: `src`'s. Every rank calls it.
 
         Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.

@@ -30,6 +30,7 @@ from ltx.optim import (
     partition,
 )
 from ltx.runtime.pool import Pool
+from tests.twins.training import after_some_updates
 
 from .cases import Case, clone, random_grads, random_params, same_bits
 
@@ -142,7 +143,7 @@ def test_leaf_by_leaf_is_refused_by_name() -> None:
     text = re.escape(f"{clip} can't be applied leaf by leaf: an update of one leaf may depend on the others.")
     state = made.init({})
     for call in (
-        lambda: made.apply_leaves([], [], [], 0),
+        lambda: made.apply_leaves([], [], [], made.counts(state)),
         lambda: made.leaf_states(state, {}),
         lambda: made.advance(state),
     ):
@@ -167,14 +168,14 @@ NET = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linea
 @pytest.mark.parametrize("name", LEAFWISE)
 def test_leaf_by_leaf_is_as_together(name: str, seed: int) -> None:
     made, params = LEAFWISE[name], {key: torch.randn_like(p) for key, p in NET.named_parameters()}
-    together, mine, state, own = params, clone(params), made.init(params), made.init(params)
-    for count in range(3):
+    together, mine, state, own = params, clone(params), *[after_some_updates(made.init(params)) for _ in range(2)]
+    for _ in range(3):
         grads = {key: torch.randn_like(p) for key, p in params.items()}
         together, state = made.apply(grads, state, together)
         before, leaves, states = clone(grads), optree.tree_leaves(mine), made.leaf_states(own, mine)
         for some in ([3, 1], [0, 2]):  # as buckets come
             given = [optree.tree_leaves(grads)[i] for i in some]
-            made.apply_leaves(given, [states[i] for i in some], [leaves[i] for i in some], count)
+            made.apply_leaves(given, [states[i] for i in some], [leaves[i] for i in some], made.counts(own))
         own = made.advance(own)
         assert same_bits(grads, before)
         assert same_bits((mine, own), (together, state))

@@ -16,7 +16,19 @@ import ltx
 from ltx.errors import DonatedStateError, StrategyError
 from tests.twins import training
 from tests.twins.cases import Params, assert_same_bits, params_of, plain_step, seeded
-from tests.twins.training import LR, adamw, mean_step, on_a_rank, one_process, problem, run, sgd, weighted_step, whole
+from tests.twins.training import (
+    LR,
+    adamw,
+    after_some_updates,
+    mean_step,
+    on_a_rank,
+    one_process,
+    problem,
+    run,
+    sgd,
+    weighted_step,
+    whole,
+)
 
 Ranks = Callable[[int], ltx.Pool]
 BUCKETS = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)
@@ -315,6 +327,32 @@ def test_schedules(overlap: Any, ranks: Ranks, seed: int) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def after_three_steps(seed: int, strategy: ltx.Strategy, overlap: Any, start: Callable[[Any], Any]) -> Any:
+    """What comes of three steps, of which the optimizer begins with the state that `start` makes of its first one."""
+    module, batches = problem(seed, EQUAL, 3)
+    scheduled = ltx.optim.from_torch(torch.optim.Adam, lr=lambda count: LR * (1 + count))
+    optimizer = ltx.optim.partition({"bias": scheduled, "weight": scheduled}, {"*bias": "bias", "*": "weight"})
+    train = ltx.train_step(mean_step(module, strategy), optimizer, overlap=overlap)
+    state = train.init(params_of(module))
+    state = replace(state, opt_state=start(state.opt_state))
+    for batch in batches:
+        state, _ = train(state, *batch[ltx.world().rank])
+    return state.params, state.opt_state, state.step
+
+
+@pytest.mark.parametrize("strategy", [BUCKETS, ltx.ZeroStrategy(bucket_bytes=128, first_bucket_bytes=16)])
+def test_the_optimizer_counts_its_own_updates(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    expected, updated = (
+        ranks(2).run(after_three_steps, seed, strategy, overlap, after_some_updates)
+        for overlap in ("backward", "update")
+    )
+    assert_same_bits(list(updated), list(expected))
+    from_zero = ranks(2).run(after_three_steps, seed, strategy, "update", lambda state: state)
+    for (params, _, steps), (others, _, _) in zip(updated, from_zero, strict=True):
+        assert steps == 3
+        assert not any(torch.equal(params[path], others[path]) for path in params)
 
 
 def test_frozen_parameters() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
+from ltx.optim import TorchState
 from tests.twins.cases import MLP, Params, params_of, plain_step, seeded
 
 STEPS = 50
@@ -34,6 +37,16 @@ def sgd(lr: Any = LR, **kwargs: Any) -> ltx.optim.Optimizer:
 
 def adamw(lr: Any = LR, **kwargs: Any) -> ltx.optim.Optimizer:
     return ltx.optim.from_torch(torch.optim.AdamW, lr=lr, **kwargs)
+
+
+def after_some_updates(opt_state: Any) -> Any:
+    """`opt_state` as if its parts had been updated before, each another number of times."""
+    counts = itertools.count(2)
+
+    def older(node: Any) -> Any:
+        return replace(node, count=next(counts)) if isinstance(node, TorchState) else node
+
+    return ltx.tree.map(older, opt_state, is_leaf=lambda node: isinstance(node, TorchState))
 
 
 def run(train: ltx.training.TrainStep, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Params]:
