@@ -37,8 +37,8 @@ class PassOptions:
 class ProcessSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
 
-    With `deferred` there is no fence: a train step waits for the buckets itself, one by one. With `ahead` the next
-    forward pass runs while they are pending: see :func:`launch_order`.
+    With `deferred` there is no fence: a train step waits for the buckets itself, one by one. With `next_forward` they
+    are still pending while the next forward pass runs: see :func:`launch_order`.
 
     If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
 
@@ -49,13 +49,13 @@ class ProcessSchedule(Schedule):
 
     threaded = False
 
-    def __init__(self, plan: Plan, deferred: bool = False, ahead: bool = False):
+    def __init__(self, plan: Plan, deferred: bool = False, next_forward: bool = False):
         super().__init__(plan)
         assert plan.axis.comm
         self.fenced = not deferred
         self.comm: comm.AxisComm = plan.axis.comm
-        ahead = ahead and self.progresses_alone
-        self._order = launch_order(plan.buckets) if ahead else range(len(plan.buckets))
+        next_forward = next_forward and self.progresses_alone
+        self._order = launch_order(plan.buckets) if next_forward else range(len(plan.buckets))
         self.summary: comm.PendingSummary | None = None
         self.options = PassOptions()
         #: Called when the backward pass is over.
@@ -257,7 +257,7 @@ def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:
     return (*at_once, *reversed(back))
 
 
-def schedule_for(plan: Plan, deferred: bool = False, ahead: bool = False) -> Schedule:
-    """The eager schedule of `plan`; `deferred` and `ahead` are those of :class:`ProcessSchedule`."""
+def schedule_for(plan: Plan, deferred: bool = False, next_forward: bool = False) -> Schedule:
+    """The eager schedule of `plan`; `deferred` and `next_forward` are those of :class:`ProcessSchedule`."""
     on_processes = plan.axis.comm is not None
-    return ProcessSchedule(plan, deferred, ahead) if on_processes else ImmediateSchedule(plan)
+    return ProcessSchedule(plan, deferred, next_forward) if on_processes else ImmediateSchedule(plan)

@@ -20,8 +20,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,7 +34,6 @@ from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.training.completion import UpdateBuckets
 from ltx.training.progress_thread import look_after
-from ltx.training.train_state import TrainState
 from ltx.transforms.closure_check import Seen
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
@@ -99,33 +98,6 @@ class PendingParameter(torch.Tensor, metaclass=_Asked):
     __torch_function__ = _Trigger()
 
 
-@dataclass(frozen=True)
-class StepStart:
-    """What a step begins with: the state's parameters and communication state, or stand-ins for them.
-
-    Attributes:
-        leaves, spec: the parameters.
-        sync: the communication state; with a pending step, its leaves are those of a step before.
-        pending_step: what `leaves` wait for; None if they are all there.
-        seen: the parts of the state whose tensors the user may hold.
-    """
-
-    leaves: list[torch.Tensor]
-    spec: Any
-    sync: SyncState
-    pending_step: PendingStep | None
-    seen: tuple[str, ...]
-
-
-def step_start(state: TrainState, fn: Any, late: bool, seen: tuple[str, ...]) -> StepStart:
-    """The start of a step `fn` on `state`. Unless `late`, everything is complete in it."""
-    pending_step = cast("PendingStep | None", state.pending_step)
-    if pending_step is None or pending_step.over or not late or _compiled.has(fn) or under_way:
-        leaves, spec = tree.flatten(state.trained)
-        return StepStart(leaves, spec, state.sync_state, None, seen)
-    return StepStart(pending_step.stand_ins(), pending_step.spec, pending_step.sync, pending_step, seen)
-
-
 class PendingStep:
     """A step whose reductions are pending, and the state that they make, bucket by bucket.
 
@@ -165,6 +137,10 @@ class PendingStep:
     def over(self) -> bool:
         """Whether all buckets are applied, or never will be."""
         return self._result is not None or self._error is not None
+
+    def may_complete_in(self, fn: Any) -> bool:
+        """Whether the step `fn` may begin with stand-ins. Compiled functions and debug checks want the parameters."""
+        return not (self.over or _compiled.has(fn) or under_way)
 
     def result(self) -> tuple[Tree, Tree, SyncState]:
         """(parameters, optimizer state, communication state), once all are there.

@@ -76,11 +76,7 @@ class PlacedState:
 
     def train(self, train: Train) -> Train:
         """`train` for :meth:`local` states."""
-        if train.overlap == "step":
-            raise UnsupportedError(
-                'train_step: overlap="step" completes parameters where they are first used, and parameters that are '
-                'DTensors are used when they are put together, before the step begins. Use overlap="update".'
-            )
+        train.overlap_policy.check_placed()
         axis, strategy = comm.resolve(train.step.axis), train.step.strategy
         if strategy.needs_whole and self.given.first_split is not None and axis.size > 1:
             raise UnsupportedError(

@@ -11,6 +11,7 @@ from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
+from ltx.training.overlap import OVERLAP_POLICIES, OverlapPolicy, policy_called
 from ltx.training.parameters import Trainable, check_trainable
 from ltx.transforms.compare import tensors_by_path
 from ltx.transforms.data_parallel import DataParallel
@@ -71,38 +72,6 @@ def check_every(steps: Any, strategy: Strategy) -> None:
         )
 
 
-def check_overlap(overlap: str, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
-    """Raise unless a step of these pieces can overlap its communication this far."""
-    if overlap not in ("backward", "update", "step"):
-        raise StrategyError(f'overlap must be "backward", "update" or "step", got {brief(overlap)}.')
-    if overlap == "backward":
-        return
-    strategy, said = step.strategy, f'overlap="{overlap}" applies the optimizer bucket by bucket'
-    if not strategy.updates_in_buckets:
-        raise StrategyError(
-            f'{said}, and {type(strategy).__name__} does its part on all parameters together. Use overlap="backward".'
-        )
-    if overlap == "step" and strategy.communicates_besides:
-        raise StrategyError(
-            f"{said}, during the next step, and {type(strategy).__name__} does something with the parameters in "
-            'between. Use overlap="update".'
-        )
-    if not optimizer.leafwise:
-        raise StrategyError(
-            f'{said}, before other gradients are complete; {optimizer!r} needs all of them. Use overlap="backward".'
-        )
-    if guard != "off":
-        raise StrategyError(
-            f'{said}, before it is known whether all gradients are finite, which guard="{guard}" asks. Use '
-            'overlap="backward".'
-        )
-    if step.precision is not None and step.precision.dynamic is not None:
-        raise StrategyError(
-            f"{said}, before it is known whether all gradients are finite, which {step.precision.dynamic!r} asks. Use "
-            'overlap="backward".'
-        )
-
-
 @traced.at_trace_time
 def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap: str) -> None:
     """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
@@ -116,11 +85,7 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap
             f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
             "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
         )
-    if overlap == "step":
-        raise UnsupportedError(
-            'overlap="step" leaves reductions under way between two steps, which a compiled graph can\'t hold. Compile '
-            "the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
+    OVERLAP_POLICIES[overlap].check_graph()
     if strategy.communicates_besides or not strategy.updates_in_buckets:
         raise UnsupportedError(
             f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
@@ -167,4 +132,8 @@ class TrainSettings:
             object.__setattr__(self, "trainable", tuple(self.trainable))
         check_pieces(self.step, self.optimizer, self.guard)
         check_every(self.check_every, self.step.strategy)
-        check_overlap(self.overlap, self.step, self.optimizer, self.guard)
+        policy_called(self.overlap).check(self.step, self.optimizer, self.guard)
+
+    @property
+    def overlap_policy(self) -> OverlapPolicy:
+        return OVERLAP_POLICIES[self.overlap]

@@ -21,7 +21,7 @@ from ltx.gradients.reduction import ProgramOf
 from ltx.optim.base import Update
 from ltx.strategies.update import PostUpdateHook, StepInfo, Updated
 from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
-from ltx.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
+from ltx.training.completion import Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.training.donated import hand_over
 from ltx.training.guard import (
     all_finite,
@@ -36,7 +36,8 @@ from ltx.training.guard import (
     should_raise,
 )
 from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
-from ltx.training.pending_step import PendingStep, StepStart
+from ltx.training.overlap import StepStart
+from ltx.training.pending_step import PendingStep
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.marking import marks_on_wire
@@ -67,6 +68,7 @@ class Step:
     Attributes:
         train: the train step.
         state, batch: its arguments.
+        seen: the parts of `state` whose tensors the user may hold.
         start: the parameters and communication state that the step begins with.
         info: when and where.
         pending: what the strategy's `begin` gave.
@@ -77,6 +79,7 @@ class Step:
     train: TrainSettings
     state: TrainState
     batch: Batch
+    seen: tuple[str, ...]
     start: StepStart
     info: StepInfo
     pending: Any
@@ -126,8 +129,14 @@ class Step:
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         around = None if start.pending_step is None else start.pending_step.hidden_in
-        ahead = train.overlap == "step"
-        options = CallOptions(True, ahead, self.info.step, hook, self.state.frozen, around)
+        options = CallOptions(
+            deferred=True,
+            next_forward=train.overlap_policy.next_forward,
+            step=self.info.step,
+            hook=hook,
+            frozen=self.state.frozen,
+            around=around,
+        )
         with comm.span("forward"), torch.enable_grad():
             arguments = arguments_of(given, self.state.buffers, self.batch)
             run = train.step.run(arguments, self.batch.named, options)
@@ -176,11 +185,7 @@ class Step:
                     torch.autograd.backward(objective, inputs=work.inputs)
             schedule.launch()
             schedule.configure(PassOptions())  # all programs are made; `program` holds this step
-            if completion is not None or (self.train.overlap == "step" and schedule.progresses_alone):
-                return completion
-            scale = scale_of(work, schedule, weighted=weight is not None)
-            by_bucket = self.train.overlap != "backward"
-            return (UpdateBuckets if by_bucket else CollectGradients)(work, schedule, scale)
+            return completion or self.train.overlap_policy.completion(work, schedule, weighted=weight is not None)
         except BaseException as error:
             self._abandon(error, schedule, work, completion)
             raise
@@ -246,7 +251,7 @@ class Step:
             raise
         kept = replace(state, _lease=[None])  # it can still be read when the original is donated
         if self.train.donate:
-            hand_over(state, kept, start.seen)
+            hand_over(state, kept, self.seen)
         updates = UpdateBuckets(replace(work, state=kept), schedule, scale)
         sync = replace(kept.sync_state, step=self.info.step + 1)
         stand_in = None if start.pending_step is None else start.pending_step.stand_in
@@ -299,7 +304,7 @@ class Step:
                         updated.finish()
                     finished = following, metrics
                     if train.donate:
-                        hand_over(state, following.unseen(), self.start.seen)
+                        hand_over(state, following.unseen(), self.seen)
         except BaseException as error:
             if finished is None and done.grads is None:
                 work.invalidated_by(error)

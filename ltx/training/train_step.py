@@ -16,7 +16,6 @@ from ltx.strategies.update import PostUpdateHook, StepInfo
 from ltx.training.guard import must_sync_finite, scaling
 from ltx.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.training.parameters import Trainable, split, taken_from
-from ltx.training.pending_step import step_start
 from ltx.training.placed_state import init_on_parts, on_parts
 from ltx.training.pure_step import step_purely
 from ltx.training.replicas import check_replicas
@@ -152,19 +151,20 @@ class TrainStep(StateOperations):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return step_purely(self, state, batch)
         state.check_owned()
-        axis, seen = comm.resolve(self.step.axis), state.seen
+        axis, seen = comm.resolve(self.step.axis), state.seen  # before the comparison looks at the state
         self._compare(state, axis)
-        start = step_start(state, self.step.fn, self.overlap == "step", seen)
+        start = self.overlap_policy.start(state, self.step.fn)
         strategy, info = self.step.strategy, StepInfo(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
-        begins = strategy.communicates_besides
-        pending = strategy.begin(state.trained, start.sync.leaves, info, state.pending) if begins else state.pending
+        pending = state.pending
+        if strategy.communicates_besides:  # never with a pending step, for whose parameters `state.trained` would wait
+            pending = strategy.begin(state.trained, start.sync.leaves, info, pending)
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         buffers = state.held("buffers")
         try:
             with comm.span("step"):
-                return Step(self, state, batch, start, info, pending, late, hook).run()
+                return Step(self, state, batch, seen, start, info, pending, late, hook).run()
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
             if (late or begun or must_sync_finite(self, info)) and axis.comm is not None:
@@ -196,7 +196,7 @@ class TrainStep(StateOperations):
 
         None where they do nothing then, or do it only when the optimizer has run on all parameters.
         """
-        if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
+        if not self.overlap_policy.by_bucket or not self.step.strategy.communicates_after_update(step):
             return None
         hook = self.step.strategy.post_update_hook(self.optimizer, step)
         return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)

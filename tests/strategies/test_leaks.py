@@ -11,7 +11,7 @@ import torch
 
 import ltx
 from ltx.errors import StrategyError
-from ltx.training.settings import check_overlap
+from ltx.training.overlap import policy_called
 from tests.comm.conftest import OnFreshAxis
 from tests.strategies.problem import loss, make_problem
 from tests.strategies.table import ROWS
@@ -30,7 +30,7 @@ def _trainers(overlap: Overlap) -> dict[str, Any]:
         step = ltx.data_parallel(loss, row.strategy)
         if 2 in row.ranks:
             try:
-                check_overlap(overlap, step, row.optimizer, "off")
+                policy_called(overlap).check(step, row.optimizer, "off")
             except StrategyError:
                 continue
             found[name] = ltx.train_step(step, row.optimizer, overlap=overlap)

@@ -239,7 +239,7 @@ def test_subclasses_are_values() -> None:
 def test_what_a_strategy_must_define() -> None:
     with pytest.raises(NotImplementedError, match=re.escape("Strategy must define hook(step)")):
         ltx.data_parallel(lambda w: w.sum(), ltx.Strategy())(torch.ones(2, requires_grad=True))
-    with pytest.raises(NotImplementedError, match=re.escape("CommHook must define reduce(share)")):
+    with pytest.raises(NotImplementedError, match=re.escape("CommHook must define reduce(inputs)")):
         hooks.CommHook().reduce(None)
 
 
