@@ -1,7 +1,7 @@
 """How steps overlap their communication: when a step's buckets are applied, and what the next step begins with.
 
-Each value of ``train_step(overlap=...)`` is a row of :data:`OVERLAP_POLICIES`. Where they differ a step asks its row, so
-another way to overlap is another row, and what it does is said here.
+Each value of ``train_step(overlap=...)`` is a row of :data:`OVERLAP_POLICIES`. Where they differ a step asks its row,
+so another way to overlap is another row, and what it does is said here.
 """
 
 from __future__ import annotations
