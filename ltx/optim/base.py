@@ -25,8 +25,7 @@ from ltx.typing import Tree
 
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
-#: How many updates a state has had: a number, or what an optimizer around others has of each of them.
-Counts = Any
+Counts = Any  #: how many updates a state has had: a number, or what an optimizer around others has of each of them
 
 
 class Optimizer(ABC):
@@ -94,10 +93,7 @@ class Optimizer(ABC):
         return None
 
     def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
-        """Update some leaves in place, given :meth:`leaf_states` and :meth:`counts`. Only if :attr:`leafwise`.
-
-        Once all leaves have had theirs, :meth:`advance` gives the state of the next step.
-        """
+        """Update some leaves in place, given :meth:`leaf_states`, :meth:`counts`; :meth:`advance` follows the last."""
         updates = self.transform_leaves(grads, states, params, counts)
         with torch.no_grad():
             for param, update in zip(params, updates, strict=True):

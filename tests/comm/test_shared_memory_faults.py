@@ -81,6 +81,20 @@ def check(begun: list[Begun]) -> None:
                 assert work.total == float(expected.sum())
 
 
+def test_a_slot_is_filled_again_only_when_all_have_emptied_it(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    xs = [torch.randn((SLOTS + 1) * CHUNK_BYTES // 4, generator=draw) for _ in range(2)]
+    with two_transports() as transports:
+        # Rank 0 has its results of all slots, and would go on to the next chunk, before rank 1 has read any.
+        begun = [transport.begin("psum", x.clone(), (), 0) for transport, x in zip(transports, xs, strict=True)]
+        for _ in range(4):
+            for transport in transports:
+                transport.progress()
+        for work, value in begun:
+            assert work.completed
+            assert torch.equal(value, xs[0] + xs[1])
+
+
 class Fault:
     """Raises once, at the `at`-th event of those that a trace sees while the transport makes progress; counts them."""
 

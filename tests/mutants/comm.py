@@ -9,7 +9,7 @@ MUTANTS = (
         old="entry.place >= self._least(EMPTIED) + SLOTS:",
         new="entry.place >= self._counters[self.rank][EMPTIED] + SLOTS:",
         breaks="a fast rank overwrites what a slow one hasn't read yet",
-        tests=("tests/comm/test_shared_memory.py",),
+        tests=("tests/comm/test_shared_memory_faults.py",),
     ),
     Mutant(
         name="comm: a chunk is reduced before all have filled it",
