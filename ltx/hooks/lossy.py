@@ -102,7 +102,7 @@ class LossyHook(CommHook):
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         """Send what this hook sends of its input. `feedback`: the caller will call `own`."""
-        raise NotImplementedError(f"{type(self).__name__} must define send(share)")
+        raise NotImplementedError(f"{type(self).__name__} must define send(inputs, *, feedback)")
 
     def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
         """:meth:`send`, and what is left of the share, for which its memory may be used."""
