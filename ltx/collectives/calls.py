@@ -13,7 +13,7 @@ from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.collectives.futures import Future
 from ltx.collectives.linear import RULES, Function, Static, apply, begin, finished, key_of
-from ltx.comm.operations import OPERATIONS, SUMMED
+from ltx.comm.operations import SUMMED
 from ltx.comm.process_groups import as_bytes, as_it_is, from_bytes
 from ltx.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.typing import Tree
@@ -118,7 +118,7 @@ def collective(
         values = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, sent, in_graphs, strict=True)]
         return tree.unflatten(spec, [then(y) for y in values])
     check_dense(name, leaves, value)
-    if RULES[name].operation in ("psum", "psum_scatter"):
+    if RULES[name].operation is not None and not RULES[name].moves:
         check_sums(name, leaves, value)
     found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
     if found.comm is not None:
@@ -176,10 +176,7 @@ def refuse_background(what: str, axis: Any) -> None:
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:
     """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
-    operation = RULES[name].operation
-    if x.dtype in SUMMED or x.requires_grad or operation is None or not OPERATIONS[operation].moves:
-        return x
-    return as_bytes(x)
+    return x if x.dtype in SUMMED or x.requires_grad or not RULES[name].moves else as_bytes(x)
 
 
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:

@@ -34,7 +34,7 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import reduce_at_once
 from ltx.gradients.pending import Exchange
 from ltx.gradients.planning import arrival_order, differentiable, make_plan
-from ltx.gradients.reduction import LeafState, Reduced
+from ltx.gradients.reduction import REQUESTS, LeafState, Reduced
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer, identity
 from ltx.optim.base import Update
@@ -42,8 +42,6 @@ from ltx.strategies import Strategy
 from ltx.strategies.base import in_dtype
 from ltx.strategies.update import PostUpdateHook, States, StepInfo, Updated
 from ltx.typing import Tree
-
-_IN_REDUCTIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 
 
 @dataclass
@@ -64,10 +62,11 @@ class _Asked:
                 f"{self.hook!r} asks for more than {len(self.found)} collectives in {self.what}. Say how many it may "
                 "ask for: phases: ClassVar[int] = ..."
             )
-        if operation not in _IN_REDUCTIONS:
+        if operation not in REQUESTS:
+            *others, last = REQUESTS
             raise StrategyError(
                 f"{self.hook!r} asks for {operation!r} in {self.what}. A reduction may ask for "
-                f"{', '.join(_IN_REDUCTIONS[:-1])} and {_IN_REDUCTIONS[-1]}."
+                f"{', '.join(others)} and {last}."
             )
         self.found.append(collective(operation, buffer, ranks))
         return OPERATIONS[operation].new_result(buffer, ranks)

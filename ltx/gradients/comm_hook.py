@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -29,30 +28,6 @@ from ltx.gradients.reduction import (
     sum_of_shares,
 )
 
-C = TypeVar("C")
-
-
-def taken_from(field: str, *names: str) -> Callable[[type[C]], type[C]]:
-    """Decorate a class whose properties and methods `names` are those of the value in its field `field`."""
-
-    def mark(cls: type[C]) -> type[C]:
-        for name in names:
-            setattr(cls, name, _of_field(field, name, inspect.getattr_static(cls, name)))
-        return cls
-
-    return mark
-
-
-def _of_field(field: str, name: str, inherited: Any) -> Any:
-    if not callable(inherited):  # a property, or a variable of the class
-        return property(lambda self: getattr(getattr(self, field), name))
-
-    @functools.wraps(inherited)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(getattr(self, field), name)(*args, **kwargs)
-
-    return method
-
 
 @dataclass(frozen=True, repr=False)
 class CommHook:
@@ -67,7 +42,8 @@ class CommHook:
             second derivatives.
         averages: the result stands for the sum of the shares, exactly or not. Hooks of which that isn't true have no
             derivative, and can't do another hook's sums.
-        elementwise: each element's result depends on that element alone.
+        elementwise: each element's result depends on that element alone, so that gradients of several samples can be
+            reduced side by side (``vmap`` of ``grad`` between processes).
         needs_whole: the result for a parameter depends on the whole of it (its rows and columns, its norm), or in a way
             that isn't known. So it would be another one where ranks hold parts of parameters (DTensors).
         sums: whether it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
@@ -96,7 +72,7 @@ class CommHook:
 
     exact: ClassVar[bool] = True
     averages: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = False
     sums: ClassVar[bool] = True
     gives_gradients: ClassVar[bool] = True
@@ -198,9 +174,49 @@ class CommHook:
         raise NotImplementedError(f"{type(self).__name__} must define reduce(inputs)")
 
 
+C = TypeVar("C")
+
+#: What a hook around another one doesn't have from that one: what works on the outer hook itself, or follows from its
+#: other members.
+_ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "states_of")
+
+
+def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
+    """Decorate a class whose field `field` holds another value of the same `base`, which it wraps.
+
+    Every public member of `base` that the class, or a class between the two, doesn't define is that of the value, save
+    those in `but`. So a member that `base` gets later can't be forgotten.
+    """
+    own_fields = {f.name for f in fields(base)}
+
+    def mark(cls: type[C]) -> type[C]:
+        defined = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}.union(but, own_fields)
+        if "phases" in defined:
+            defined.add("phases_on")  # which gives them
+        for name, inherited in vars(base).items():
+            if not name.startswith("_") and name not in defined:
+                setattr(cls, name, _of_field(field, name, inherited))
+        return cls
+
+    return mark
+
+
+def _of_field(field: str, name: str, inherited: Any) -> Any:
+    if not callable(inherited):  # a property, or a variable of the class
+        return property(lambda self: getattr(getattr(self, field), name))
+
+    @functools.wraps(inherited)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, field), name)(*args, **kwargs)
+
+    return method
+
+
 @dataclass(frozen=True)
 class ExactSum(CommHook):
     """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
+
+    elementwise: ClassVar[bool] = True
 
     factor: float
 

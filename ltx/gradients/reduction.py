@@ -26,6 +26,16 @@ LeafState = dict[str, torch.Tensor]
 Terms = Sequence[tuple[torch.Tensor, float]]
 
 
+#: The collectives that a reduction may ask for, and the static arguments of their rules.
+REQUESTS: dict[str, Static] = {
+    "psum": (),
+    "all_gather": (0, 0),
+    "psum_scatter": (0, 0),
+    "all_to_all": (0, 0),
+    "ppermute": (),
+}
+
+
 @dataclass(eq=False)
 class CollectiveRequest:
     """A collective that a reduction waits for.
@@ -141,13 +151,10 @@ def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
     axis = request.axis or axis
     if axis.meta:
         return axis.meta.answer(request.operation, request.buffer, request.arguments, axis.size)
-    static = request.arguments if request.operation == "ppermute" else _STATIC[request.operation]
+    static = request.arguments or REQUESTS[request.operation]
     return apply(request.operation, static, axis, [request.buffer])[0]
 
 
 def collective_alone(request: CollectiveRequest) -> torch.Tensor:
     """What a collective among one rank gives."""
     return answer_at_once(replace(request, axis=Axis("alone", 1)), Axis("alone", 1))
-
-
-_STATIC: dict[str, Static] = {"psum": (), "all_gather": (0, 0), "psum_scatter": (0, 0), "all_to_all": (0, 0)}

@@ -52,7 +52,6 @@ class Adasum(CommHook):
     """
 
     exact: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     averages: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True

@@ -10,8 +10,8 @@ import torch
 from ltx.arguments import brief, check_whole, checked
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.comm_hook import CommHook, taken_from
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, drive_within
+from ltx.gradients.comm_hook import CommHook, around
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms, drive_within
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.plain import AllReduce
@@ -71,8 +71,7 @@ def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
     return After(step, hook, _EXACT if first is None else first)
 
 
-@taken_from("hook", "bucket_factor", "scale")
-@taken_from("inner", "sums")
+@around("hook")
 @dataclass(frozen=True)
 class Chain(LossyHook):
     """`hook`, whose sums are done by `inner`; what :func:`chain` and :func:`cast` return."""
@@ -110,6 +109,10 @@ class Chain(LossyHook):
         return self.hook.phases * self._inner.phases
 
     @property
+    def sums(self) -> bool:  # type: ignore[override]
+        return self.inner.sums
+
+    @property
     def _inner(self) -> CommHook:
         """The inner hook as it is run: with error feedback it has to tell what it sent."""
         return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
@@ -133,6 +136,9 @@ class Chain(LossyHook):
     def constant_after(self) -> int | None:
         hook, inner = self.hook.constant_after, self.inner.constant_after
         return None if hook is None or inner is None else max(hook, inner)
+
+    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
+        return super().extra_terms(state, axis_size) if self.error_feedback else self.hook.extra_terms(state, axis_size)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)

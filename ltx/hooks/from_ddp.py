@@ -70,8 +70,8 @@ class FromTorch(CommHook):
     state: Any = None
 
     exact: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True
+    sums: ClassVar[bool] = False
     phases: ClassVar[int] = 0  # collectives of ltx; those of the hook's own group don't count
 
     def __post_init__(self) -> None:

@@ -73,7 +73,6 @@ class LossyHook(CommHook):
     """
 
     exact: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
 
     error_feedback: bool = field(default=False, kw_only=True)
 

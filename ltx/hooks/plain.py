@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.reduction import BucketInput, Reduction, sum_of_shares
 
@@ -24,6 +26,8 @@ class AllReduce(CommHook):
         >>> ltx.DDPStrategy(comm_hook=ltx.hooks.AllReduce()) == ltx.DDPStrategy(comm_hook="allreduce")
         True
     """
+
+    elementwise: ClassVar[bool] = True
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         return sum_of_shares(inputs)
@@ -43,6 +47,11 @@ class Noop(CommHook):
     """
 
     exact: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    sums: ClassVar[bool] = False
+
+    def cast(self, dtype: torch.dtype) -> Noop:
+        return self
 
     def scale(self, axis_size: int) -> float:
         return 1.0

@@ -13,7 +13,7 @@ from importlib import import_module
 from ltx import hooks
 from ltx.arguments import brief, check_fields
 from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import taken_from
+from ltx.gradients.comm_hook import around
 from ltx.strategies.base import Strategy
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
@@ -28,13 +28,7 @@ ALGORITHMS: dict[str, tuple[str, str]] = {
 }
 
 
-@taken_from(
-    "inner",
-    *("hook", "hook_in_graph", "hook_in_training", "shares_gradients", "init", "stateful", "layout", "cycle"),
-    *("check_optimizer", "check_axis", "check_weighted", "init_optimizer", "gather_optimizer"),
-    *("begin", "update", "after_update", "finish", "communicates_after_update", "post_update_hook"),
-    *("needs_whole", "updates_in_buckets", "communicates_besides"),
-)
+@around("inner", Strategy, but=("with_choice",))
 @dataclass(frozen=True, kw_only=True)
 class BaguaStrategy(Strategy):
     """One of Bagua's algorithms, by the name and with the options that it has there.

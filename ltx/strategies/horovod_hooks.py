@@ -16,7 +16,7 @@ import torch
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
-from ltx.gradients.comm_hook import taken_from
+from ltx.gradients.comm_hook import around
 from ltx.gradients.packing import plus, unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
 from ltx.optim.base import Optimizer, Update
@@ -38,7 +38,7 @@ from ltx.strategies.update import (
 PASSES = "passes"
 
 
-@taken_from("hook", "exact", "elementwise", "reads_step", "bucket_factor", "constant_after", "phases_on")
+@around("hook")
 @dataclass(frozen=True)
 class Scaled(hooks.CommHook):
     """`hook`, by Horovod's scales and for the gradients of several passes.
@@ -59,8 +59,15 @@ class Scaled(hooks.CommHook):
     def state_names(self) -> tuple[str, ...]:
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        passes = {PASSES: torch.zeros_like(param)} if self.passes else {}
+        return {**self.hook.init(param, path), **passes}
+
     def at(self, step: int) -> hooks.CommHook:
         return replace(self, hook=self.hook.at(step))
+
+    def cast(self, dtype: torch.dtype) -> hooks.CommHook:
+        return replace(self, hook=hooks.cast(self.hook, dtype))
 
     def scale(self, axis_size: int) -> float:
         whole = self.hook.scale(axis_size) * axis_size
@@ -73,7 +80,8 @@ class Scaled(hooks.CommHook):
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         narrow = self.hook.wire_dtype(dtype)
-        return dtype if self.passes else narrow  # passes are added before anything is rounded
+        # Passes are added before anything is rounded.
+        return torch.promote_types(dtype, narrow) if self.passes else narrow
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat

@@ -166,6 +166,7 @@ class WithinNode(hooks.CommHook):
     """The mean over the `ranks` of a node, which are contiguous on the axis; in `dtype`, where that is narrower."""
 
     exact: ClassVar[bool] = False  # it isn't that of all ranks
+    elementwise: ClassVar[bool] = True
     sums: ClassVar[bool] = False  # nor are its sums
 
     ranks: int

@@ -21,7 +21,7 @@ from ltx.arguments import check_fields, check_whole
 from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.comm_hook import taken_from
+from ltx.gradients.comm_hook import around
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within
 from ltx.hooks import CommHook
 from ltx.strategies.base import Strategy
@@ -86,7 +86,7 @@ class NodeHook(CommHook):
         return node(axis, self.node_size), across(axis, self.node_size)
 
 
-@taken_from("hook", "exact", "scale", "wire_dtype")
+@around("hook")
 @dataclass(frozen=True)
 class ByNode(NodeHook):
     """`hook`, which has no state, applied to the nodes' sums."""
@@ -121,7 +121,7 @@ class ToParts(NodeHook):
         return _in_place(part, inputs, self.node_size), inputs.states
 
 
-@taken_from("hook", "reads_step", "phases")
+@around("hook")
 @dataclass(frozen=True)
 class AmongNodes(NodeHook):
     """The second step by itself: `hook` applied to the nodes' parts."""

@@ -20,7 +20,7 @@ import torch
 from ltx import hooks, tree
 from ltx.arguments import brief, check_whole, is_number
 from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import taken_from
+from ltx.gradients.comm_hook import around
 from ltx.gradients.packing import unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 from ltx.optim import Optimizer
@@ -34,7 +34,7 @@ MOMENTUM = "momentum"
 _EIGHT_BITS = hooks.ByteGrad()
 
 
-@taken_from("among", "phases", "axes", "wire_dtype")
+@around("among")
 @dataclass(frozen=True)
 class MeanMomentum(hooks.CommHook):
     """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter.

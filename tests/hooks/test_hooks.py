@@ -11,10 +11,17 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
+from ltx.errors import StrategyError
+from ltx.strategies.bagua import SumReduce
+from ltx.strategies.horovod_hooks import Scaled
+from ltx.strategies.local_sgd import WithinNode
+from ltx.strategies.nodes import AmongNodes, ByNode
+from ltx.strategies.qadam import MeanMomentum
 
 Ranks = Callable[[int], ltx.Pool]
 HOOKS = {"allreduce": hooks.AllReduce(), "fp16": hooks.FP16(), "bf16": hooks.BF16()}
 SHORT = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+OUTER = [Scaled(hooks.FP16()), ByNode(2, hooks.FP16()), AmongNodes(2, hooks.FP16()), MeanMomentum(0.9)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
@@ -101,3 +108,33 @@ def test_gradients_of_gradients_are_exact(ranks: Ranks, seed: int) -> None:
         return torch.func.grad(lambda w: torch.func.grad(step)(w) @ v)(w)
 
     torch.testing.assert_close(ranks(2).run(run).replicated(), 1.5 * 6 * w * v)
+
+
+def test_hooks_without_sums_have_none_to_hand_on() -> None:
+    for hook in (hooks.Noop(), hooks.from_torch(lambda state, bucket: None)):
+        assert not hook.sums
+        with pytest.raises(StrategyError, match="of which ByteGrad"):
+            hooks.chain(hook, hooks.ByteGrad())
+    assert hooks.cast(hooks.Noop(), torch.bfloat16) == hooks.Noop()
+
+
+def test_a_chain_is_what_its_first_hook_is() -> None:
+    chained = hooks.chain(SumReduce(), hooks.BF16())
+    assert chained.derivative_scale(4) == 1.0
+    assert hooks.chain(hooks.PowerSGD(), hooks.BF16()).needs_whole
+
+
+def test_samples_side_by_side_only_for_hooks_that_say_so() -> None:
+    assert not hooks.CommHook().elementwise
+    assert all(hook.elementwise for hook in (*HOOKS.values(), hooks.Noop(), WithinNode(2)))
+
+
+@pytest.mark.parametrize("outer", OUTER, ids=repr)
+def test_a_hook_around_another_forgets_no_member(outer: hooks.CommHook) -> None:
+    """A member of CommHook is the outer hook's own, or the inner hook's; it isn't CommHook's."""
+    own = {"at", "cast", "with_error_feedback", "reduce", "stateful", "states_of"}
+    if isinstance(outer, ByNode):
+        own.add("phases_on")  # which gives its phases
+    mro = type(outer).__mro__
+    defined = {name for cls in mro[: mro.index(hooks.CommHook)] for name in vars(cls)}
+    assert {name for name in vars(hooks.CommHook) if not name.startswith("_")} - own - defined == set()

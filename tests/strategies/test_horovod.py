@@ -414,3 +414,35 @@ def test_a_world_of_one_broadcasts_to_itself() -> None:
     again = train.broadcast(state)
     assert torch.equal(again.params["w"], state.params["w"])
     assert again.step == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [({"op": "sum"}, 2.0), ({"gradient_predivide_factor": 2.0}, 1.0), ({"backward_passes_per_step": 2}, 1.0)],
+)
+def test_error_feedback_within_scales_and_passes(fields: dict[str, Any], factor: float) -> None:
+    """What TopK leaves out is sent later: updates and what is left add up to all gradients."""
+    grad, topk = torch.tensor([1.0, 8.0, 4.0, 2.0]), hooks.TopK(ratio=0.25, error_feedback=True)
+    strategy = ltx.HorovodStrategy(compression=topk, **fields)
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    state = train.init(torch.zeros(4))
+    for i in range(8):
+        state, _ = ltx.vmap(train, in_dims=(None if i == 0 else 0, 0))(state, grad.expand(2, 4))
+    (kept,) = state.sync_state.leaves.values()
+    left = kept["residual"].sum(0) * fields.get("gradient_predivide_factor", 2.0) / 2
+    torch.testing.assert_close(left - state.params[0], factor * 8 * grad)
+
+
+def test_reduced_in_half_precision_by_its_compression() -> None:
+    """Scales go around the cast hook, whose error feedback stays."""
+    hook = ltx.HorovodStrategy(op="sum", compression=hooks.PowerSGD(start_step=0)).hook(0)
+    assert hook is not None
+    cast = hooks.cast(hook, torch.bfloat16)
+    assert cast.state_names == hook.state_names
+    assert cast.scale(2) == 1.0
+    assert cast.needs_whole
+    eight_bits = ltx.HorovodStrategy(op="sum", compression=hooks.ByteGrad()).hook(0)
+    assert eight_bits is not None
+    with pytest.raises(StrategyError, match=r"ByteGrad\(\) sends bytes of its own making"):
+        hooks.cast(eight_bits, torch.bfloat16)
