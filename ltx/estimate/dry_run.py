@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ltx import hooks, tree
-from ltx.axis import DEFAULT_NAME, Axis
+from ltx.axis import DEFAULT_NAME, Axis, open_alone
 from ltx.backings import MetaBacking
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import LtxError, StrategyError, UnsupportedError
@@ -40,7 +40,7 @@ from ltx.optim import Optimizer, identity
 from ltx.optim.base import Update
 from ltx.strategies import Strategy
 from ltx.strategies.base import in_dtype
-from ltx.strategies.update import PostUpdateHook, States, StepInfo, Updated
+from ltx.strategies.update import PostUpdateHook, States, StepInfo, Updated, check_updated
 from ltx.typing import Tree
 
 
@@ -252,21 +252,33 @@ class Steps(Gradients):
         """Drive one step."""
         strategy, carried, info = self.strategy, self._carried, StepInfo(self._step, self.axis)
         self._started = 0
-        with on_shapes_alone(strategy, f"step {info.step}"):
+        with self._in_step():
             pending = strategy.begin(carried.params, carried.states, info, carried.pending)
         begun = self._taken()
         post_update_hook = self._post_update_hook(info.step)
         hook = post_update_hook or in_dtype(strategy.hook_in_training(info.step), self._reduce_dtype)
         buckets = self._gradients(hook, carried.states, info.step) if hook is not None else ()
         ahead = self._summary(hook) if hook is not None and buckets else None
-        self._step += 1
         if post_update_hook is not None:
             self._carried = replace(carried, pending=pending)
+            self._step += 1
             return Issues(begun, ahead, buckets)
         update = Update(self._optimizer, carried.params, self._grads, carried.opt_state)
-        with on_shapes_alone(strategy, f"step {info.step}"):
-            self._carried = strategy.update(update, carried.states, info, pending)
+        with self._in_step():
+            got = strategy.update(update, carried.states, info, pending)
+        self._carried = check_updated(strategy, got, update, carried.states)
+        self._step += 1
         return Issues(begun, ahead, buckets, self._taken())
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """The strategy's part of a step, in which the axis that collectives find is the one that is counted."""
+        undo = open_alone(self.axis)
+        try:
+            with on_shapes_alone(self.strategy, f"step {self._step}"):
+                yield
+        finally:
+            undo()
 
     def _gradients(self, hook: hooks.CommHook, states: States, step: int) -> tuple[BucketExplanation, ...]:
         in_force = hook.at(step)
@@ -313,3 +325,22 @@ def stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
     except LtxError:
         return optimizer
     return identity()
+
+
+def cycle_of(strategy: Strategy) -> range:
+    """The steps of one cycle of the strategy.
+
+    Raises:
+        StrategyError: steps after it communicate at other times.
+    """
+    first, length = strategy.cycle
+    late = strategy.communicates_after_update
+    differs = next((step for step in range(first, first + 1000) if late(step) != late(step + length)), None)
+    if differs is not None:
+        raise StrategyError(
+            f"plan: {type(strategy).__name__}.cycle says that from step {first} on steps repeat every {length}, and "
+            f"communicates_after_update({differs}) isn't communicates_after_update({differs + length}). Define cycle: "
+            "(the first step of the first cycle, how many steps a cycle has); or say which steps to take the mean of: "
+            f"plan(..., steps=range({first}, {first + 1000}))."
+        )
+    return range(first + length, first + 2 * length)

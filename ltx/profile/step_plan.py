@@ -16,7 +16,7 @@ from ltx.arguments import brief, check_at_least, check_finite, checked
 from ltx.errors import InputError
 from ltx.estimate.autotune import device_of, on_network
 from ltx.estimate.costs import BESIDE_S, Link, check_device, codec, copies, sending_s
-from ltx.estimate.dry_run import Steps
+from ltx.estimate.dry_run import Steps, cycle_of
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
 from ltx.gradients.pending import Exchange
@@ -319,8 +319,8 @@ def plan(
         check_device(on, "plan")
     if strategy.auto_sizes or strategy.auto_hook:
         strategy = on_network(strategy, params, world, comm.Network(bandwidth, latency), on)
-    first, length = strategy.cycle
-    window = range(first + length, first + 2 * length) if steps is None else steps
+    window = cycle_of(strategy) if steps is None else steps
+    length = strategy.cycle[1]
     # A world of one sends nothing.
     start = max(0, window.start - length)
     driven = Steps(strategy, params, world, 0, start, optimizer)

@@ -20,7 +20,7 @@ from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.hooks import CommHook
 from ltx.optim.base import Optimizer, Update
-from ltx.strategies.update import PostUpdateHook, StateLayout, States, StepInfo, Updated
+from ltx.strategies.update import PostUpdateHook, StateLayout, States, StepInfo, Updated, check_next
 from ltx.typing import Tree
 
 
@@ -174,7 +174,7 @@ class Strategy:
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
         """The optimizer's part of a step: ``update.apply()``, and the strategy's own work around it."""
         params, opt_state = update.apply()
-        params, states = self.after_update(params, states, info)
+        params, states = check_next(self, "after_update", self.after_update(params, states, info), params, states)
         return Updated(params, opt_state, states, pending)
 
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:

@@ -22,7 +22,9 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from ltx import tree
+from ltx.arguments import brief
 from ltx.axis import Axis
+from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import is_plain
 from ltx.gradients.pending import Exchange
@@ -174,10 +176,10 @@ def communicate_after_update(
     paths = tree.leaf_paths(update.params)
     old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
     pending = exchange(hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
-    left: list[Callable[[], None]] = []
-    params, found = collect_updates(
-        hook, pending.wait_buckets(), with_overwriting(hook, old, update.may_overwrite, opt_state), left.append
-    )
+    old = with_overwriting(hook, old, update.may_overwrite, opt_state)
+    params, found = list(starts), dict[int, LeafState]()
+    remaining = [take_updated(hook, *done, old, params, found) for done in pending.wait_buckets()]
+    left = [do for do in remaining if do is not None]
     after = {**states, **{paths[member]: state for member, state in found.items() if state}}
 
     def finish() -> None:
@@ -192,24 +194,22 @@ def with_overwriting(hook: PostUpdateHook, old: Old, may_overwrite: bool, opt_st
     return replace(old, may_overwrite=may_overwrite and may_be_written_to(hook.written(old), opt_state))
 
 
-def collect_updates(
+def take_updated(
     hook: PostUpdateHook,
-    reduced: Iterable[tuple[Bucket, Reduced]],
+    bucket: Bucket,
+    reduced: Reduced,
     old: Old,
-    finish: Callable[[Callable[[], None]], object],
-) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
-    """The next parameters, and communication states by leaf, of completed buckets.
+    params: list[torch.Tensor],
+    states: dict[int, LeafState],
+) -> Callable[[], None] | None:
+    """Put the next parameters and communication states of a completed bucket into `params` and `states`.
 
-    `finish` gets what remains to be done for each.
+    What comes back remains to be done.
     """
-    params, states = list(old.params), dict[int, LeafState]()
-    for bucket, result in reduced:
-        finished = hook.finish_bucket(bucket, result, old.of(bucket))
-        for member, param, state in zip(bucket.members, finished.params, finished.states, strict=True):
-            params[member], states[member] = param, state
-        if finished.finish is not None:
-            finish(finished.finish)
-    return params, states
+    done = hook.finish_bucket(bucket, reduced, old.of(bucket))
+    for member, param, state in zip(bucket.members, done.params, done.states, strict=True):
+        params[member], states[member] = param, state
+    return done.finish
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
@@ -222,3 +222,70 @@ def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
         return False
     places = {x.data_ptr() for x in mine}
     return len(places) == len(mine) and not any(x.data_ptr() in places for x in tree.flatten(others)[0] if x.numel())
+
+
+# --- what a strategy's methods return ---------------------------------------------------------------------------------
+
+
+def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Updated:
+    """`got`, if it is what ``strategy.update`` should have returned, which was given `update` and `states`.
+
+    Raises:
+        StrategyError: it isn't.
+    """
+    if not isinstance(got, Updated):
+        raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
+    if not strategy.updates_in_buckets:  # else it is the plain one, and after_update's result was looked at
+        check_next(strategy, "update", (got.params, got.states), update.params, states)
+    return got
+
+
+def check_next(strategy: Any, method: str, got: Any, params: Tree, states: States) -> tuple[Tree, States]:
+    """`got`, if it is what a strategy's `method` should have returned, which was given `params` and `states`.
+
+    Raises:
+        StrategyError: it isn't.
+    """
+    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
+        raise _other(strategy, method, got, "(params, states)")
+    found, after = got
+    if after is not states:
+        _check_states(strategy, method, after, params, states)
+    if found is params:
+        return found, after
+    before, now = tree.flatten(params)[0], tree.flatten(found)[0]
+    if len(before) != len(now) or tree.leaf_paths(params) != tree.leaf_paths(found):
+        raise StrategyError(
+            f"{type(strategy).__name__}.{method} returned parameters with the leaves {brief(tree.leaf_paths(found))}, "
+            f"and was given {brief(tree.leaf_paths(params))}. Return the tree that it was given, with other tensors."
+        )
+    for place, (x, y) in enumerate(zip(before, now, strict=True)):
+        if not isinstance(y, torch.Tensor) or x.shape != y.shape or x.dtype != y.dtype:
+            raise StrategyError(
+                f"{type(strategy).__name__}.{method} returned {tree.describe(y)} for parameter "
+                f"{tree.leaf_paths(params)[place]!r}, which is {tree.describe(x)}. Return its shape and dtype."
+            )
+    return found, after
+
+
+def _check_states(strategy: Any, method: str, after: States, params: Tree, states: States) -> None:
+    """Raise if states are missing with which training begins. Others may come and go."""
+    lost = [path for path, state in states.items() if state and not state.keys() <= after.get(path, {}).keys()]
+    if not lost:
+        return
+    leaves = dict(zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True))
+    for path in lost:
+        names = strategy.init(leaves[path], path).keys() - after.get(path, {}).keys() if path in leaves else ()
+        if names:
+            raise StrategyError(
+                f"{type(strategy).__name__}.{method} returned no {' and no '.join(map(repr, sorted(names)))} in the "
+                f"states of parameter {path!r}, which init made. Return all states, also those that haven't changed: "
+                "{**states, path: {...}}."
+            )
+
+
+def _other(strategy: Any, method: str, got: Any, expected: str) -> StrategyError:
+    what = f"a tuple of {len(got)}" if isinstance(got, tuple) else f"an object of type {type(got).__name__}"
+    if isinstance(got, tuple) and len(got) == 2:
+        what = f"a pair whose second is of type {type(got[1]).__name__}, not a dict of states by path"
+    return StrategyError(f"{type(strategy).__name__}.{method} must return {expected}, got {what}.")

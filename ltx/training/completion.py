@@ -21,7 +21,7 @@ from ltx.gradients.packing import refuse_sparse, unpack
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState, Program, Reduced
 from ltx.optim import Optimizer
-from ltx.strategies.update import Old, PostUpdateHook, with_overwriting
+from ltx.strategies.update import Old, PostUpdateHook, take_updated, with_overwriting
 from ltx.training.backward import Backward, BackwardResult, is_one, mean_at_once
 from ltx.transforms.sync_state import states_after
 
@@ -223,11 +223,9 @@ class UpdateThenSend:
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         """Take the bucket's next parameters and states."""
-        done = self._hook.finish_bucket(bucket, reduced, self._old.of(bucket))
-        for member, param, state in zip(bucket.members, done.params, done.states, strict=True):
-            self._params[member], self._states[member] = param, state
-        if done.finish is not None:
-            done.finish()
+        finish = take_updated(self._hook, bucket, reduced, self._old, self._params, self._states)
+        if finish is not None:
+            finish()
 
     def result(self) -> BackwardResult:
         whole, spec = tree.flatten(self._work.state.trained)

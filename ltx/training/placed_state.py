@@ -140,7 +140,7 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     if given is None:
         return None
     axis = comm.resolve(train.step.axis)
-    check_placements(axis, given, train.step.strategy, lambda: tree.leaf_paths(params), "train_step")
+    check_placements(axis, given, train.step.strategy, 0, lambda: tree.leaf_paths(params), "train_step")
     parts = tree.unflatten(spec, [_parameter_part(x) for x in leaves])
     local = PlacedState(given, given, (None,) * len(_PARTS))
     state = local.train(train).init(parts, local_parts(buffers))

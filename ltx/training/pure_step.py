@@ -12,7 +12,7 @@ from ltx.axis import Axis
 from ltx.errors import UnsupportedError
 from ltx.optim.base import Update
 from ltx.placements import refuse_in_graph as refuse_dtensors
-from ltx.strategies.update import StepInfo
+from ltx.strategies.update import StepInfo, check_updated
 from ltx.training.guard import (
     all_finite,
     checks_finite,
@@ -25,7 +25,7 @@ from ltx.training.guard import (
 )
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.replicas import check_replicas
-from ltx.training.settings import TrainSettings, refuse_in_graph
+from ltx.training.settings import TrainSettings, check_layout, refuse_in_graph
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.run import CallOptions, Weighted
 from ltx.transforms.sync_state import Synced, SyncState, plain_values
@@ -47,6 +47,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         axis = comm.resolve(train.step.axis)
         strategy.check_axis(axis)
     info = StepInfo(sync.checked_step(), axis)
+    check_layout(strategy, info.step)
     drawn = random_states() if train.guard == "raise" else []
     stateful = bool(sync.leaves) or strategy.stateful
     loss_scale = loss_scale_of(train, state)
@@ -90,7 +91,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
     states, buffers = kept_if_skipped(train, finite, state, states, buffers)
     update = Update(train.optimizer, state.trained, grads, state.opt_state, finite=finite)
-    updated = strategy.update(update, states, info, pending)
+    updated = check_updated(strategy, strategy.update(update, states, info, pending), update, states)
     if updated.pending is not None:
         raise UnsupportedError(
             f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to complete "

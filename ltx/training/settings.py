@@ -73,6 +73,21 @@ def check_every(steps: Any, strategy: Strategy) -> None:
 
 
 @traced.at_trace_time
+def check_layout(strategy: Strategy, step: int) -> None:
+    """Raise where ranks come to differ at `step` and the strategy hasn't said so.
+
+    A checkpoint would take a part of the state for the same on every rank, and give all ranks the values of one.
+    """
+    if type(strategy).layout is Strategy.layout and not strategy.shares_gradients(step):
+        name = type(strategy).__name__
+        raise StrategyError(
+            f"{name}: hook({step}) leaves gradients local, so that ranks may differ, and {name}.layout doesn't say in "
+            "what. Say which parts are each rank's own, so that checkpoints keep them: layout: ClassVar[StateLayout] = "
+            'StateLayout(params="per_rank", opt_state="per_rank"), with StateLayout of ltx.strategies.'
+        )
+
+
+@traced.at_trace_time
 def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap: str) -> None:
     """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
     if guard == "raise":

@@ -19,7 +19,7 @@ from ltx.gradients.planning import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
 from ltx.gradients.reduction import ProgramOf
 from ltx.optim.base import Update
-from ltx.strategies.update import PostUpdateHook, StepInfo, Updated
+from ltx.strategies.update import PostUpdateHook, StepInfo, Updated, check_next, check_updated
 from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
 from ltx.training.completion import Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.training.donated import hand_over
@@ -317,7 +317,8 @@ class Step:
         """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
         train, state, strategy = self.train, self.state, self.train.step.strategy
         if done.grads is None:
-            params, after = strategy.after_update(done.params, states, self.info)
+            got = strategy.after_update(done.params, states, self.info)
+            params, after = check_next(strategy, "after_update", got, done.params, states)
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
             leaves, spec = tree.flatten(state.trained)
@@ -327,4 +328,5 @@ class Step:
             del reduced
             grads, overwrite = tree.unflatten(spec, filled), self.late and train.donate
             update = Update(train.optimizer, state.trained, grads, state.opt_state, self._in_place, finite, overwrite)
-            return strategy.update(update, states, self.info, self.pending)
+            updated = strategy.update(update, states, self.info, self.pending)
+            return check_updated(strategy, updated, update, states)

@@ -12,14 +12,14 @@ from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.optim import Optimizer
-from ltx.strategies.update import PostUpdateHook, StepInfo
+from ltx.strategies.update import PostUpdateHook, StepInfo, check_next
 from ltx.training.guard import must_sync_finite, scaling
 from ltx.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.training.parameters import Trainable, split, taken_from
 from ltx.training.placed_state import init_on_parts, on_parts
 from ltx.training.pure_step import step_purely
 from ltx.training.replicas import check_replicas
-from ltx.training.settings import TrainSettings, check_devices, check_kept
+from ltx.training.settings import TrainSettings, check_devices, check_kept, check_layout
 from ltx.training.step import Step
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.data_parallel import DataParallel
@@ -117,9 +117,12 @@ class StateOperations(TrainSettings):
         """
         state.check_owned()
         info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
-        if not self.step.strategy.communicates_besides:
+        strategy = self.step.strategy
+        if not strategy.communicates_besides:
             return state
-        params, states = self.step.strategy.finish(state.trained, state.sync_state.leaves, info, state.pending)
+        params, states = state.trained, state.sync_state.leaves
+        got = strategy.finish(params, states, info, state.pending)
+        params, states = check_next(strategy, "finish", got, params, states)
         return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
 
     @on_parts
@@ -156,6 +159,7 @@ class TrainStep(StateOperations):
         start = self.overlap_policy.start(state, self.step.fn)
         strategy, info = self.step.strategy, StepInfo(start.sync.checked_step(), axis)
         strategy.check_axis(axis)
+        check_layout(strategy, info.step)
         pending = state.pending
         if strategy.communicates_besides:  # never with a pending step, for whose parameters `state.trained` would wait
             pending = strategy.begin(state.trained, start.sync.leaves, info, pending)

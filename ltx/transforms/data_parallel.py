@@ -113,7 +113,7 @@ class DataParallel(StepSettings):
             if placements is not None:
                 whole = params if options.frozen is None else tree.filled(params, options.frozen)
                 axis, paths = comm.resolve(self.axis), partial(tree.leaf_paths, whole)
-                check_placements(axis, placements, self.strategy, paths, "data_parallel")
+                check_placements(axis, placements, self.strategy, step, paths, "data_parallel")
             marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)

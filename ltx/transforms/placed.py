@@ -8,8 +8,7 @@ makes DTensors of the marked parts for the user's step; its transpose gives a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ltx import tree
@@ -49,9 +48,11 @@ def whole_scalars(output: Any) -> Any:
 
 
 def check_placements(
-    axis: Axis, placements: Placements, strategy: Strategy, paths: Callable[[], list[str]], what: str
+    axis: Axis, placements: Placements, strategy: Strategy, step: int, paths: Callable[[], list[str]], what: str
 ) -> None:
     """Raise unless `strategy` can reduce the gradients of leaves that lie on meshes so over `axis`.
+
+    Looked at are the hooks that `strategy` holds, and the one that it uses at `step`.
 
     `paths`: the leaves'; `what` begins the error.
 
@@ -60,7 +61,7 @@ def check_placements(
     """
     placements.check(None if axis.comm is None else axis.comm.group, paths, what)
     place = None if axis.size == 1 else placements.first_split
-    found = None if place is None else next((hook for hook in _hooks_in(strategy) if hook.needs_whole), None)
+    found = None if place is None else next((hook for hook in _hooks_of(strategy, step) if hook.needs_whole), None)
     if place is not None and found is not None:
         raise UnsupportedError(
             f"{what}: {found!r} works on whole parameters, and leaf {paths()[place]!r} is a DTensor of which ranks "
@@ -69,9 +70,14 @@ def check_placements(
         )
 
 
-def _hooks_in(value: Any) -> Iterator[CommHook]:
-    """The hooks that a strategy, or a hook, has in its fields, and those that they are made of."""
-    for field in fields(value):
-        if isinstance(hook := getattr(value, field.name), CommHook):
-            yield hook
-            yield from _hooks_in(hook) if is_dataclass(hook) else ()
+def _hooks_of(strategy: Strategy, step: int) -> Iterator[CommHook]:
+    """The hooks that a strategy holds, the one that it uses at `step`, and those that they are made of."""
+    yield from _hooks_in(vars(strategy).values())
+    yield from _hooks_in([strategy.hook(step)])
+
+
+def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:
+    for value in values:
+        if isinstance(value, CommHook):
+            yield value
+            yield from _hooks_in(vars(value).values())

@@ -104,7 +104,8 @@ def _of_local_parts(
     leaves, spec = tree.flatten(tree.map(summed, grads))
     placements = Placements.of(leaves)
     assert placements is not None
-    check_placements(comm.resolve(axis), placements, strategy, lambda: tree.leaf_paths(grads), "sync_gradients")
+    step = 0 if state is None else state.checked_step()
+    check_placements(comm.resolve(axis), placements, strategy, step, lambda: tree.leaf_paths(grads), "sync_gradients")
     parts = tree.unflatten(spec, placements.local(leaves))
     reduced, after = sync_gradients(parts, strategy, state, axis=axis)
     return tree.unflatten(spec, placements.placed(tree.flatten(reduced)[0])), after

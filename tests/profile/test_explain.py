@@ -18,7 +18,7 @@ from ltx import comm, hooks
 from ltx.axis import inner, outer
 from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
-from ltx.strategies.update import StepInfo
+from ltx.strategies import StateLayout, StepInfo
 from tests.strategies.test_protocol import TWINS, Gossip, LocalSGD, problem, trainer
 from tests.twins.feedback import ErrorFeedback
 
@@ -374,6 +374,8 @@ def test_no_gradients_on_the_wire() -> None:
 class InNodes(ltx.Strategy):
     """Local gradients; parameters are averaged in nodes of two in two phases, then across nodes in half precision."""
 
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+
     def hook(self, step: int) -> None:
         return None
 
@@ -521,6 +523,7 @@ class Besides(ltx.Strategy):
     """One whose work on parameters can't be done on shapes alone."""
 
     reads: bool = False
+    named: bool = True
 
     def hook(self, step: int) -> None:
         return None
@@ -528,12 +531,13 @@ class Besides(ltx.Strategy):
     def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
         if self.reads and params["w"].sum() < 0:
             return params, states
-        return ltx.pmean(params, info.axis), states
+        return ltx.pmean(params, info.axis if self.named else None), states
 
 
 def test_what_isnt_an_exchange_cant_be_explained() -> None:
     for strategy, text in (
         (Besides(), "communicates by a collective (psum of float32[3]) that belongs to no exchange"),
+        (Besides(named=False), "communicates by a collective (psum of float32[3]) that belongs to no exchange"),
         (Besides(reads=True), "can't be run on shapes alone: step 0 took"),
     ):
         with pytest.raises(UnsupportedError, match=re.escape(text)):

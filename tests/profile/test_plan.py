@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from ltx.gradients.pending import Exchange
 from ltx.optim.base import Update
 from ltx.profile.recommendation import CANDIDATES, Candidate, Effect, recommend
 from ltx.profile.step_plan import Cost, plan
-from ltx.strategies.update import StepInfo, Updated
+from ltx.strategies import StateLayout, StepInfo, Updated
 from tests.strategies.test_protocol import LocalSGD, PostLocalSGD
 
 N, LATENCY, BANDWIDTH = 4, 1e-3, 8e6  # a byte a microsecond
@@ -57,6 +57,8 @@ class PostLocal(PostLocalSGD):
 @dataclass(frozen=True, kw_only=True)
 class Background(ltx.Strategy):
     """The parameters' mean is made in the background of as many steps as it takes: `period`."""
+
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
 
     period: int = 1
 
@@ -399,3 +401,16 @@ def make(name: str) -> Callable[..., Any]:
 
 def test_names() -> None:
     assert (make("plan"), make("recommend"), make("Cost")) == (plan, recommend, Cost)
+
+
+def test_a_cycle_that_isnt_one_is_found() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Forgotten(PostLocal):
+        cycle = ltx.Strategy.cycle
+
+    arguments: dict[str, Any] = {"world": 2, "bandwidth": 1e9, "latency": 1e-4, "compute_s": 0.1}
+    text = "Forgotten.cycle says that from step 0 on steps repeat every 1, and communicates_after_update(1) isn't"
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        plan(Forgotten(), {"w": torch.ones(4)}, **arguments)
+    said = plan(Forgotten(), {"w": torch.ones(4)}, **arguments, steps=range(3, 6))
+    assert said.traffic == plan(PostLocal(), {"w": torch.ones(4)}, **arguments, steps=range(3, 6)).traffic

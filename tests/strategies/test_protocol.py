@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.gradients.pending import Exchange
 from ltx.optim.base import Update
-from ltx.strategies.update import StepInfo, Updated
+from ltx.strategies import StateLayout, StepInfo, Updated
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
@@ -32,6 +32,8 @@ def mean_over(strategy: ltx.Strategy, params: Params, info: StepInfo) -> Params:
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(ltx.Strategy):
     """Local gradients; parameters are averaged after every `period` steps."""
+
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
 
     period: int = 3
 
@@ -56,6 +58,8 @@ class PostLocalSGD(LocalSGD):
 @dataclass(frozen=True, kw_only=True)
 class Gossip(ltx.Strategy):
     """Local gradients; the parameters' mean is made during the step, which is added to that mean instead."""
+
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
 
     def hook(self, step: int) -> None:
         return None
@@ -248,3 +252,128 @@ def test_base_fields_are_checked_in_subclasses() -> None:
         StrategyError, match=re.escape('LocalSGD.bucket_bytes must be a positive number of bytes or "auto", got 0.')
     ):
         LocalSGD(bucket_bytes=0)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undeclared(ltx.Strategy):
+    """Synchronous in the first step, local from then on, and no word about what ranks differ in."""
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        return hooks.AllReduce() if step == 0 else None
+
+    @property
+    def stateful(self) -> bool:
+        return True  # the count of steps
+
+
+def in_compiled(train: ltx.training.TrainStep) -> Any:
+    return torch.compile(train, backend="eager")
+
+
+@pytest.mark.parametrize("way", ["one rank", "simulated", "compiled"])
+def test_ranks_that_differ_have_a_layout(way: str) -> None:
+    train = trainer(Undeclared())
+    params, inputs = problem(2)
+    text = "Undeclared: hook(1) leaves gradients local, so that ranks may differ, and Undeclared.layout doesn't say in"
+    if way == "simulated":
+        state, _ = ltx.vmap(train, in_dims=(None, 0))(train.init(params), inputs[0])
+        with pytest.raises(StrategyError, match=re.escape(text)):
+            ltx.vmap(train)(state, inputs[1])
+        return
+    state, _ = train(train.init(params), inputs[0, 0])
+    with pytest.raises(Exception, match=re.escape(text)):  # Dynamo's in a graph, with the text
+        (in_compiled(train) if way == "compiled" else train)(state, inputs[1, 0])
+
+
+PAIR = "Returns.after_update must return (params, states), got "
+ANSWERS: dict[str, tuple[Callable[[Params, Any], Any], str]] = {
+    "parameters alone": (lambda p, s: p, PAIR + "an object of type dict."),
+    "three": (lambda p, s: (p, s, None), PAIR + "a tuple of 3."),
+    "no dict": (
+        lambda p, s: (p, None),
+        PAIR + "a pair whose second is of type NoneType, not a dict of states by path.",
+    ),
+    "no states": (
+        lambda p, s: (p, {}),
+        "Returns.after_update returned no 'anchor' and no 'extra' in the states of parameter 'b', which init made.",
+    ),
+    "a state less": (
+        lambda p, s: (p, {**s, "w": {"anchor": s["w"]["anchor"]}}),
+        "Returns.after_update returned no 'extra' in the states of parameter 'w', which init made. Return all states",
+    ),
+    "a leaf less": (
+        lambda p, s: ({"w": p["w"]}, s),
+        "Returns.after_update returned parameters with the leaves ['w'], and was given ['b', 'w'].",
+    ),
+    "another shape": (
+        lambda p, s: ({**p, "w": p["w"][:1]}, s),
+        "Returns.after_update returned float32[1] for parameter 'w', which is float32[3]. Return its shape and dtype.",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returns(LocalSGD):
+    answer: str
+
+    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
+        return {"anchor": param.clone(), "extra": torch.zeros_like(param)}
+
+    def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
+        return ANSWERS[self.answer][0](params, states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesTo(Returns):
+    """The same as the result of `update`."""
+
+    def update(self, update: Update, states: Any, info: StepInfo, pending: Any) -> Any:
+        params, opt_state = update.apply()
+        given = ANSWERS[self.answer][0](params, states)
+        return Updated(given[0], opt_state, given[1]) if self.answer != "parameters alone" else given
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("way", ["backward", "update", "simulated", "shapes"])
+def test_what_after_update_returns_is_looked_at(answer: str, way: str) -> None:
+    train = trainer(Returns(answer=answer), overlap="update" if way == "update" else "backward")
+    params, inputs = problem(2)
+    state = train.init(params)
+    run: dict[str, Callable[[], Any]] = {
+        "simulated": lambda: ltx.vmap(train, in_dims=(None, 0))(state, inputs[0]),
+        "shapes": lambda: ltx.profile.explain(train, state, world=2),
+    }
+    with pytest.raises(StrategyError, match=re.escape(ANSWERS[answer][1])):
+        run.get(way, lambda: train(state, inputs[0, 0]))()
+
+
+@pytest.mark.parametrize("answer", ["parameters alone", "no states", "another shape"])
+def test_what_update_returns_is_looked_at(answer: str) -> None:
+    train = trainer(UpdatesTo(answer=answer))
+    params, inputs = problem(1)
+    text = (
+        ANSWERS[answer][1]
+        .replace("Returns.after_update", "UpdatesTo.update")
+        .replace("(params, states)", "an ltx.strategies.Updated(params, opt_state, states)")
+    )
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        train(train.init(params), inputs[0, 0])
+
+
+def test_states_may_come_and_go_beside_those_of_init() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Transient(LocalSGD):
+        stateful: ClassVar[bool] = True
+
+        def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
+            return params, {} if states else {path: {"own": x.clone()} for path, x in params.items()}
+
+    train = trainer(Transient())
+    params, inputs = problem(1)
+    state = train.init(params)
+    for count in (2, 0):
+        state, _ = train(state, inputs[0, 0])
+        assert len(state.sync_state.leaves) == count

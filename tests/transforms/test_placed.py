@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,6 +37,14 @@ def _expected(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Ten
     model = _model(weights)
     params = dict(model.named_parameters())
     return dict(zip(params, torch.autograd.grad(mse_loss(model(x), y), list(params.values())), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakesItsHook(ltx.Strategy):
+    """One that holds no hook in a field."""
+
+    def hook(self, step: int) -> ltx.hooks.CommHook:
+        return ltx.hooks.PowerSGD(start_step=0)
 
 
 def _text(error: type[LtxError] | tuple[type[Exception], ...], f: Callable[[], Any]) -> str:
@@ -277,6 +286,12 @@ def test_what_is_refused(ranks: Ranks) -> None:
             return [
                 _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=power))),
                 _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.after(5, adasum)))),
+                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_wrapper=lambda _: power))),
+                _text(
+                    UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_wrapper=lambda _: ltx.hooks.after(5, power)))
+                ),
+                _text(UnsupportedError, lambda: grad(MakesItsHook())),
+                _text(UnsupportedError, lambda: ltx.sync_gradients({"w": w["w"]}, MakesItsHook(), axis=mesh["data"])),
                 _text(UnsupportedError, lambda: ltx.sync_gradients(at_hand, ltx.DDPStrategy(comm_hook=adasum))),
                 _text(UnsupportedError, lambda: grad(params=part)),
                 _text(UnsupportedError, lambda: grad(params=both)),
@@ -293,6 +308,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
     wanted = [
         ["PowerSGD(start_step=0) works on whole parameters", split, "ltx.hooks.FP16()"],
         ["Adasum() works on whole parameters", split],
+        *[["PowerSGD(start_step=0) works on whole parameters", split]] * 4,
         ["sync_gradients: ", "leaf 'v' is a DTensor whose mesh"],
         ["leaf 'w' is a DTensor with placements (Partial(sum),)", "x.redistribute"],
         ["leaf 'w' is a DTensor whose mesh", "so does the axis", 'axis=mesh["data"]'],
