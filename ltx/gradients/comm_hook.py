@@ -49,7 +49,8 @@ class CommHook:
         sums: whether it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
             :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before.
-        reads_step: whether :meth:`reduce` or :meth:`at` reads the number of steps so far, for randomness too.
+        reads_step: whether :meth:`reduce` reads the number of steps so far, for randomness too. Without it, in a hook
+            without state, ``inputs.step`` raises.
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1
             where far less than the gradients is sent, so that the arithmetic works on fewer and longer buffers.
         phases: the largest number of requests that :meth:`reduce` yields for a bucket. Each has a channel of its own,
@@ -88,7 +89,7 @@ class CommHook:
     @property
     def stateful(self) -> bool:
         """Whether a step needs communication state: the hook's tensors, or the count of steps."""
-        return bool(self.state_names) or self.reads_step
+        return bool(self.state_names) or self.reads_step or self.constant_after != 0
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         """The state of the parameter at `path` before the first step: floating tensors named as in `state_names`.

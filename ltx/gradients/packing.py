@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ltx.errors import UnsupportedError
+from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.reduction import LeafState, Terms
@@ -147,6 +147,11 @@ def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.
 
     `cast`: in the parameters' dtype; else in the buffer's.
     """
+    if flat.ndim == 0 or flat.shape[-1] != bucket.numel:
+        raise StrategyError(
+            f"a hook's reduce returned a buffer of shape {list(flat.shape)} for bucket {bucket.index}: expected "
+            f"{bucket.numel} elements, as inputs.flat has. Cut off what was padded."
+        )
     batch, parts = flat.shape[:-1], (flat.to(bucket.dtype) if cast else flat).split(bucket.sizes, dim=-1)
     return [
         part if len(leaf.shape) == 1 and not batch else part.reshape((*batch, *leaf.shape))

@@ -101,6 +101,7 @@ class PendingReductions:
                     result = collective_alone(request)
                     continue
                 axis_comm = request.axis.comm
+            request.check_rows(axis_comm.size)
             channel = self._channel_of(axis_comm, pending.phase)
             pending.phase += 1
             if request.buffer.numel():

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.collectives.linear import Static, apply
+from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
 
 #: One parameter's communication state: tensors by name.
@@ -34,6 +36,8 @@ REQUESTS: dict[str, Static] = {
     "all_to_all": (0, 0),
     "ppermute": (),
 }
+#: Those whose buffer has a row for each rank.
+_BY_ROWS = ("psum_scatter", "all_to_all")
 
 
 @dataclass(eq=False)
@@ -41,13 +45,16 @@ class CollectiveRequest:
     """A collective that a reduction waits for.
 
     Attributes:
-        operation: "psum", "all_gather" (gives a new first dimension), "psum_scatter" (takes the first dimension),
-            "all_to_all" (row i of the first dimension goes to rank i, and row i comes from rank i), "ppermute" (as
-            `arguments` say; zeros come where no rank sends).
+        operation: "psum", "all_gather" (gives a new first dimension), "psum_scatter" (takes the first dimension, which
+            has a row for each rank), "all_to_all" (row i of the first dimension goes to rank i, and row i comes from
+            rank i), "ppermute" (as `arguments` say; zeros come where no rank sends).
         buffer: contiguous; the driver may overwrite it.
         arguments: of a permutation: source, destination, source, ...
         axis: the ranks of the collective, if not all: a part of the input's axis, which the hook names in its `axes`.
         sent: set by a hook that answers a sum with less than the sum: returns what it took of `buffer`.
+
+    Raises:
+        StrategyError: no such operation, or no tensor.
     """
 
     operation: str
@@ -55,6 +62,24 @@ class CollectiveRequest:
     sent: Callable[[], torch.Tensor] | None = None
     arguments: Static = ()
     axis: Axis | None = None
+
+    def __post_init__(self) -> None:
+        if self.operation not in REQUESTS:
+            known = ", ".join(map(repr, REQUESTS))
+            raise StrategyError(f"CollectiveRequest({brief(self.operation)}, ...): expected one of {known}.")
+        if not isinstance(self.buffer, torch.Tensor):
+            raise StrategyError(
+                f"CollectiveRequest({self.operation!r}, a {type(self.buffer).__name__}): expected a tensor to send."
+            )
+
+    def check_rows(self, axis_size: int) -> None:
+        """Raise unless a buffer that is sent by rows has one for each rank."""
+        if self.operation in _BY_ROWS and (self.buffer.ndim == 0 or self.buffer.shape[0] != axis_size):
+            raise StrategyError(
+                f"CollectiveRequest({self.operation!r}, a buffer of shape {list(self.buffer.shape)}): expected a first "
+                f"dimension of {axis_size}, a row for each rank. Pad the bucket to a multiple of inputs.axis_size, and "
+                "reshape it to (inputs.axis_size, -1)."
+            )
 
 
 @dataclass(frozen=True)
@@ -67,7 +92,7 @@ class BucketInput:
         axis_size: the number of ranks.
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
-        step: the number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
+        known_step: what `step` gives; None for a hook that hasn't said that it reads it.
         last: whether no bucket comes after this one.
         axis: the ranks; None in a reduction on its own.
         update: for a hook that updates parameters in its reduction
@@ -80,10 +105,24 @@ class BucketInput:
     axis_size: int
     rank: int | torch.Tensor = 0
     states: Sequence[LeafState] = ()
-    step: int | torch.Tensor = 0
+    known_step: int | torch.Tensor | None = None
     last: bool = True
     axis: Axis | None = None
     update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+
+    @property
+    def step(self) -> int | torch.Tensor:
+        """The number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
+
+        Raises:
+            StrategyError: in a hook that doesn't say that it reads it.
+        """
+        if self.known_step is None:
+            raise StrategyError(
+                "a hook without state reads inputs.step, and steps aren't counted for it. Set reads_step = True in its "
+                "class."
+            )
+        return self.known_step
 
 
 #: (reduced flat buffer, next states)
@@ -120,10 +159,26 @@ def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: to
 
     `result`: the answer to its last request; None at the beginning.
     """
+    if result is None and not isinstance(program, Generator):
+        raise StrategyError(
+            f"a hook's reduce returned a {type(program).__name__} and has no yield. Ask for what other ranks have: "
+            'total = yield CollectiveRequest("psum", inputs.flat).'
+        )
     try:
-        return next(program) if result is None else program.send(result)
+        request = next(program) if result is None else program.send(result)
     except StopIteration as end:
+        if not isinstance(end.value, tuple):
+            raise StrategyError(
+                f"a hook's reduce returned a {type(end.value).__name__}: expected the reduced buffer and the next "
+                "states of its parameters, as in return total, inputs.states."
+            ) from None
         return end.value
+    if not isinstance(request, CollectiveRequest):
+        raise StrategyError(
+            f"a hook's reduce yields a {type(request).__name__}: expected a request, such as "
+            'CollectiveRequest("psum", inputs.flat).'
+        )
+    return request
 
 
 def drive(program: Reduction, answer: Callable[[CollectiveRequest], torch.Tensor]) -> Reduced:
@@ -149,6 +204,7 @@ def drive_within(
 def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
     """The result of a request, by a differentiable collective on `axis`."""
     axis = request.axis or axis
+    request.check_rows(axis.size)
     if axis.meta:
         return axis.meta.answer(request.operation, request.buffer, request.arguments, axis.size)
     static = request.arguments or REQUESTS[request.operation]

@@ -27,7 +27,7 @@ from torch._C import _functorch
 from ltx import comm
 from ltx.axis import Axis
 from ltx.comm.operations import OPERATIONS
-from ltx.errors import UnsupportedError
+from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import CommHook, ExactSum, reduce_at_once
 from ltx.gradients.packing import pack_pure, unpack
@@ -52,7 +52,7 @@ class Plan:
         hook: what is done to each bucket.
         buckets: in the order of launches.
         state_names: for each leaf, the names of its communication state's tensors.
-        step: the number of synchronised steps before this one.
+        step: the number of synchronised steps before this one; None if the hook doesn't read it.
         clock: what a compiled graph, for which `step` is a constant, adds to it; None elsewhere.
         agreement: what the ranks compared when this plan was new to them; None where there is nothing to compare.
     """
@@ -61,7 +61,7 @@ class Plan:
     hook: CommHook
     buckets: tuple[Bucket, ...]
     state_names: tuple[tuple[str, ...], ...]
-    step: int = 0
+    step: int | None = None
     clock: torch.Tensor | None = None
     agreement: comm.Agreement | None = None
 
@@ -81,18 +81,20 @@ class Plan:
 
     def flatten_states(self, bucket: Bucket, states: Sequence[LeafState]) -> list[torch.Tensor]:
         """Inverse of :meth:`states_of`."""
-        return [
-            state[name]
-            for member, state in zip(bucket.members, states, strict=True)
-            for name in self.state_names[member]
-        ]
+        return [x for state in self.states_by_leaf(bucket, states).values() for x in state.values()]
 
     def states_by_leaf(self, bucket: Bucket, states: Sequence[LeafState]) -> dict[int, LeafState]:
         """The states of a bucket by leaf, each with the names that the plan knows; empty for a hook without states."""
-        names = {member: self.state_names[member] for member in bucket.members}
-        if not any(names.values()):
+        names = [self.state_names[member] for member in bucket.members]
+        if not any(names):
             return {}
-        return {m: {name: state[name] for name in names[m]} for m, state in zip(bucket.members, states, strict=True)}
+        if len(states) != len(names) or not all(map(set.issuperset, map(set, states), names)):
+            raise StrategyError(
+                f"{self.hook!r} returned states {[sorted(state) for state in states]} for a bucket of {len(names)} "
+                f"parameters: expected {[sorted(own) for own in names]}, in the order of inputs.states."
+            )
+        own = [{name: state[name] for name in given} for given, state in zip(names, states, strict=True)]
+        return dict(zip(bucket.members, own, strict=True))
 
     @cached_property
     def is_state(self) -> tuple[bool, ...]:
@@ -119,7 +121,7 @@ class Plan:
     ) -> BucketInput:
         """The hook's view of a bucket."""
         # Simulated ranks have a clock each, all alike.
-        step = self.step if self.clock is None else self.step + self.clock.max().long()
+        step = self.step if self.step is None or self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
         return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
 
@@ -233,6 +235,7 @@ class GraphSchedule(Schedule):
         if axis.backing is None:
             return lambda: collective_alone(request)
         assert axis.comm
+        request.check_rows(size)
         group = axis.comm.bucket_channel(0).group_for(buffer.device).group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
