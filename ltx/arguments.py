@@ -18,6 +18,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar, Union, cast
 
 import torch
@@ -103,6 +104,23 @@ def check_finite(what: str, value: Any, positive: bool = False) -> None:
     if not number or value < 0 or (positive and value == 0):
         least = "more than 0" if positive else "at least 0"
         raise InputError(f"{what} must be a finite number, {least}, got {brief(value)}.")
+
+
+def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputError, zero: bool = False) -> float:
+    """A duration in seconds: what a user gave, called `what` in errors, as a number of them or as a timedelta.
+
+    Raises:
+        `error`: it isn't one, isn't finite, or isn't positive; `zero`: of no length is allowed.
+
+    >>> seconds("timeout", timedelta(minutes=1)), seconds("timeout", 1.5)
+    (60.0, 1.5)
+    """
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    real = isinstance(number, numbers.Real) and not isinstance(number, bool) and number <= timedelta.max.total_seconds()
+    if not real or number < 0 or (number == 0 and not zero):
+        least = "at least 0" if zero else "more than 0"
+        raise error(f"{what} must be a number of seconds or a datetime.timedelta, {least}, got {brief(value)}.")
+    return float(number)
 
 
 def check_number(owner: object, least: float, name: str, below: float = math.inf) -> None:

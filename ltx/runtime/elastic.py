@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from ltx.arguments import check_at_least, seconds
 from ltx.errors import InputError, StrategyError, UnsupportedError
 from ltx.runtime.elastic_run import Batch, ElasticRun, ones_own
 from ltx.runtime.environments import Placement
@@ -28,7 +29,7 @@ def elastic(
     on_reset: Sequence[Callable[[World], object]] = (),
     min_ranks: int = 1,
     max_ranks: int | None = None,
-    meeting_timeout: timedelta = timedelta(seconds=60),
+    meeting_timeout: timedelta | float = timedelta(seconds=60),
     snapshots: str | os.PathLike[str] | None = None,
     every: int = 100,
     keep: int = 2,
@@ -108,8 +109,9 @@ def elastic(
         >>> state.step, position.epoch, position.done
         (6, 3, 0)
     """
+    meeting_timeout_s = seconds("elastic: meeting_timeout", meeting_timeout)
     run = ElasticRun(
-        train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, meeting_timeout, snapshots, every, keep
+        train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, meeting_timeout_s, snapshots, every, keep
     )
     _check(run, state, position)
     return replace(run, train=replace(train, confirms=True)).to_the_end(state, position)
@@ -119,15 +121,8 @@ def _check(run: ElasticRun, state: TrainState, position: DataPosition) -> None:
     """Raise where a loss of ranks would find that training can't go on."""
     world, joins = current_world(), settings_of_world().get("placement", Placement("none")).joins
     for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
-        value = getattr(run, name)
-        if value is None and name == "max_ranks":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"elastic: expected {name} to be an integer of at least 1, got {value!r}.")
-    if not isinstance(run.meeting_timeout, timedelta) or run.meeting_timeout <= timedelta(0):
-        raise InputError(
-            f"elastic: expected meeting_timeout to be a positive datetime.timedelta, got {run.meeting_timeout!r}."
-        )
+        if name != "max_ranks" or run.max_ranks is not None:
+            check_at_least(f"elastic: {name}", getattr(run, name), 1)
     if not run.min_ranks <= world.size <= (run.max_ranks or world.size) and not joins:
         limits = f"min_ranks={run.min_ranks}" + f", max_ranks={run.max_ranks}" * (run.max_ranks is not None)
         raise InputError(f"elastic: {limits}, and there are {world.size} ranks.")

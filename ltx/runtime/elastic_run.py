@@ -7,7 +7,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class ElasticRun:
     on_reset: tuple[Callable[[World], object], ...]
     min_ranks: int
     max_ranks: int | None
-    meeting_timeout: timedelta
+    meeting_timeout_s: float
     snapshots: str | os.PathLike[str] | None
     every: int
     keep: int
@@ -177,7 +176,7 @@ class ElasticRun:
     def _join(self, way: _Way) -> None:
         """Be taken into a run that has begun, and given its state."""
         entrance = self._entrance(way.state, way.position)
-        limit_s, heartbeat_s = self.meeting_timeout.total_seconds(), way.settings["heartbeat_timeout"].total_seconds()
+        limit_s, heartbeat_s = self.meeting_timeout_s, way.settings["heartbeat_timeout"].total_seconds()
         way.membership = Membership.of_newcomer(way.place, entrance, limit_s, heartbeat_s)
         place = way.membership.be_taken(way.place)
         if place.local_rank != way.place.local_rank and world().device.type == "cuda":
@@ -239,7 +238,7 @@ class ElasticRun:
         before = set(membership.members)
         abandon(loss)
         _let_go_of_frames(loss)
-        place = membership.regroup(way.place, lost, self.meeting_timeout.total_seconds(), partial(self._room, way))
+        place = membership.regroup(way.place, lost, self.meeting_timeout_s, partial(self._room, way))
         if place is None:
             raise PeerLostError(
                 f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ltx import comm
 from ltx import tree as trees
-from ltx.arguments import brief, checked
+from ltx.arguments import brief, checked, seconds
 from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import TreeError, WorldError
 from ltx.runtime.environments import Placement
@@ -57,9 +57,9 @@ def init(
     strategy: Any = None,
     *,
     backend: str | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
     mesh: Mapping[str, int] | None = None,
-    heartbeat_timeout: timedelta = DEFAULT_HEARTBEAT,
+    heartbeat_timeout: timedelta | float = DEFAULT_HEARTBEAT,
     rank: int | None = None,
     size: int | None = None,
     master: str | None = None,
@@ -80,7 +80,8 @@ def init(
         strategy: a strategy whose fields ``process_group_backend`` and ``timeout`` are used where the arguments below
             are left out.
         backend: the backend of torch.distributed; by default NCCL on CUDA and gloo on the CPU.
-        timeout: how long setting up and each operation on a process group may take.
+        timeout: how long setting up and each operation on a process group may take: a timedelta, or a number of
+            seconds, as all durations.
         mesh: the sizes of the world's axes by name, outermost first, ``{"node": 2, "data": 4}`` for example. Rank
             ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
             ``{"data": size}``. With several, calls name theirs: ``axis="data"`` for one, ``axis=("node", "data")`` for
@@ -293,29 +294,28 @@ def _let_go(held: list[Any]) -> None:
 def _asked_settings(
     strategy: Any,
     backend: str | None,
-    timeout: timedelta,
+    timeout: timedelta | float,
     mesh: Mapping[str, int] | None,
-    heartbeat: timedelta,
+    heartbeat: timedelta | float,
 ) -> dict[str, Any]:
     """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
     if timeout is DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
         timeout = getattr(strategy, "timeout", None) or DEFAULT_TIMEOUT
-    for name, duration in {"timeout": timeout, "heartbeat_timeout": heartbeat}.items():
-        if not isinstance(duration, timedelta) or duration <= timedelta(0):
-            raise WorldError(
-                f"{name}={brief(duration)}: expected a positive datetime.timedelta, such as timedelta(minutes=5)."
-            )
     if mesh is not None and not isinstance(mesh, Mapping):
         raise WorldError(
             f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
         )
     asked = {
         "backend": backend or getattr(strategy, "process_group_backend", None),
-        "timeout": None if timeout is DEFAULT_TIMEOUT else timeout,
-        "heartbeat_timeout": None if heartbeat is DEFAULT_HEARTBEAT else heartbeat,
+        "timeout": None if timeout is DEFAULT_TIMEOUT else _duration("timeout", timeout),
+        "heartbeat_timeout": None if heartbeat is DEFAULT_HEARTBEAT else _duration("heartbeat_timeout", heartbeat),
         "mesh": None if mesh is None else tuple(mesh.items()),
     }
     return {name: value for name, value in asked.items() if value is not None}
+
+
+def _duration(name: str, value: timedelta | float) -> timedelta:
+    return timedelta(seconds=seconds(f"ltx.init: {name}", value, WorldError))
 
 
 def _check_same(asked: Mapping[str, Any], settings: Mapping[str, Any], rank: int) -> None:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ltx.arguments import checked
+from ltx.arguments import check_at_least, checked, seconds
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import inherited_call, name_of, pack_call
 from ltx.runtime.collecting import collect, failure_error
@@ -43,7 +43,7 @@ class Pool:
 
     Args:
         n: the number of workers.
-        start_timeout_s: how long they may take to start.
+        start_timeout_s: how long they may take to start, in seconds or as a timedelta.
         timeout_s: how long a run may take unless it says otherwise; None is without limit.
         threads: the number of threads that each worker computes on.
         show_output: show what workers print line by line, with their rank, where this process prints; False leaves it
@@ -62,23 +62,24 @@ class Pool:
         tensor(3.)
     """
 
-    @checked("start_timeout_s", "timeout_s", "threads", "show_output", "grace_s")
+    @checked("threads", "show_output")
     def __init__(
         self,
         n: int,
         *,
-        start_timeout_s: float = _START_TIMEOUT_S,
-        timeout_s: float | None = None,
+        start_timeout_s: timedelta | float = _START_TIMEOUT_S,
+        timeout_s: timedelta | float | None = None,
         threads: int = 1,
         show_output: bool | None = None,
-        grace_s: float | None = None,
+        grace_s: timedelta | float | None = None,
     ) -> None:
         check_size("ltx.Pool", n)
         self._size = n
-        self._start_timeout_s = start_timeout_s
-        self._timeout_s = timeout_s
+        check_at_least("ltx.Pool: threads", threads, 1)
+        self._start_timeout_s = seconds("ltx.Pool: start_timeout_s", start_timeout_s)
+        self._timeout_s = None if timeout_s is None else seconds("ltx.Pool: timeout_s", timeout_s)
         self._threads = threads
-        self._grace_s = grace_s
+        self._grace_s = None if grace_s is None else seconds("ltx.Pool: grace_s", grace_s, zero=True)
         self._show_output = "IPython" in sys.modules if show_output is None else show_output
         self._lock = threading.Lock()
         self._closed = False
@@ -117,7 +118,9 @@ class Pool:
                 self._workers.stop()
                 self._workers = None
 
-    def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PerRank[T]:
+    def run(
+        self, fn: Callable[..., T], *args: Any, timeout_s: timedelta | float | None = None, **kwargs: Any
+    ) -> PerRank[T]:
         """Call ``fn(*args, **kwargs)`` on every worker and wait for all of them.
 
         `fn`, with all that its own module defines, is sent by value: functions of notebook cells and of test files
@@ -143,24 +146,29 @@ class Pool:
         """
         __tracebackhide__ = True
         with self._lock:
-            number = self._next(name_of(fn))
+            number, limit_s = self._next(name_of(fn)), self._limit_s(timeout_s)
             call = pack_call(number, fn, args, kwargs)
-            answers = self._do(number, call, range(self._size), name_of(fn), timeout_s)
+            answers = self._do(number, call, range(self._size), name_of(fn), limit_s)
             return PerRank(answers[rank].value for rank in range(self._size))
 
-    def run_on(self, rank: int, fn: Callable[..., T], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> T:
+    def run_on(
+        self, rank: int, fn: Callable[..., T], *args: Any, timeout_s: timedelta | float | None = None, **kwargs: Any
+    ) -> T:
         """Call ``fn(*args, **kwargs)`` on the worker of `rank` alone. A collective in it would wait for the others.
 
         Arguments and errors as for :meth:`run`.
         """
         __tracebackhide__ = True
-        if not 0 <= rank < self._size:
+        if not isinstance(rank, int) or not 0 <= rank < self._size:
             raise WorkerError(f"rank {rank}: {self!r} has the ranks 0 to {self._size - 1}.")
         with self._lock:
-            number = self._next(name_of(fn))
+            number, limit_s = self._next(name_of(fn)), self._limit_s(timeout_s)
             call = pack_call(number, fn, args, kwargs)
-            value: T = self._do(number, call, [rank], name_of(fn), timeout_s)[rank].value
+            value: T = self._do(number, call, [rank], name_of(fn), limit_s)[rank].value
             return value
+
+    def _limit_s(self, timeout_s: timedelta | float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
 
     def _next(self, name: str) -> int:
         if self._closed:
@@ -174,10 +182,9 @@ class Pool:
         return self._calls
 
     def _do(
-        self, number: int, call: Message, ranks: Sequence[int], name: str, timeout_s: float | None
+        self, number: int, call: Message, ranks: Sequence[int], name: str, limit_s: float | None
     ) -> dict[int, Result]:
         __tracebackhide__ = True
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
         workers = self._ready()
         kept = False
         try:
@@ -281,7 +288,7 @@ def launch(
     __tracebackhide__ = True
     check_size("ltx.launch", nprocs)
     method: str = start_method if start_method is not None else getattr(strategy, "start_method", "popen")
-    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    limit_s = None if timeout is None else seconds("ltx.launch: timeout", timeout)
     threads = _threads(threads, nprocs, method)
     # A fork has the function already, and all that it refers to.
     call = pack_call(1, fn, args, {}) if method != "fork" else inherited_call(1)

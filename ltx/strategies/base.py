@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import comm, hooks, tree
-from ltx.arguments import brief, check_fields
+from ltx.arguments import brief, check_fields, seconds
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.pending import Exchange
@@ -50,7 +50,8 @@ class Strategy:
             size.
         network: what "auto" uses instead of a measurement.
         process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
-        timeout: how long ``ltx.init``'s collectives wait for a peer.
+        timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds, of which it
+            makes one.
     """
 
     bucket_bytes: int | Literal["auto"] = DEFAULT_BYTES
@@ -72,10 +73,8 @@ class Strategy:
             raise StrategyError(
                 f"{type(self).__name__}.network must be an ltx.profile.Network or None, got {brief(self.network)}."
             )
-        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
-            raise StrategyError(
-                f"{type(self).__name__}.timeout must be a positive datetime.timedelta, got {brief(self.timeout)}."
-            )
+        timeout = seconds(f"{type(self).__name__}.timeout", self.timeout, StrategyError)
+        object.__setattr__(self, "timeout", timedelta(seconds=timeout))
 
     def hook(self, step: int) -> CommHook | None:
         """The reduction of the gradients of synchronised step `step`; None leaves them local."""

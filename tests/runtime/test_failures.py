@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ltx
-from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
+from ltx.errors import CallFailedError, CallTimeoutError, InputError, WorkerError
 from ltx.runtime.failures import failure_of
 from ltx.runtime.init import init
 from ltx.runtime.pool import Pool
@@ -333,6 +335,27 @@ def test_a_run_that_takes_too_long(ranks: Ranks) -> None:
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, WorkerError)
     assert _works(ranks(2))
+
+
+@pytest.mark.parametrize("limit", ["1", 0, -1.0, float("nan"), timedelta(0)])
+def test_a_limit_that_is_none_leaves_the_pool_as_it_is(limit: Any, ranks: Ranks) -> None:
+    pool, pids = ranks(2), ranks(2).pids
+    with pytest.raises(InputError, match=r"timeout_s must be a number of seconds or a datetime\.timedelta"):
+        pool.run(world, timeout_s=limit)
+    with pytest.raises(InputError, match="timeout_s must be"):
+        pool.run_on(0, world, timeout_s=limit)
+    assert pool.run_on(1, lambda: world().rank, timeout_s=timedelta(minutes=1)) == 1
+    assert pool.pids == pids
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"threads": 0}, {"start_timeout_s": 0}, {"timeout_s": "5"}, {"grace_s": -1}],
+    ids=lambda kw: next(iter(kw)),
+)
+def test_a_pool_of_wrong_arguments_starts_nothing(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"ltx.Pool: {next(iter(kwargs))} must be"):
+        Pool(1, **kwargs)
 
 
 def test_the_place_of_a_failure_is_the_users_line_not_pythons_library() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -138,10 +139,19 @@ def test_process_fields_of_a_strategy() -> None:
     assert init(_Strategy("mpi"), backend="gloo").backend == "gloo", "the argument goes before the field"
 
 
-@pytest.mark.parametrize("timeout", [30, timedelta(0), timedelta(seconds=-1)])
-def test_timeouts_that_are_none(timeout: object) -> None:
-    with pytest.raises(WorldError, match=r"timeout=.*: expected a positive datetime.timedelta"):
-        init(timeout=timeout)  # type: ignore[arg-type]
+@pytest.mark.parametrize("timeout", ["30", True, 0, math.nan, math.inf, timedelta(0), timedelta(seconds=-1)])
+@pytest.mark.parametrize("name", ["timeout", "heartbeat_timeout"])
+def test_timeouts_that_are_none(name: str, timeout: object) -> None:
+    with pytest.raises(WorldError, match=f"ltx.init: {name} must be a number of seconds or a datetime.timedelta, more"):
+        init(**{name: timeout})  # type: ignore[arg-type]
+
+
+def test_seconds_are_durations_too() -> None:
+    asked = {"timeout": 30, "heartbeat_timeout": 2.5}
+    with init(ltx.DDPStrategy(timeout=7), **asked):  # type: ignore[arg-type]
+        init(timeout=timedelta(seconds=30), heartbeat_timeout=timedelta(seconds=2.5))
+        with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=30\) and now with"):
+            init(timeout=8)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ TOGETHER = (
     "every so many steps from the step on whose gradients stay local."
 )
 BYTES = "must be a positive number of bytes, got"
+DURATION = "must be a number of seconds or a datetime.timedelta, more than 0, got"
 OR_AUTO = BYTES.replace(",", ' or "auto",')
 
 
@@ -126,11 +127,8 @@ OR_AUTO = BYTES.replace(",", ' or "auto",')
         ({"first_bucket_bytes": "auto"}, f"DDPStrategy.first_bucket_bytes {BYTES} 'auto'."),
         ({"network": 1e9}, "DDPStrategy.network must be an ltx.profile.Network or None, got 1000000000.0."),
         ({"first_bucket_bytes": "1 MiB"}, f"DDPStrategy.first_bucket_bytes {BYTES} '1 MiB'."),
-        ({"timeout": 60}, "DDPStrategy.timeout must be a positive datetime.timedelta, got 60."),
-        (
-            {"timeout": timedelta(0)},
-            "DDPStrategy.timeout must be a positive datetime.timedelta, got datetime.timedelta(0).",
-        ),
+        ({"timeout": "60"}, f"DDPStrategy.timeout {DURATION} '60'."),
+        ({"timeout": timedelta(0)}, f"DDPStrategy.timeout {DURATION} datetime.timedelta(0)."),
     ],
 )
 def test_bad_fields(fields: dict[str, Any], text: str) -> None:
