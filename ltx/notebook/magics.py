@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import keyword
-import os
 import re
 import shlex
 import traceback
@@ -20,6 +19,7 @@ from ltx.runtime.messages import pack
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from ltx.runtime.show import Shown
+from ltx.runtime.world import cores
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -168,7 +168,7 @@ class LtxMagics(Magics):
 
 
 def _default_size() -> int:
-    return min(4, max(2, os.cpu_count() or 1))
+    return min(4, max(2, cores()))
 
 
 def _check_sendable(name: str, value: Any) -> None:

@@ -94,11 +94,12 @@ class FromScheduler:
 
     def __call__(self, step: int) -> float:
         if step >= len(self._rates):
-            self._rates[:] = self._found(max(2 * step, 64))
+            self._rates[:] = self._found(step)
         return self._rates[step]
 
-    def _found(self, count: int) -> list[float]:
-        """The rates of so many steps, or of as many as the scheduler has."""
+    def _found(self, step: int) -> list[float]:
+        """The rates up to `step`, and some of those behind it, which the next calls ask for."""
+        count = max(2 * step, 64)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=self.lr)
         momentum = optimizer.param_groups[0]["momentum"]
         scheduler = self.make(optimizer)
@@ -121,8 +122,12 @@ class FromScheduler:
                 warnings.simplefilter("ignore")  # torch's, of schedulers within schedulers
                 try:
                     scheduler.step()
-                except ValueError:  # OneCycleLR has no more
-                    return rates + rates[-1:] * (count - len(rates))
+                except Exception as error:
+                    if isinstance(error, ValueError) and str(error).startswith("Tried to step"):  # OneCycleLR's end
+                        return rates + rates[-1:] * (count - len(rates))
+                    if len(rates) <= step:
+                        raise
+                    return rates  # nobody has asked for the rest yet
         return rates
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:

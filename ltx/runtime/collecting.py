@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, WorkerError
+from ltx.runtime.failures import CONSEQUENCES
 from ltx.runtime.messages import At, Failure, Idle, Message, Result
 from ltx.runtime.worker_group import WorkerGroup
 
@@ -82,16 +83,16 @@ def _gather(
 def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
     """Wait until `waiting` have given up, `grace_s` at most; who interrupts that has had enough."""
     end = time.monotonic() + grace_s
-    _wait(workers, waiting, answers, min(end, time.monotonic() + _TELL_S))
-    if waiting and time.monotonic() < end:
-        print(
-            f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they end "
-            f"within {end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
-            "ltx.Pool(grace_s=60) waits for longer.",
-            file=sys.stderr,
-            flush=True,
-        )
-        with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
+        _wait(workers, waiting, answers, min(end, time.monotonic() + _TELL_S))
+        if waiting and time.monotonic() < end:
+            print(
+                f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they "
+                f"end within {end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
+                "ltx.Pool(grace_s=60) waits for longer.",
+                file=sys.stderr,
+                flush=True,
+            )
             _wait(workers, waiting, answers, end)
 
 
@@ -130,8 +131,8 @@ def failure_error(
         kept: whether the workers are still there; None if nobody expects it.
     """
     after = "" if kept is None else _KEPT if kept else _ENDED
-    # An ended process comes first: peers that fail because of it do so after it. One that gave up when it was asked to
-    # comes last.
+    # An ended process comes first: peers that fail because of it, in whatever words, do so after it. What says itself
+    # that it comes of a peer's failure is last; one that gave up when it was asked to doesn't count.
     silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]
     came = {rank: answer for rank, answer in answers.items() if rank not in silent}
     failed = {rank: answer for rank, answer in came.items() if not isinstance(answer, Result)}
@@ -146,7 +147,7 @@ def failure_error(
             "collective waits for one that doesn't take part. Give a longer timeout if it only needs that."
             + f" {after}".rstrip()
         )
-    first = min(genuine, key=lambda rank: (getattr(failed[rank], "at_s", 0.0), rank))
+    first = min(genuine, key=lambda rank: (*_order(failed[rank]), rank))
     answer = answers[first]
     others = [f"rank {rank} {_in_short(answers[rank])}" for rank in sorted(failed) if rank != first]
     others += [f"rank {rank} {told_where(answers.get(rank))}" for rank in silent]
@@ -166,6 +167,10 @@ def failure_error(
     )
     error.__cause__ = _original(answer)
     return error
+
+
+def _order(answer: Failure | str) -> tuple[bool, float]:
+    return (False, 0.0) if isinstance(answer, str) else (answer.type_name in CONSEQUENCES, answer.at_s)
 
 
 def told_where(answer: Any) -> str:

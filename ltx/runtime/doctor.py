@@ -32,7 +32,7 @@ from ltx.runtime.environments import Placement, why_no_slurm_task
 from ltx.runtime.init import init
 from ltx.runtime.launchers import LAUNCHERS, launcher_of, placement_from_env
 from ltx.runtime.pool import Pool
-from ltx.runtime.world import world_of
+from ltx.runtime.world import cores, world_of
 
 _SMALL_SHM = 256 << 20
 _MESSAGES = (("4 B", 1, 30), ("16 MiB", 4 << 20, 5))  # name, float32 elements, repetitions
@@ -120,13 +120,15 @@ def _world(environ: Mapping[str, str], placement: Placement) -> list[Finding]:
 def _machine(environ: Mapping[str, str], placement: Placement) -> list[Finding]:
     devices = ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))]
     available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    available_cores, threads = cores(), torch.get_num_threads()
     local_size = placement.local_size
     crowded = ""
-    if local_size > 1 and threads * local_size > cores:
-        each = max(1, cores // local_size)
-        crowded = f"{local_size} ranks of {threads} threads share {cores} cores: set OMP_NUM_THREADS to {each}"
-    of_rank = f"{threads} for a rank, {cores} cores, OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS')}"
+    if local_size > 1 and threads * local_size > available_cores:
+        each = max(1, available_cores // local_size)
+        crowded = (
+            f"{local_size} ranks of {threads} threads share {available_cores} cores: set OMP_NUM_THREADS to {each}"
+        )
+    of_rank = f"{threads} for a rank, {available_cores} cores, OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS')}"
     return [
         Finding("machine", "devices", ", ".join(devices)),
         Finding("machine", "backends", ", ".join(name for name, there in available.items() if there)),

@@ -87,15 +87,10 @@ def _label(filename: str) -> str:
 
 
 def _labelled(frame: traceback.FrameSummary) -> traceback.FrameSummary:
-    return traceback.FrameSummary(
-        _label(frame.filename),
-        frame.lineno,
-        frame.name,
-        line=getattr(frame, "_original_line", frame.line),  # the columns are those of the line with its indentation
-        end_lineno=frame.end_lineno,
-        colno=frame.colno,
-        end_colno=frame.end_colno,
-    )
+    """`frame` itself, renamed. Its columns are those of lines that it alone has whole."""
+    _ = frame.line  # read while it has the name that its lines are found by
+    frame.filename = _label(frame.filename)
+    return frame
 
 
 def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
@@ -113,7 +108,7 @@ def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _NOTED = "_ltx_noted"
 # Of what a rank raises because a peer has failed.
-_CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "CollectiveTimeoutError")
+CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "CollectiveTimeoutError")
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ def first_failure(ended: Mapping[int, Ended]) -> int:
         2
     """
     told = {rank: end for rank, end in ended.items() if end.kind}
-    genuine = [rank for rank, end in told.items() if end.kind not in _CONSEQUENCES]
+    genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]
     silent = [rank for rank, end in ended.items() if not end.kind]
     unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]  # by which the launcher ends the others
     return min(genuine or unasked or told or silent, key=lambda rank: (ended[rank].at_s, rank))

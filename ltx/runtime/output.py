@@ -64,9 +64,12 @@ class Output:
     def _read(self, fd: int) -> str:
         chunks = []
         try:
-            while chunk := os.read(fd, _CHUNK):
+            for _ in range(_PIPE_BYTES // _CHUNK):  # not for as long as more comes: others are waited for too
+                chunk = os.read(fd, _CHUNK)
+                if not chunk:
+                    self._close(fd)  # its end: the process is gone
+                    break
                 chunks.append(chunk)
-            self._close(fd)  # its end: the process is gone
         except BlockingIOError:
             pass
         except OSError:

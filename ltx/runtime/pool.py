@@ -26,7 +26,7 @@ from ltx.runtime.messages import Failure, Message, Result
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.starting import StartMethod, starter
 from ltx.runtime.worker_group import WorkerGroup
-from ltx.runtime.world import POOL_VARIABLE
+from ltx.runtime.world import POOL_VARIABLE, cores
 
 T = TypeVar("T")
 
@@ -319,4 +319,4 @@ def _threads(asked: int | None, nprocs: int, start_method: str) -> int:
     if asked is not None and (not isinstance(asked, int) or asked < 1):
         raise WorkerError(f"ltx.launch(threads={asked!r}): expected a number of threads of at least 1.")
     said = os.environ.get("OMP_NUM_THREADS", "")
-    return asked or (int(said) if said.isdecimal() and int(said) else max(1, (os.cpu_count() or 1) // nprocs))
+    return asked or (int(said) if said.isdecimal() and int(said) else max(1, cores() // nprocs))

@@ -183,8 +183,9 @@ class _WorkerLoop:
             return reply
         except BaseException as error:
             self.running = None
+            failure = failure_of(error, doing, cancelled=self.cancelled == call.number)  # peers fail after this one
             abandon(error)
-            return pack(failure_of(error, doing, cancelled=self.cancelled == call.number))
+            return pack(failure)
 
     def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The function and its arguments."""

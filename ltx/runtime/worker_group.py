@@ -100,6 +100,7 @@ class WorkerGroup:
 
         Waits for `timeout_s` at most; what they print and show is shown meanwhile. Empty if none has answered.
         """
+        look_at = time.monotonic() + _LOOK_S
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         while not answers:
@@ -110,10 +111,11 @@ class WorkerGroup:
                 if connection in by_connection:
                     self._take(by_connection[connection], answers)
             self._output.show()
-            if not ready:
+            if not ready or time.monotonic() >= look_at:
                 self._look_for_stopped(ranks, answers)
-                if left_s <= 0:
-                    break
+                look_at = time.monotonic() + _LOOK_S
+            if left_s <= 0:  # also of ranks that print without end
+                break
         return answers
 
     def finish_output(self) -> None:

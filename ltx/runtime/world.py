@@ -233,6 +233,11 @@ below WORLD_SIZE=2. Launchers set it; unset it and the launcher's other variable
     return world_of(placement_from_env(environ), backend=backend, cuda_devices=cuda_devices)
 
 
+def cores() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def accelerators() -> tuple[str, int]:
     """The type of this machine's accelerators, and how many there are; 0 without any.
 

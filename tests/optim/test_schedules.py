@@ -48,6 +48,21 @@ def test_a_schedulers_rates(name: str) -> None:
     assert [schedule(step) for step in (11, *range(12))] == [rates[11], *rates]
 
 
+@pytest.mark.parametrize("kind", [IndexError, ValueError])
+def test_a_scheduler_that_ends_is_only_asked_for_what_it_has(kind: type[Exception]) -> None:
+    factors = [1.0, 0.5, 0.25]
+
+    def factor(step: int) -> float:
+        if step >= len(factors):
+            raise kind(f"no factor of step {step}")
+        return factors[step]
+
+    schedule = from_scheduler(partial(torchs.LambdaLR, lr_lambda=factor), lr=2.0)
+    assert [schedule(step) for step in range(3)] == [2.0, 1.0, 0.5]
+    with pytest.raises(kind, match="no factor of step 3"):
+        schedule(5)
+
+
 def test_in_an_optimizer() -> None:
     made = from_torch(SGD, lr=from_scheduler(partial(torchs.StepLR, step_size=1, gamma=0.5), lr=1.0))
     params, state = {"w": torch.zeros(1)}, made.init({"w": torch.zeros(1)})

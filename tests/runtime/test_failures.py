@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -10,8 +11,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ import torch
 
 import ltx
 from ltx.errors import CallFailedError, CallTimeoutError, InputError, WorkerError
-from ltx.runtime.failures import failure_of
+from ltx.runtime.collecting import failure_error
+from ltx.runtime.failures import failure_of, text_of
 from ltx.runtime.init import init
+from ltx.runtime.messages import Failure, Result
 from ltx.runtime.pool import Pool
 from ltx.runtime.world import shutdown, world
 
@@ -69,6 +73,44 @@ def test_the_first_to_fail_is_shown_and_the_others_listed(ranks: Ranks) -> None:
     with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised KeyError") as caught:
         ranks(2).run(fails_in_turn)
     assert str(caught.value).endswith("Other ranks: rank 0 raised KeyError: 'from 0'.")
+
+
+def test_what_comes_of_a_peers_failure_is_not_the_first_even_if_it_came_first() -> None:
+    def failed(kind: str, at_s: float) -> Failure:
+        return Failure(kind, f"of {kind}", "", at_s)
+
+    def first(answers: dict[int, Failure | str]) -> int:
+        error = failure_error("f", answers, range(3), 3, None, kept=None)
+        assert isinstance(error, CallFailedError)
+        return error.rank
+
+    assert first({0: failed("DeadlockDetectedError", 1.0), 1: failed("KeyError", 3.0), 2: failed("OSError", 2.0)}) == 2
+    assert first({0: failed("PeerLostError", 2.0), 1: failed("PeerLostError", 1.0), 2: Result(None)}) == 1
+    # torch's words for a peer that is gone are those of any RuntimeError
+    assert first({0: failed("RuntimeError", 1.0), 1: "was killed by SIGKILL", 2: failed("PeerLostError", 0.5)}) == 1
+
+
+def test_a_workers_traceback_points_at_what_pythons_own_does() -> None:
+    def fails(values: dict[str, int]) -> int:
+        return values["there"] + values["missing"] + values["there"]
+
+    try:
+        fails({"there": 1})
+    except KeyError as error:
+        assert text_of(error) == "".join(traceback.format_exception(error))
+
+
+def test_a_rank_that_prints_without_end_is_not_waited_for_without_end() -> None:
+    def flood() -> None:
+        while True:
+            os.write(1, b"y" * 1000 + b"\n")
+
+    with Pool(1, show_output=True) as pool, redirect_stdout(io.StringIO()):
+        began = time.monotonic()
+        with pytest.raises(CallTimeoutError, match=r"within 0\.5 s: rank 0 was .* in flood"):
+            pool.run(flood, timeout_s=0.5)
+        assert time.monotonic() - began < 10
+        assert _works(pool)
 
 
 def test_workers_keep_their_state_after_a_failure(ranks: Ranks) -> None:
