@@ -94,10 +94,9 @@ def test_a_workers_traceback_points_at_what_pythons_own_does() -> None:
     def fails(values: dict[str, int]) -> int:
         return values["there"] + values["missing"] + values["there"]
 
-    try:
+    with pytest.raises(KeyError) as caught:
         fails({"there": 1})
-    except KeyError as error:
-        assert text_of(error) == "".join(traceback.format_exception(error))
+    assert text_of(caught.value) == "".join(traceback.format_exception(caught.value))
 
 
 def test_a_rank_that_prints_without_end_is_not_waited_for_without_end() -> None:
