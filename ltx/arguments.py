@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec, TypeVar, Union, cast
+from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar, Union, cast
 
 import torch
 
@@ -28,6 +28,8 @@ from ltx.errors import ArgumentError, InputError, LtxError, StrategyError
 P = ParamSpec("P")
 R = TypeVar("R")
 Test = Callable[[Any], bool]
+
+LARGEST = 2**63 - 1  # that a tensor holds
 
 
 def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -47,6 +49,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def mark(fn: Callable[P, R]) -> Callable[P, R]:
         inner = inspect.unwrap(fn)
+        called = inner.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @functools.cache
         def tests() -> tuple[list[str], dict[str, tuple[Test, Any]]]:
@@ -63,7 +66,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 places, wanted = tests()
                 for name, value in itertools.chain(zip(places, args, strict=False), kwargs.items()):
                     if name in wanted and not wanted[name][0](value):
-                        raise ArgumentError(f"{inner.__name__}: {_says(name, wanted[name][1], value)}")
+                        raise ArgumentError(f"{called}: {_says(name, wanted[name][1], value)}")
             return fn(*args, **kwargs)
 
         return wrapped
@@ -81,29 +84,56 @@ def check_fields(value: Any, error: type[LtxError], *names: str) -> None:
             raise error(f"{cls.__name__}.{_says(name, annotation, found)}")
 
 
-def check_whole(owner: object, least: int, *names: str, most: int = 2**63 - 1) -> None:
+def whole(
+    what: str,
+    value: Any,
+    least: int,
+    error: type[LtxError] = InputError,
+    most: int = LARGEST,
+    besides: str = "",
+) -> int:
+    """What a user gave, called `what` in errors, as an int; NumPy's are ints too. `besides`: what else may be.
+
+    Raises:
+        `error`: it is no whole number, or isn't from `least` to `most`.
+
+    >>> whole("steps", 3, 1)
+    3
+    """
+    if not is_whole(value) or not least <= value <= most:
+        upper = f", and at most {most}" if most < 2**32 or (is_whole(value) and value > most) else ""
+        raise error(f"{what} must be {besides}a whole number of at least {least}{upper}, got {brief(value)}.")
+    return int(value)
+
+
+def number(
+    what: str,
+    value: Any,
+    least: float,
+    error: type[LtxError] = InputError,
+    more: bool = False,
+    below: float = math.inf,
+    besides: str = "",
+) -> float:
+    """What a user gave, called `what` in errors, as a finite number; NumPy's too. `besides`: as in :func:`whole`.
+
+    Raises:
+        `error`: it is no number, or isn't at least `least` (with `more`: more than that) and less than `below`.
+
+    >>> number("bandwidth", 1.5, 0, more=True)
+    1.5
+    """
+    if not is_number(value) or not least <= value < below or (more and value == least):
+        low, high = f"{'of more than' if more else 'of at least'} {least:g}", f", and less than {below:g}"
+        raise error(f"{what} must be {besides}a finite number {low}{high * (below < math.inf)}, got {brief(value)}.")
+    return value if type(value) in (int, float) else float(value)
+
+
+def check_whole(owner: object, least: int, *names: str, most: int = LARGEST) -> None:
     """Raise unless the fields `names` of a hook or strategy are whole numbers from `least` to `most`."""
     for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            upper = f", and at most {most}" if most < 2**63 - 1 or (isinstance(value, int) and value > most) else ""
-            raise StrategyError(
-                f"{type(owner).__name__}.{name} must be a whole number of at least {least}{upper}, got {brief(value)}."
-            )
-
-
-def check_at_least(what: str, value: Any, least: int) -> None:
-    """Raise :class:`ltx.errors.InputError` unless `value`, in errors `what`, is an int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{what} must be an int of at least {least}, got {brief(value)}.")
-
-
-def check_finite(what: str, value: Any, positive: bool = False) -> None:
-    """Raise :class:`ltx.errors.InputError` unless `value` is a finite number of at least 0, or of more than that."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (positive and value == 0):
-        least = "more than 0" if positive else "at least 0"
-        raise InputError(f"{what} must be a finite number, {least}, got {brief(value)}.")
+        what = f"{type(owner).__name__}.{name}"
+        object.__setattr__(owner, name, whole(what, getattr(owner, name), least, StrategyError, most))
 
 
 def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputError, zero: bool = False) -> float:
@@ -115,20 +145,18 @@ def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputEr
     >>> seconds("timeout", timedelta(minutes=1)), seconds("timeout", 1.5)
     (60.0, 1.5)
     """
-    number = value.total_seconds() if isinstance(value, timedelta) else value
-    real = isinstance(number, numbers.Real) and not isinstance(number, bool) and number <= timedelta.max.total_seconds()
-    if not real or number < 0 or (number == 0 and not zero):
+    length = value.total_seconds() if isinstance(value, timedelta) else value
+    real = isinstance(length, numbers.Real) and not isinstance(length, bool) and length <= timedelta.max.total_seconds()
+    if not real or length < 0 or (length == 0 and not zero):
         least = "at least 0" if zero else "more than 0"
         raise error(f"{what} must be a number of seconds or a datetime.timedelta, {least}, got {brief(value)}.")
-    return float(number)
+    return float(length)
 
 
 def check_number(owner: object, least: float, name: str, below: float = math.inf) -> None:
     """Raise unless field `name` of a hook or strategy is a number from `least` on and less than `below`."""
-    value = getattr(owner, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
-        allowed = f"of at least {least:g}" if below == math.inf else f"from {least:g} on, and less than {below:g}"
-        raise StrategyError(f"{type(owner).__name__}.{name} must be a number {allowed}, got {brief(value)}.")
+    what = f"{type(owner).__name__}.{name}"
+    object.__setattr__(owner, name, number(what, getattr(owner, name), least, StrategyError, below=below))
 
 
 @functools.lru_cache(maxsize=256)
@@ -160,10 +188,12 @@ def shown(value: Any) -> str:
 def name_of(function: Callable[..., Any]) -> str:
     """What the ``repr`` of a value calls a function that it was made of.
 
-    >>> name_of(name_of)
-    'name_of'
+    >>> name_of(name_of), name_of(functools.partial(name_of, None))
+    ('name_of', 'name_of')
     """
-    return getattr(function, "__qualname__", repr(function))
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__qualname__", None) or brief(function)
 
 
 def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
@@ -225,7 +255,7 @@ def _is_bool(x: Any) -> bool:
     return isinstance(x, bool) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"))
 
 
-def is_whole(x: Any) -> bool:
+def is_whole(x: Any) -> TypeGuard[int]:
     """Whether it is an int and no bool; NumPy's and symbolic ones are ints too."""
     return type(x) is int or (isinstance(x, numbers.Integral | torch.SymInt) and not isinstance(x, bool))
 

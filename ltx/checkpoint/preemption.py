@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ltx import collectives
-from ltx.arguments import brief, checked
+from ltx.arguments import checked, whole
 from ltx.errors import InputError
 
 #: The exit code of a process that stopped because it was told to, and may be started again: EX_TEMPFAIL.
@@ -70,8 +70,7 @@ def preemption(
         ...             # ltx.checkpoint.save(path, state)
         ...             preempted.exit()
     """
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise InputError(f"checkpoint.preemption: every must be a positive number of calls, got {brief(every)}.")
+    every = whole("checkpoint.preemption: every", every, 1)
     if threading.current_thread() is not threading.main_thread():
         raise InputError("checkpoint.preemption: signals are handled by the main thread alone. Call it there.")
     asked = Preemption(every, axis)

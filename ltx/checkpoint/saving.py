@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ltx import comm
-from ltx.arguments import brief, checked
+from ltx.arguments import checked, whole
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.contents import Encoded, check_state, digest, encode, leaves_of, name_on, random_states, shared_out
 from ltx.checkpoint.storage import Piece
@@ -160,10 +160,8 @@ def begin_saving(
     contents: _Contents | None = None
     failure: Exception | None = None
     try:
-        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            raise InputError(
-                f"checkpoint: keep must be None (all) or the number of checkpoints to keep, got {brief(keep)}."
-            )
+        if keep is not None:
+            whole("checkpoint: keep", keep, 1, besides="None (all) or ")
         directory.check_name(path)
         if together.comm is not None:  # a state that the device couldn't complete isn't worth keeping
             comm.read_last_summary(together.comm)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ltx.arguments import check_finite
+from ltx.arguments import number
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.channel import Channel
 from ltx.comm.registry import resolve
@@ -50,8 +50,8 @@ class Network:
     latency: float
 
     def __post_init__(self) -> None:
-        check_finite("Network.bandwidth", self.bandwidth, positive=True)
-        check_finite("Network.latency", self.latency)
+        number("Network.bandwidth", self.bandwidth, 0, more=True)
+        number("Network.latency", self.latency, 0)
 
     def start_s(self, ranks: int) -> float:
         """Seconds that a sum over so many ranks takes however small it is."""

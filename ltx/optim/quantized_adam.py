@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ltx.arguments import brief, checked
+from ltx.arguments import checked, whole
 from ltx.errors import OptimError
 from ltx.gradients.packing import prefers_few_calls
 from ltx.optim.base import LeafStates, TorchState, leaf_name
@@ -37,12 +37,9 @@ class QAdamOptimizer(TorchOptimizer):
     bagua_exact: bool = False
 
     def __post_init__(self) -> None:
-        least = 2 if self.bagua_exact else 1
-        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < least:
-            why = " with bagua_exact, whose second moment is 0 until the first of them is over" * self.bagua_exact
-            raise OptimError(
-                f"qadam: warmup_steps must be a whole number of at least {least}{why}, got {brief(self.warmup_steps)}."
-            )
+        # Bagua's second moment is 0 until the first step is over.
+        least, what = (2, "qadam with bagua_exact") if self.bagua_exact else (1, "qadam")
+        object.__setattr__(self, "warmup_steps", whole(f"{what}: warmup_steps", self.warmup_steps, least, OptimError))
         super().__post_init__()
 
     @property

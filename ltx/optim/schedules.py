@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ltx.arguments import brief, check_fields
+from ltx.arguments import brief, check_fields, number
 from ltx.errors import OptimError
 
 
@@ -158,6 +158,4 @@ def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: flo
             f"from_scheduler expected a function from an optimizer to a scheduler, such as lambda optimizer: "
             f"StepLR(optimizer, 30), got {brief(make)}."
         )
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr >= 0:
-        raise OptimError(f"from_scheduler: lr must be a number >= 0, got {brief(lr)}.")
-    return FromScheduler(make, float(lr))
+    return FromScheduler(make, float(number("from_scheduler: lr", lr, 0, OptimError)))

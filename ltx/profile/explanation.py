@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ltx import comm, hooks, tree
-from ltx.arguments import check_at_least
+from ltx.arguments import whole
 from ltx.errors import StepError
 from ltx.estimate.autotune import choice_for, network_of
 from ltx.estimate.dry_run import Gradients, Steps, stand_in
@@ -234,7 +234,7 @@ def explain(
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
     for name, value, least in (("world", world, 1), ("sync_step", sync_step, 0)):
         if value is not None:
-            check_at_least(f"explain: {name}", value, least)
+            whole(f"explain: {name}", value, least)
     size, rank = comm.size_and_rank(inner.axis) if world is None else (world, 0)
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else sync_step

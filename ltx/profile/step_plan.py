@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ltx import comm, hooks, tree
-from ltx.arguments import brief, check_at_least, check_finite, checked
+from ltx.arguments import brief, checked, number, whole
 from ltx.errors import InputError
 from ltx.estimate.autotune import device_of, on_network
 from ltx.estimate.costs import BESIDE_S, Link, check_device, codec, copies, sending_s
@@ -306,11 +306,11 @@ def plan(
         <BLANKLINE>
         computing 100 ms, packing and encoding 10 ms, waiting 295 ms
     """
-    check_finite("plan: bandwidth", bandwidth, positive=True)
+    number("plan: bandwidth", bandwidth, 0, more=True)
     for name, value in (("latency", latency), ("compute_s", compute_s), ("send_s", send_s), ("codec_s", codec_s)):
         if value is not None or name in ("latency", "compute_s"):
-            check_finite(f"plan: {name}", value)
-    check_at_least("plan: world", world, 1)
+            number(f"plan: {name}", value, 0)
+    whole("plan: world", world, 1)
     if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")

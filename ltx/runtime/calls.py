@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import linecache
 import os
+import site
 import sys
 import sysconfig
 import warnings
@@ -224,8 +225,9 @@ def is_installed(file: str | None) -> bool:
     """Whether a module's file belongs to Python, to an installed package or to ltx."""
     if file is None:
         return True
-    paths = sysconfig.get_paths()
-    homes = [Path(paths[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    # Those of the system too, which a virtual environment may see, and the user's own.
+    homes = {Path(path).resolve() for path in (*paths, *site.getsitepackages(), site.getusersitepackages())}
     return any(home in Path(file).resolve().parents for home in (*homes, LTX_HOME))
 
 

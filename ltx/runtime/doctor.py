@@ -32,7 +32,7 @@ from ltx.runtime.environments import Placement, why_no_slurm_task
 from ltx.runtime.init import init
 from ltx.runtime.launchers import LAUNCHERS, launcher_of, placement_from_env
 from ltx.runtime.pool import Pool
-from ltx.runtime.world import cores, world_of
+from ltx.runtime.world import cores, world, world_of
 
 _SMALL_SHM = 256 << 20
 _MESSAGES = (("4 B", 1, 30), ("16 MiB", 4 << 20, 5))  # name, float32 elements, repetitions
@@ -209,22 +209,29 @@ def _interfaces() -> dict[str, str]:
 
 
 def measure() -> list[Finding]:
-    """Time sums over this world's ranks, and check them."""
+    """Time sums over this world's ranks, and check them: on the host, and on this rank's device if it has one."""
+    return [finding for device in dict.fromkeys(("cpu", str(world().device))) for finding in _measure_on(device)]
+
+
+def _measure_on(device: str) -> list[Finding]:
     size, rank = collectives.axis_size(), int(collectives.axis_index())
     findings = []
     for name, elements, repetitions in _MESSAGES:
-        given, taken = torch.full((elements,), float(rank + 1)), []
+        given, taken = torch.full((elements,), float(rank + 1), device=device), []
         for _ in range(repetitions + 1):
             collectives.barrier()
             began = time.perf_counter()
             summed = collectives.psum(given)
+            if device != "cpu":
+                torch.accelerator.synchronize(device)
             taken.append(time.perf_counter() - began)
         time_s = statistics.median(taken[1:])  # at the first one, signatures are compared
         right = bool((summed == size * (size + 1) / 2).all())
         sent = 2 * (size - 1) / size * elements * 4
         text = f"{time_s * 1e3:.2f} ms" + (f", {sent / time_s / 1e9:.2f} GB/s" if elements > 1 else "")
         problem = "" if right else f"the sum is wrong on rank {rank}: expected {size * (size + 1) / 2} everywhere"
-        findings.append(Finding("collective", f"psum of {name}", text, problem=problem))
+        what = f"psum of {name}" + (f" on {device}" if device != "cpu" else "")
+        findings.append(Finding("collective", what, text, problem=problem))
     return findings
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from ltx.arguments import check_at_least, seconds
+from ltx.arguments import seconds, whole
 from ltx.errors import InputError, StrategyError, UnsupportedError
 from ltx.runtime.elastic_run import Batch, ElasticRun, ones_own
 from ltx.runtime.environments import Placement
@@ -122,7 +122,7 @@ def _check(run: ElasticRun, state: TrainState, position: DataPosition) -> None:
     world, joins = current_world(), settings_of_world().get("placement", Placement("none")).joins
     for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
         if name != "max_ranks" or run.max_ranks is not None:
-            check_at_least(f"elastic: {name}", getattr(run, name), 1)
+            whole(f"elastic: {name}", getattr(run, name), 1)
     if not run.min_ranks <= world.size <= (run.max_ranks or world.size) and not joins:
         limits = f"min_ranks={run.min_ranks}" + f", max_ranks={run.max_ranks}" * (run.max_ranks is not None)
         raise InputError(f"elastic: {limits}, and there are {world.size} ranks.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ltx.arguments import brief
+from ltx.arguments import brief, is_whole
 from ltx.errors import WorldError
 from ltx.runtime.environments import Placement, Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
 
@@ -98,13 +98,13 @@ def placement_from_arguments(
 
     def read(name: str, low: int, high: int | None, default: int | None = None) -> int:
         value = given.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        if not is_whole(value) or value < low or (high is not None and value > high):
             allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
             raise WorldError(
                 f"ltx.init({said}): expected {name} to be an integer {allowed}, got {brief(value)}. Give rank=, size= "
                 'and master="host:port" on every rank, or none of them to read what the launcher says.'
             )
-        return value
+        return int(value)
 
     total = read("size", 1, None)
     index = read("rank", 0, total - 1)

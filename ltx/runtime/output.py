@@ -39,7 +39,7 @@ class Output:
 
     def __init__(self) -> None:
         self._sources: dict[int, tuple[int, str]] = {}
-        self._begun: dict[int, str] = {}
+        self._begun: dict[int, bytes] = {}
 
     def add(self, fd: int, rank: int, stream: str) -> None:
         """Show what comes from `fd` as `rank`'s, on ``sys.stdout`` or ``sys.stderr``."""
@@ -53,15 +53,15 @@ class Output:
     def show(self, *, finish: bool = False) -> None:
         """Print all whole lines that have come; with `finish` also those that haven't ended."""
         for fd, (rank, stream) in list(self._sources.items()):
-            text = self._begun.pop(fd, "") + self._read(fd)
-            *lines, rest = text.split("\n")
+            written = self._begun.pop(fd, b"") + self._read(fd)
+            *lines, rest = written.split(b"\n")
             if finish and rest:
-                lines, rest = [*lines, rest], ""
+                lines, rest = [*lines, rest], b""
             if rest:
-                self._begun[fd] = rest.rpartition("\r")[2]  # what a carriage return has overwritten is gone
-            _print(lines, rank, stream)
+                self._begun[fd] = rest.rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
+            _print([line.decode(errors="replace") for line in lines], rank, stream)
 
-    def _read(self, fd: int) -> str:
+    def _read(self, fd: int) -> bytes:
         chunks = []
         try:
             for _ in range(_PIPE_BYTES // _CHUNK):  # not for as long as more comes: others are waited for too
@@ -74,7 +74,7 @@ class Output:
             pass
         except OSError:
             self._close(fd)
-        return b"".join(chunks).decode(errors="replace")
+        return b"".join(chunks)
 
     def _close(self, fd: int) -> None:
         with suppress(OSError):

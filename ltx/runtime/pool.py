@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ltx.arguments import check_at_least, checked, seconds
+from ltx.arguments import checked, is_whole, seconds, whole
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import inherited_call, name_of, pack_call
 from ltx.runtime.collecting import collect, failure_error
@@ -75,7 +75,7 @@ class Pool:
     ) -> None:
         check_size("ltx.Pool", n)
         self._size = n
-        check_at_least("ltx.Pool: threads", threads, 1)
+        whole("ltx.Pool: threads", threads, 1)
         self._start_timeout_s = seconds("ltx.Pool: start_timeout_s", start_timeout_s)
         self._timeout_s = None if timeout_s is None else seconds("ltx.Pool: timeout_s", timeout_s)
         self._threads = threads
@@ -159,7 +159,7 @@ class Pool:
         Arguments and errors as for :meth:`run`.
         """
         __tracebackhide__ = True
-        if not isinstance(rank, int) or not 0 <= rank < self._size:
+        if not is_whole(rank) or not 0 <= rank < self._size:
             raise WorkerError(f"rank {rank}: {self!r} has the ranks 0 to {self._size - 1}.")
         with self._lock:
             number, limit_s = self._next(name_of(fn)), self._limit_s(timeout_s)
@@ -239,8 +239,7 @@ def check_size(caller: str, n: object) -> None:
             "of pools is refused: its processes would multiply. Make the pool in the driver, and let workers "
             "communicate through collectives."
         )
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise WorkerError(f"{caller}({n!r}): expected a number of workers of at least 1.")
+    whole(f"{caller}: the number of workers", n, 1, WorkerError)
 
 
 @checked("fn", "timeout")
@@ -316,7 +315,6 @@ def _threads(asked: int | None, nprocs: int, start_method: str) -> int:
                 'OpenMP hangs in a fork of a process that has used it. Leave threads out, or use "popen".'
             )
         return 1
-    if asked is not None and (not isinstance(asked, int) or asked < 1):
-        raise WorkerError(f"ltx.launch(threads={asked!r}): expected a number of threads of at least 1.")
+    asked = asked if asked is None else whole("ltx.launch: threads", asked, 1, WorkerError)
     said = os.environ.get("OMP_NUM_THREADS", "")
     return asked or (int(said) if said.isdecimal() and int(said) else max(1, cores() // nprocs))

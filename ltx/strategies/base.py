@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import comm, hooks, tree
-from ltx.arguments import brief, check_fields, seconds
+from ltx.arguments import brief, check_fields, seconds, whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.pending import Exchange
@@ -66,9 +66,8 @@ class Strategy:
             value, auto = getattr(self, name), name == "bucket_bytes"
             if auto and isinstance(value, str) and value == "auto":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                what = 'a positive number of bytes or "auto"' if auto else "a positive number of bytes"
-                raise StrategyError(f"{type(self).__name__}.{name} must be {what}, got {brief(value)}.")
+            what, besides = f"{type(self).__name__}.{name}", '"auto" or ' * auto
+            object.__setattr__(self, name, whole(what, value, 1, StrategyError, besides=besides))
         if not isinstance(self.network, comm.Network | None):
             raise StrategyError(
                 f"{type(self).__name__}.network must be an ltx.profile.Network or None, got {brief(self.network)}."

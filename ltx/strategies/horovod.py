@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief, check_fields, check_whole
+from ltx.arguments import brief, check_fields, check_whole, is_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import LeafState
@@ -108,7 +108,7 @@ class HorovodStrategy(Strategy):
 
     def _check_groups(self) -> None:
         groups = self.groups
-        if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups > 0):
+        if groups is None or (is_whole(groups) and groups > 0):
             return
         allowed = "a positive number of groups, or a list of lists of parameters' paths"
         if isinstance(groups, (int, str)) or not isinstance(groups, Sequence):

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief, check_whole
+from ltx.arguments import brief, check_whole, is_whole
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, sum_of_shares
@@ -196,7 +196,7 @@ class WithinNode(hooks.CommHook):
 
 
 def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return is_whole(value) and value >= least
 
 
 def _are_levels(value: object) -> bool:

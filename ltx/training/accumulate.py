@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from ltx import tree
-from ltx.arguments import brief, checked
+from ltx.arguments import checked, whole
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
@@ -315,8 +315,7 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
         >>> torch.func.grad(step)(torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
         tensor(2.5000)
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 2**63:
-        raise StepError(f"accumulate: steps must be a whole number of at least 1, got {brief(steps)}.")
+    steps = whole("accumulate: steps", steps, 1, StepError)
     if not isinstance(step, DataParallel):
         return Accumulated(step, steps, 0, carry)
     step = as_loss(step)

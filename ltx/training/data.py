@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import collectives, comm, tree
-from ltx.arguments import brief, check_fields
+from ltx.arguments import brief, check_fields, whole
 from ltx.axis import Axis
 from ltx.collectives.uneven import told
 from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
@@ -75,12 +75,10 @@ class DataPosition:
 
     def __post_init__(self) -> None:
         check_fields(self, InputError)
-        limits = {name: (low, _LARGEST) for name, low in {"length": 1, "batch_size": 1, "seed": 0, "epoch": 0}.items()}
-        for name, (low, high) in {**limits, "done": (0, self.length - 1)}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                allowed = f"of at least {low}" if high == _LARGEST else f"from {low} to {high}"
-                raise InputError(f"DataPosition({name}={value!r}): expected an integer {allowed}.")
+        for name, low in {"length": 1, "batch_size": 1, "seed": 0, "epoch": 0, "done": 0}.items():
+            most = self.length - 1 if name == "done" else _LARGEST
+            value = whole(f"DataPosition.{name}", getattr(self, name), low, most=most)
+            object.__setattr__(self, name, value)
 
     @property
     def step_size(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ltx import traced, tree
-from ltx.arguments import brief, check_whole
+from ltx.arguments import brief, check_whole, is_whole, number
 from ltx.errors import StepError, StrategyError
 from ltx.training.accumulate import Accumulated
 from ltx.transforms.data_parallel import DataParallel
@@ -71,11 +71,9 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name, low, high in (("init", 0.0, float("inf")), ("growth", 1.0, float("inf")), ("backoff", 0.0, 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < high:
-                raise StrategyError(
-                    f"DynamicLossScale.{name} must be a number above {low:g} and below {high:g}, got {brief(value)}."
-                )
+            what = f"DynamicLossScale.{name}"
+            value = number(what, getattr(self, name), low, StrategyError, more=True, below=high)
+            object.__setattr__(self, name, value)
         check_whole(self, 1, "growth_interval")
 
     def start(self) -> LossScale:
@@ -141,13 +139,10 @@ growth_interval=2000))
             )
         scale = self.loss_scale
         if not (scale is None or isinstance(scale, DynamicLossScale)):
-            if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
-                raise StrategyError(
-                    f"Precision.loss_scale must be None, a positive number or an ltx.DynamicLossScale, "
-                    f"got {brief(scale)}."
-                )
+            others = "None, an ltx.DynamicLossScale or "
+            scale = number("Precision.loss_scale", scale, 0, StrategyError, more=True, besides=others)
             object.__setattr__(self, "loss_scale", float(scale))
-        if not isinstance(self.keep, tuple) or any(not isinstance(n, int) or n < 0 for n in self.keep):
+        if not isinstance(self.keep, tuple) or any(not is_whole(n) or n < 0 for n in self.keep):
             raise StrategyError(
                 f"Precision.keep must be a tuple of positions of arguments, such as (1,), got {brief(self.keep)}."
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ltx import traced, tree
-from ltx.arguments import brief
+from ltx.arguments import brief, whole
 from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
@@ -63,8 +63,7 @@ def check_every(steps: Any, strategy: Strategy) -> None:
     """Raise unless parameters of `strategy` can be compared every so many `steps`."""
     if steps is None:
         return
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise StrategyError(f"check_every must be None or a positive number of steps, got {brief(steps)}.")
+    whole("train_step: check_every", steps, 1, StrategyError, besides="None or ")
     if strategy.layout.params != "replicated":
         raise StrategyError(
             f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "

@@ -57,7 +57,7 @@ def test_bad_input_on_one_rank(on_new_axis: Callable[..., Any], case: str) -> No
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", None, torch.ones(2)])
 def test_numbers_of_processes(n: Any) -> None:
     for start in (lambda: Pool(n), lambda: ltx.launch(print, n)):
-        with pytest.raises(WorkerError, match="expected a number of workers of at least 1"):
+        with pytest.raises(WorkerError, match="number of workers must be a whole number of at least 1"):
             start()
 
 

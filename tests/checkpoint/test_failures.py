@@ -539,7 +539,7 @@ def test_signals_do_afterwards_what_they_did() -> None:
 
 def test_preemption_refuses() -> None:
     with (
-        pytest.raises(InputError, match="every must be a positive number of calls, got 0"),
+        pytest.raises(InputError, match="every must be a whole number of at least 1, got 0"),
         ltx.checkpoint.preemption(every=0),
     ):
         pass

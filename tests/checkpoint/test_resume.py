@@ -396,7 +396,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     train = plain_train(ltx.DDPStrategy())
     state = plain_start(train)
     for kwargs, text in (
-        ({"keep": 0}, "keep must be None (all) or the number of checkpoints to keep, got 0"),
+        ({"keep": 0}, "keep must be None (all) or a whole number of at least 1, got 0"),
         ({"data": iter([])}, "data is of type list_iterator, and a checkpoint holds no pickles"),
         ({"data": {"a": [{1: 2}]}}, "data['a'][0] is of type dict"),
     ):

@@ -128,11 +128,11 @@ def test_a_rank_that_is_interrupted_tells_the_others(on_new_axis: OnFreshAxis) -
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ((0, 1e-4), "Network.bandwidth must be a finite number, more than 0, got 0."),
-        ((float("inf"), 1e-4), "Network.bandwidth must be a finite number, more than 0, got inf."),
-        ((1e9, -1.0), "Network.latency must be a finite number, at least 0, got -1.0."),
-        ((1e9, True), "Network.latency must be a finite number, at least 0, got True."),
-        (("1 Gbit/s", 0.0), "Network.bandwidth must be a finite number, more than 0, got '1 Gbit/s'."),
+        ((0, 1e-4), "Network.bandwidth must be a finite number of more than 0, got 0."),
+        ((float("inf"), 1e-4), "Network.bandwidth must be a finite number of more than 0, got inf."),
+        ((1e9, -1.0), "Network.latency must be a finite number of at least 0, got -1.0."),
+        ((1e9, True), "Network.latency must be a finite number of at least 0, got True."),
+        (("1 Gbit/s", 0.0), "Network.bandwidth must be a finite number of more than 0, got '1 Gbit/s'."),
     ],
 )
 def test_figures_that_cannot_be(fields: tuple[Any, Any], text: str) -> None:

@@ -348,12 +348,12 @@ def test_a_strategy_that_insists_on_an_optimizer() -> None:
 
 def test_errors() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"world": 0}, "plan: world must be an int of at least 1, got 0."),
-        ({"world": 2.0}, "plan: world must be an int of at least 1, got 2.0."),
-        ({"bandwidth": 0}, "plan: bandwidth must be a finite number, more than 0, got 0."),
-        ({"latency": -1.0}, "plan: latency must be a finite number, at least 0, got -1.0."),
-        ({"compute_s": float("nan")}, "plan: compute_s must be a finite number, at least 0, got nan."),
-        ({"codec_s": "1"}, "plan: codec_s must be a finite number, at least 0, got '1'."),
+        ({"world": 0}, "plan: world must be a whole number of at least 1, got 0."),
+        ({"world": 2.0}, "plan: world must be a whole number of at least 1, got 2.0."),
+        ({"bandwidth": 0}, "plan: bandwidth must be a finite number of more than 0, got 0."),
+        ({"latency": -1.0}, "plan: latency must be a finite number of at least 0, got -1.0."),
+        ({"compute_s": float("nan")}, "plan: compute_s must be a finite number of at least 0, got nan."),
+        ({"codec_s": "1"}, "plan: codec_s must be a finite number of at least 0, got '1'."),
         ({"steps": range(0)}, "plan: steps must be a range of steps that follow one another, got range(0, 0)."),
         ({"steps": 3}, "plan: steps must be a range of steps that follow one another, got 3."),
     ]

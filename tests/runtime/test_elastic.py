@@ -443,8 +443,8 @@ def test_what_a_rank_keeps_for_itself_needs_snapshots(started: Start, tmp_path: 
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"epochs": 0}, "elastic: epochs must be an int of at least 1, got 0"),
-        ({"epochs": 1, "every": True}, "elastic: every must be an int"),
+        ({"epochs": 0}, "elastic: epochs must be a whole number of at least 1, got 0"),
+        ({"epochs": 1, "every": True}, "elastic: every must be a whole number"),
         ({"epochs": 1, "min_ranks": 2}, "min_ranks=2, and there are 1 ranks"),
         ({"epochs": 1, "meeting_timeout": 0}, "elastic: meeting_timeout must be a number of seconds or .*, got 0"),
     ],

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import ltx
 from ltx.errors import WorkerError
 from ltx.runtime.init import init
+from ltx.runtime.output import Output, open_pipe
 from ltx.runtime.pool import Pool
 from ltx.runtime.world import shutdown, world
 
@@ -220,6 +221,20 @@ def test_what_workers_print_is_shown_with_their_rank(capfd: pytest.CaptureFixtur
     assert sorted(err.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
 
 
+def test_letters_that_come_in_two_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = open_pipe()
+    output = Output()
+    output.add(reading, 0, "stdout")
+    whole = "Grüße, 世界".encode()
+    for byte in whole:
+        os.write(writing, bytes([byte]))
+        output.show()
+    os.close(writing)
+    output.show(finish=True)
+    output.close()
+    assert capsys.readouterr().out == "[rank 0] Grüße, 世界\n"
+
+
 @pytest.mark.full
 def test_megabytes_of_output_between_and_during_calls(capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
@@ -272,7 +287,7 @@ def test_a_pool_in_a_worker_is_refused(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2"])
 def test_sizes_that_are_none(n: object) -> None:
-    with pytest.raises(WorkerError, match="expected a number of workers of at least 1"):
+    with pytest.raises(WorkerError, match="number of workers must be a whole number of at least 1"):
         Pool(n)  # type: ignore[arg-type]
 
 

@@ -367,12 +367,18 @@ def test_simulated_ranks_keep_the_round_in_their_state(seed: int) -> None:
     ("fields", "text"),
     [
         ({"warmup_steps": -1}, "AsyncAveraging.warmup_steps must be a whole number of at least 0, got -1."),
-        ({"sync_interval_ms": -1.0}, "AsyncAveraging.sync_interval_ms must be a number of at least 0, got -1.0."),
+        (
+            {"sync_interval_ms": -1.0},
+            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got -1.0.",
+        ),
         (
             {"sync_interval_ms": float("nan")},
-            "AsyncAveraging.sync_interval_ms must be a number of at least 0, got nan.",
+            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got nan.",
         ),
-        ({"sync_interval_ms": True}, "AsyncAveraging.sync_interval_ms must be a number of at least 0, got True."),
+        (
+            {"sync_interval_ms": True},
+            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got True.",
+        ),
         (
             {"schedule": (2, 3)},
             "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "

@@ -87,7 +87,7 @@ TOGETHER = "hierarchical=True and node_size=(the number of ranks of a node) belo
         (
             "bytegrad",
             {"bucket_bytes": 0},
-            'BaguaStrategy.bucket_bytes must be a positive number of bytes or "auto", got 0.',
+            'BaguaStrategy.bucket_bytes must be "auto" or a whole number of at least 1, got 0.',
         ),
         ("bytegrad", {"hierarchical": True}, f"EightBitGradients: {TOGETHER}True, node_size=None."),
         ("bytegrad", {"node_size": 2}, f"EightBitGradients: {TOGETHER}False, node_size=2."),

@@ -91,9 +91,9 @@ TOGETHER = (
     "DDPStrategy.model_averaging_period and start_local_sgd_step go together, got {} and {}: parameters are averaged "
     "every so many steps from the step on whose gradients stay local."
 )
-BYTES = "must be a positive number of bytes, got"
+BYTES = "must be a whole number of at least 1, got"
 DURATION = "must be a number of seconds or a datetime.timedelta, more than 0, got"
-OR_AUTO = BYTES.replace(",", ' or "auto",')
+OR_AUTO = BYTES.replace("must be", 'must be "auto" or')
 
 
 @pytest.mark.parametrize(

@@ -188,12 +188,12 @@ def test_updates_bucket_by_bucket_give_the_same(ranks: Ranks) -> None:
             {"fragments": 5},
             "DiLoCoStrategy.fragments must be at most the period, 4, as one is sent at a time, got 5.",
         ),
-        ({"outer_lr": -0.1}, "DiLoCoStrategy.outer_lr must be a number of at least 0, got -0.1."),
-        ({"outer_lr": float("nan")}, "DiLoCoStrategy.outer_lr must be a number of at least 0, got nan."),
-        ({"outer_lr": "0.7"}, "DiLoCoStrategy.outer_lr must be a number of at least 0, got '0.7'."),
+        ({"outer_lr": -0.1}, "DiLoCoStrategy.outer_lr must be a finite number of at least 0, got -0.1."),
+        ({"outer_lr": float("nan")}, "DiLoCoStrategy.outer_lr must be a finite number of at least 0, got nan."),
+        ({"outer_lr": "0.7"}, "DiLoCoStrategy.outer_lr must be a finite number of at least 0, got '0.7'."),
         (
             {"outer_momentum": 1.0},
-            "DiLoCoStrategy.outer_momentum must be a number from 0 on, and less than 1, got 1.0.",
+            "DiLoCoStrategy.outer_momentum must be a finite number of at least 0, and less than 1, got 1.0.",
         ),
         (
             {"outer_hook": None},

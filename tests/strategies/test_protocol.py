@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -249,7 +250,7 @@ def test_what_a_strategy_must_define() -> None:
 
 def test_base_fields_are_checked_in_subclasses() -> None:
     with pytest.raises(
-        StrategyError, match=re.escape('LocalSGD.bucket_bytes must be a positive number of bytes or "auto", got 0.')
+        StrategyError, match=re.escape('LocalSGD.bucket_bytes must be "auto" or a whole number of at least 1, got 0.')
     ):
         LocalSGD(bucket_bytes=0)
 
@@ -377,3 +378,15 @@ def test_states_may_come_and_go_beside_those_of_init() -> None:
     for count in (2, 0):
         state, _ = train(state, inputs[0, 0])
         assert len(state.sync_state.leaves) == count
+
+
+def test_numbers_of_numpy_are_taken_for_pythons() -> None:
+    strategies = [
+        ltx.DDPStrategy(bucket_bytes=np.int64(1 << 20), comm_hook=ltx.hooks.PowerSGD(rank=np.int32(2))),
+        ltx.DiLoCoStrategy(period=np.int64(3), outer_lr=np.float32(0.5), outer_momentum=np.float64(0.25)),
+    ]
+    assert strategies == [
+        ltx.DDPStrategy(bucket_bytes=1 << 20, comm_hook=ltx.hooks.PowerSGD(rank=2)),
+        ltx.DiLoCoStrategy(period=3, outer_lr=0.5, outer_momentum=0.25),
+    ]
+    assert "np." not in repr(strategies), "ranks compare what they have by its repr"

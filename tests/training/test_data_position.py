@@ -73,11 +73,14 @@ def test_unequal_parts_are_refused_unless_the_step_is_weighted() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"length": 0, "batch_size": 1}, r"DataPosition\(length=0\): expected an integer of at least 1"),
-        ({"length": 3, "batch_size": 0}, r"batch_size=0"),
+        ({"length": 0, "batch_size": 1}, "DataPosition.length must be a whole number of at least 1, got 0"),
+        ({"length": 3, "batch_size": 0}, "batch_size must be .* got 0"),
         ({"length": 3, "batch_size": True}, r"batch_size must be int, got True"),
-        ({"length": 3, "batch_size": 1, "seed": -1}, r"seed=-1"),
-        ({"length": 3, "batch_size": 1, "done": 3}, r"DataPosition\(done=3\): expected an integer from 0 to 2"),
+        ({"length": 3, "batch_size": 1, "seed": -1}, "seed must be .* got -1"),
+        (
+            {"length": 3, "batch_size": 1, "done": 3},
+            "DataPosition.done must be a whole number of at least 0, and at most 2, got 3",
+        ),
     ],
 )
 def test_fields_out_of_range(kwargs: dict[str, Any], said: str) -> None:

@@ -544,12 +544,15 @@ def test_asking_cant_be_compiled() -> None:
         ({"compute": "bf16"}, "Precision.compute must be one of torch.float16, "),
         ({"reduce": torch.float32}, "Precision.reduce must be None (the parameters' own dtype"),
         ({"output": 3}, "Precision.output must be None or one of "),
-        ({"loss_scale": 0}, "Precision.loss_scale must be None, a positive number or an ltx.DynamicLossScale, got 0"),
+        (
+            {"loss_scale": 0},
+            "Precision.loss_scale must be None, an ltx.DynamicLossScale or a finite number of more than 0, got 0",
+        ),
         (
             {"loss_scale": True},
-            "Precision.loss_scale must be None, a positive number or an ltx.DynamicLossScale, got T",
+            "Precision.loss_scale must be None, an ltx.DynamicLossScale or a finite number of more than 0, got T",
         ),
-        ({"loss_scale": "dynamic"}, "or an ltx.DynamicLossScale, got 'dynamic'"),
+        ({"loss_scale": "dynamic"}, "of more than 0, got 'dynamic'"),
         ({"keep": 1}, "Precision.keep must be a tuple of positions of arguments, such as (1,), got 1"),
     ],
     ids=str,

@@ -162,7 +162,7 @@ def test_alone() -> None:
 
 @pytest.mark.parametrize("every", [0, True, 1.5])
 def test_wrong_arguments(every: Any) -> None:
-    with pytest.raises(StrategyError, match="check_every must be None or a positive number of steps, got"):
+    with pytest.raises(StrategyError, match="check_every must be None or a whole number of at least 1, got"):
         trainer(check_every=every)
     with pytest.raises(StrategyError, match=r"LocalSGDStrategy\(.* are each rank's own. Leave it out"):
         trainer(ltx.LocalSGDStrategy(2), check_every=1)
