@@ -11,75 +11,75 @@ from typing import TYPE_CHECKING, Any
 # Imports make many objects and no garbage; to look through torch's for some in the middle takes as long as the rest.
 _collects = gc.isenabled()
 gc.disable()
+try:
+    # --- submodules
+    from ltx import errors, hooks, nn, optim
 
-# --- submodules
-from ltx import errors, hooks, nn, optim
+    # --- axes
+    from ltx.axis import Axis
 
-# --- axes
-from ltx.axis import Axis
+    # --- collectives
+    from ltx.collectives import (
+        AllGatherGrad,
+        Future,
+        adasum,
+        all_gather,
+        all_gather_object,
+        all_to_all,
+        async_,
+        axis_index,
+        axis_size,
+        barrier,
+        broadcast,
+        broadcast_object,
+        gather,
+        gather_all_tensors,
+        pargmax,
+        pargmin,
+        pmax,
+        pmean,
+        pmin,
+        ppermute,
+        psum,
+        psum_scatter,
+        psum_to,
+        pvary,
+        rank_seed,
+        reduce,
+        reduce_boolean_decision,
+        scatter,
+        shard,
+        weighted_mean,
+    )
 
-# --- collectives
-from ltx.collectives import (
-    AllGatherGrad,
-    Future,
-    adasum,
-    all_gather,
-    all_gather_object,
-    all_to_all,
-    async_,
-    axis_index,
-    axis_size,
-    barrier,
-    broadcast,
-    broadcast_object,
-    gather,
-    gather_all_tensors,
-    pargmax,
-    pargmin,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    psum,
-    psum_scatter,
-    psum_to,
-    pvary,
-    rank_seed,
-    reduce,
-    reduce_boolean_decision,
-    scatter,
-    shard,
-    weighted_mean,
-)
+    # --- communication
+    from ltx.comm import axis_from_group, debug_checks
 
-# --- communication
-from ltx.comm import axis_from_group, debug_checks
+    # --- world and running
+    from ltx.runtime.init import init, to_device
+    from ltx.runtime.world import World, shutdown, world
+    from ltx.simulated import vmap
 
-# --- world and running
-from ltx.runtime.init import init, to_device
-from ltx.runtime.world import World, shutdown, world
-from ltx.simulated import vmap
+    # --- strategies
+    from ltx.strategies import DDPStrategy, Strategy
+    from ltx.training import Metrics, TrainState, accumulate, check_replicas, sync_params, to_module, train_step, uneven
 
-# --- strategies
-from ltx.strategies import DDPStrategy, Strategy
-from ltx.training import Metrics, TrainState, accumulate, check_replicas, sync_params, to_module, train_step, uneven
-
-# --- transformations
-from ltx.transforms import (
-    DataParallel,
-    Synced,
-    SyncState,
-    Weighted,
-    block_backward_sync,
-    data_parallel,
-    functional_call,
-    grad,
-    grad_and_value,
-    sync_gradients,
-)
-
-if _collects:
-    gc.enable()
+    # --- transformations
+    from ltx.transforms import (
+        DataParallel,
+        Synced,
+        SyncState,
+        Weighted,
+        block_backward_sync,
+        data_parallel,
+        functional_call,
+        grad,
+        grad_and_value,
+        sync_gradients,
+    )
+finally:
+    if _collects:
+        gc.enable()
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:

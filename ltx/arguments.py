@@ -185,6 +185,17 @@ def shown(value: Any) -> str:
     return f"{brief(value)} of type {type(value).__name__}"
 
 
+def outcome(value: Any) -> str:
+    """What a user's function has returned, in a few words.
+
+    >>> outcome(torch.ones(2)), outcome((1, 2))
+    ('a tensor of shape [2] and torch.float32', 'a tuple of 2')
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """What the ``repr`` of a value calls a function that it was made of.
 

@@ -72,7 +72,7 @@ def _accelerator() -> str | None:
     return None if found is None else found.type
 
 
-class Fence(Protocol):
+class StreamFence(Protocol):
     """What :meth:`CommStream.fence` returns."""
 
     def __call__(self, made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()) -> None: ...
@@ -98,7 +98,7 @@ class CommStream:
         with self._stream:
             yield
 
-    def fence(self) -> Fence:
+    def fence(self) -> StreamFence:
         """A function that puts the stream on which it is called behind what is enqueued here now.
 
         Its arguments are the tensors that were made here and are used there, and those that were used here.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from ltx import comm
-from ltx.comm.backends import Fence
+from ltx.comm.backends import StreamFence
 from ltx.errors import LtxError, StrategyError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import CommHook, program_of, reduce_at_once
@@ -40,7 +40,7 @@ class _PendingReduction:
     completed: Reduced | None = None
     halfway: bool = False  # between two collectives
     total: float | None = None  # of all elements of the result, if the transport knows it
-    fence: Fence | None = None  # until the stream that waits is behind the result
+    fence: StreamFence | None = None  # until the stream that waits is behind the result
 
 
 class PendingReductions:

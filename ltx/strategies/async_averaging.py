@@ -27,8 +27,7 @@ from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
 from ltx.optim.base import Update
-from ltx.strategies.local_sgd import WithinNode
-from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, node
+from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, WithinNode, node
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 

@@ -138,7 +138,7 @@ class DDPStrategy(Strategy):
     def hook_in_graph(self, step: int) -> hooks.CommHook | None:
         if self.start_local_sgd_step is None:
             return unchanging(self._hook, step)
-        from ltx.strategies.local_sgd import refuse_in_warm_up
+        from ltx.strategies.local_sgd import refuse_in_warm_up  # which few programs need
 
         refuse_in_warm_up(self, step, self.start_local_sgd_step)
         return None
@@ -173,7 +173,7 @@ class DDPStrategy(Strategy):
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
         if not self.communicates_after_update(info.step):
             return params, states
-        from ltx.strategies.local_sgd import mean_over
+        from ltx.strategies.local_sgd import mean_over  # which few programs need
 
         return mean_over(self, params, info), states
 

@@ -17,7 +17,7 @@ from 0, and act after the update.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
@@ -27,8 +27,9 @@ from ltx import hooks, tree
 from ltx.arguments import brief, check_whole, is_whole
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, sum_of_shares
+from ltx.gradients.reduction import LeafState
 from ltx.strategies.base import Strategy, resolve_hook
+from ltx.strategies.nodes import WithinNode
 from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
@@ -159,40 +160,6 @@ class LocalSGDStrategy(Strategy):
     def _comm_hook(self) -> hooks.CommHook:
         assert isinstance(self.comm_hook, hooks.CommHook)
         return self.comm_hook
-
-
-@dataclass(frozen=True)
-class WithinNode(hooks.CommHook):
-    """The mean over the `ranks` of a node, which are contiguous on the axis; in `dtype`, where that is narrower."""
-
-    exact: ClassVar[bool] = False  # it isn't that of all ranks
-    elementwise: ClassVar[bool] = True
-    sums: ClassVar[bool] = False  # nor are its sums
-
-    ranks: int
-    dtype: torch.dtype | None = None
-
-    def cast(self, dtype: torch.dtype) -> WithinNode:
-        return replace(self, dtype=dtype)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.dtype is not None and dtype in (torch.float32, torch.float64) else dtype
-
-    def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        return () if axis.size == 1 else (inner(axis, self.ranks),)
-
-    def within(self, axis: Axis) -> Axis | None:
-        return None if axis.size == 1 else inner(axis, self.ranks)
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0 if axis_size == 1 else 1.0 / self.ranks
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        assert inputs.axis is not None
-        if inputs.axis_size == 1:
-            return (yield from sum_of_shares(inputs))
-        total = yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))
-        return total, inputs.states
 
 
 def _is_whole(value: object, least: int) -> bool:

@@ -22,7 +22,7 @@ from ltx.axis import Axis, inner, outer
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
 from ltx.gradients.comm_hook import around
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within, sum_of_shares
 from ltx.hooks import CommHook
 from ltx.strategies.base import Strategy
 
@@ -150,6 +150,40 @@ class FromParts(NodeHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         parts = yield from gathered(part_of(inputs.flat, inputs, self.node_size), inputs, self.node_size)
         return parts.reshape(-1)[: inputs.flat.numel()], inputs.states
+
+
+@dataclass(frozen=True)
+class WithinNode(CommHook):
+    """The mean over the `ranks` of a node, which are contiguous on the axis; in `dtype`, where that is narrower."""
+
+    exact: ClassVar[bool] = False  # it isn't that of all ranks
+    elementwise: ClassVar[bool] = True
+    sums: ClassVar[bool] = False  # nor are its sums
+
+    ranks: int
+    dtype: torch.dtype | None = None
+
+    def cast(self, dtype: torch.dtype) -> WithinNode:
+        return replace(self, dtype=dtype)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype in (torch.float32, torch.float64) else dtype
+
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        return () if axis.size == 1 else (inner(axis, self.ranks),)
+
+    def within(self, axis: Axis) -> Axis | None:
+        return None if axis.size == 1 else inner(axis, self.ranks)
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0 if axis_size == 1 else 1.0 / self.ranks
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        assert inputs.axis is not None
+        if inputs.axis_size == 1:
+            return (yield from sum_of_shares(inputs))
+        total = yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))
+        return total, inputs.states
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------

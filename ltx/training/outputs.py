@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ltx import tree
-from ltx.arguments import brief
+from ltx.arguments import brief, outcome
 from ltx.errors import StepError
 from ltx.transforms.closure_check import nodes_made, refuse_captured
 from ltx.transforms.data_parallel import DataParallel
@@ -101,14 +101,14 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
         parts = (output, output)
     else:
         names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if has_aux else [])]
-        raise StepError(f"train_step: the step must return ({', '.join(names)}), got {_what(output)}.")
+        raise StepError(f"train_step: the step must return ({', '.join(names)}), got {outcome(output)}.")
     within = loss_in(parts[0])
     loss = parts[0] if within is None else within
     if not isinstance(loss, Weighted) and not (
         isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
     ):
         raise StepError(
-            f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {_what(loss)}. Take its "
+            f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {outcome(loss)}. Take its "
             "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
         )
     rest = run.averaged(tree.detached(parts[1:]))
@@ -126,12 +126,6 @@ def unshared(values: Tree, others: Tree) -> Tree:
         return x.clone() if shares else x
 
     return tree.map(apart, values)
-
-
-def _what(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 class ZeroWithGradients(torch.autograd.Function):

@@ -28,8 +28,11 @@ from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
-class StateOperations(TrainSettings):
-    """The functions of a train state that need the step, the optimizer and the strategy."""
+class TrainStep(TrainSettings):
+    """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``.
+
+    Beside these two it has what else a train state needs the step, the optimizer and the strategy for.
+    """
 
     def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
         """The state before the first step, with rank 0's values on every rank.
@@ -138,11 +141,6 @@ class StateOperations(TrainSettings):
         info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
         opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.trained, state.opt_state, info)
         return replace(state, opt_state=opt_state, layout=replace(state.layout, opt_state="replicated"))
-
-
-@dataclass(frozen=True)
-class TrainStep(StateOperations):
-    """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``."""
 
     @on_parts
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:

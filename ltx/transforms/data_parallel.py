@@ -15,7 +15,6 @@ from typing import Any, Literal, overload
 import torch
 
 from ltx import comm, tree
-from ltx.backings import GroupBacking
 from ltx.errors import StepError, SyncStateError
 from ltx.estimate.autotune import choose_on_axis
 from ltx.placements import Placements, refuse_in_graph
@@ -27,6 +26,7 @@ from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.placed import check_placements, local_parts, placed, whole_scalars
 from ltx.transforms.recompute import in_step
 from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, StepSettings, refuse_gradients
+from ltx.transforms.sync_gradients import sync_gradients
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -53,7 +53,7 @@ class DataParallel(StepSettings):
             return self.run(args, kwargs).value()
 
     def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not isinstance(comm.resolve(self.axis).backing, GroupBacking):
+        if comm.resolve(self.axis).comm is None:
             return False
         params, state = self._params_of(args)
         mine = {id(x) for x in tree.flatten((params, state))[0]}
@@ -193,8 +193,6 @@ class DataParallel(StepSettings):
         check_params_once(hook.within(axis) or axis, params, self.fn, key, None)
 
     def _reduce_returned(self, output: Any) -> Any:
-        from ltx.transforms.sync_gradients import sync_gradients
-
         if self.blocked:
             return output
         if isinstance(output, tuple) and not hasattr(output, "_fields") and output:

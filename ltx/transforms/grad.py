@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ltx import comm, tree
-from ltx.arguments import checked
+from ltx.arguments import checked, outcome
 from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
@@ -57,10 +57,10 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
     def checked_output(output: Any) -> Any:
         value = output[0] if has_aux and isinstance(output, tuple) and len(output) == 2 else output
         if has_aux and value is output:
-            raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {_what(output)}.")
+            raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {outcome(output)}.")
         if not isinstance(value, torch.Tensor) or value.ndim != 0:
             raise StepError(
-                f"a gradient needs a step that returns a 0-dim tensor, got {_what(value)}. Take its mean or sum; a "
+                f"a gradient needs a step that returns a 0-dim tensor, got {outcome(value)}. Take its mean or sum; a "
                 "step that returns (loss, aux) wants has_aux=True."
             )
         return output
@@ -221,7 +221,3 @@ def _check_differentiable(params: Tree, number: int) -> None:
 
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)
-
-
-def _what(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -14,8 +14,7 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.strategies.bagua import SumReduce
 from ltx.strategies.horovod_hooks import Scaled
-from ltx.strategies.local_sgd import WithinNode
-from ltx.strategies.nodes import AmongNodes, ByNode
+from ltx.strategies.nodes import AmongNodes, ByNode, WithinNode
 from ltx.strategies.qadam import MeanMomentum
 
 Ranks = Callable[[int], ltx.Pool]

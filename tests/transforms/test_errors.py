@@ -142,17 +142,17 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ltx.grad of a vector": (
         lambda: ltx.grad(ltx.data_parallel(lambda p, x: {"y": p["w"] * x}["y"][:1]))(P, X),
         StepError,
-        SCALAR.format("a tensor of shape [1]"),
+        SCALAR.format("a tensor of shape [1] and torch.float32"),
     ),
     "ltx.grad of a pair": (
         lambda: ltx.grad(ltx.data_parallel(lambda p, x: (linear(p, x), x)))(P, X),
         StepError,
-        SCALAR.format("tuple"),
+        SCALAR.format("a tuple of 2"),
     ),
     "has_aux without aux": (
         lambda: ltx.grad_and_value(ltx.data_parallel(linear), has_aux=True)(P, X),
         StepError,
-        "has_aux=True needs a step that returns (loss, aux), got a tensor of shape [].",
+        "has_aux=True needs a step that returns (loss, aux), got a tensor of shape [] and torch.float32.",
     ),
     # --- Weighted
     "Weighted vector": (
