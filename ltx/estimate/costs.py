@@ -64,8 +64,6 @@ COPY_S = 1.2e-9
 #: Seconds for a byte that a core sends, and one that it receives meanwhile, through the kernel's sockets.
 SEND_S = 1.4e-9
 
-#: The same by operation, to that of a sum of float32 numbers: gathers and exchanges go in pieces that are put together.
-SEND_SHARES = {"psum": 1.0, "all_gather": 1.8, "psum_scatter": 1.7, "all_to_all": 1.7, "ppermute": 0.9}
 #: To that of a sum of float32 numbers, for a byte of one in half precision, which gloo adds up more slowly.
 HALF_SUM = {"float16": 1.5, "bfloat16": 1.2}
 
@@ -92,7 +90,7 @@ class Link(comm.Network):
 
     def core_s(self, collective: Collective) -> float:
         """How long it keeps a core busy."""
-        share = SEND_SHARES[collective.operation]
+        share = OPERATIONS[collective.operation].core_share
         if collective.operation == "psum":
             share = HALF_SUM.get(collective.buffer.partition("[")[0], share)
         return collective.nbytes * self.send_s * share

@@ -37,7 +37,7 @@ from ltx.gradients.planning import arrival_order, differentiable, make_plan
 from ltx.gradients.reduction import REQUESTS, LeafState, Reduced
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer, identity
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.strategies import Strategy
 from ltx.strategies.base import in_dtype
 from ltx.strategies.update import PostUpdateHook, States, StepInfo, Updated, check_updated

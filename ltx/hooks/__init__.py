@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ltx.hooks.from_ddp import FromTorch, from_torch
     from ltx.hooks.functions import FromFunctions, from_functions
     from ltx.hooks.half import BF16, FP16
-    from ltx.hooks.lossy import CompressedAllReduce, LossyHook, error_feedback
+    from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, error_feedback
     from ltx.hooks.onebit import OneBit
     from ltx.hooks.powersgd import BatchedPowerSGD, PowerSGD
     from ltx.hooks.sparse import RandomK, TopK
@@ -38,6 +38,8 @@ __all__ = [
     "CollectiveRequest",
     "CommHook",
     "CompressedAllReduce",
+    "Compression",
+    "CompressionResult",
     "FromFunctions",
     "FromTorch",
     "LossyHook",
@@ -66,7 +68,9 @@ _LATER = {
     **dict.fromkeys(("FromTorch", "from_torch"), "from_ddp"),
     **dict.fromkeys(("FromFunctions", "from_functions"), "functions"),
     **dict.fromkeys(("BF16", "FP16"), "half"),
-    **dict.fromkeys(("CompressedAllReduce", "LossyHook", "error_feedback"), "lossy"),
+    **dict.fromkeys(
+        ("CompressedAllReduce", "Compression", "CompressionResult", "LossyHook", "error_feedback"), "lossy"
+    ),
     "OneBit": "onebit",
     **dict.fromkeys(("BatchedPowerSGD", "PowerSGD"), "powersgd"),
     **dict.fromkeys(("RandomK", "TopK"), "sparse"),

@@ -58,7 +58,7 @@ class CompressionResult(NamedTuple):
     finite: bool = False
 
 
-#: Yields asks as a Reduction does, returns what was sent.
+#: Yields requests as a Reduction does, and returns what was sent.
 Compression = Generator[CollectiveRequest, torch.Tensor, CompressionResult]
 #: The same with what is left of the share.
 CompressionWithRemainder = Generator[CollectiveRequest, torch.Tensor, tuple[CompressionResult, torch.Tensor]]

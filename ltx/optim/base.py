@@ -1,4 +1,4 @@
-"""What an optimizer is: two pure functions, as in optax and TorchOpt; and its part of a step, as a value.
+"""What an optimizer is: two pure functions, as in optax and TorchOpt.
 
 ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``; the new parameters are
 ``params + updates``. A gradient transformation (clipping, scaling) is the same pair, with updates that are gradients.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import optree
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from ltx import tree
 from ltx.arguments import brief, checked, name_of, shown
 from ltx.errors import OptimError
 from ltx.tree import check_tensors, describe, flatten, leaf_paths, register_node
@@ -289,62 +288,3 @@ def first_of(state: Tree, kind: type[T]) -> T | None:
         flatten(state)  # says so if it is the tree's fault
         raise
     return next((node for node in nodes if isinstance(node, kind)), None)
-
-
-@dataclass(frozen=True)
-class Update:
-    """The optimizer's part of a step, before it is done.
-
-    Attributes:
-        optimizer: the step's.
-        params, opt_state: those before the update.
-        grads: the reduced gradients; one for each parameter.
-        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
-        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
-            tensor under transforms); else None.
-        may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
-    """
-
-    optimizer: Optimizer
-    params: Tree
-    grads: Tree
-    opt_state: Tree
-    donate: bool = False
-    finite: bool | torch.Tensor | None = None
-    may_overwrite: bool = False
-
-    def apply(self) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
-
-        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
-        """
-        if self.finite is False:
-            return self.params, tree.map(_one_more, self.opt_state, is_leaf=lambda node: isinstance(node, TorchState))
-        optimizer, donate = self.optimizer, self.donate
-        if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
-            conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
-            if conditional is not None:
-                return conditional.apply(self.grads, self.opt_state, self.params, donate=True)
-            donate = False
-        updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
-        return self.if_finite(updated, (self.params, self.opt_state))
-
-    def if_finite(self, new: T, old: T) -> T:
-        """`new`, or `old` where gradients aren't finite."""
-        return chosen(self.finite, new, old)
-
-
-def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
-    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
-    if not isinstance(finite, torch.Tensor):
-        return old if finite is False else new
-    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
-    pairs = list(zip(leaves, others, strict=True))
-    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
-    on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
-    picked: T = tree.unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
-    return picked
-
-
-def _one_more(node: Any) -> Any:
-    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node

@@ -26,7 +26,7 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, WithinNode, node
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree

@@ -19,7 +19,8 @@ from ltx.gradients.planning import DEFAULT_BYTES, MIB, make_plan
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.hooks import CommHook
-from ltx.optim.base import Optimizer, Update
+from ltx.optim.base import Optimizer
+from ltx.optim.update import Update
 from ltx.strategies.update import PostUpdateHook, StateLayout, States, StepInfo, Updated, check_next
 from ltx.typing import Tree
 

@@ -25,7 +25,7 @@ from ltx.errors import RankMismatchError, StrategyError
 from ltx.gradients.pending import Exchange
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree

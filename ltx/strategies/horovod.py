@@ -24,7 +24,7 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import LeafState
 from ltx.optim import Optimizer
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.strategies.base import Strategy, unchanging
 from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated

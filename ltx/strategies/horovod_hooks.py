@@ -19,10 +19,11 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import around
 from ltx.gradients.packing import plus, unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
-from ltx.optim.base import Optimizer, Update
+from ltx.optim.base import Optimizer
 from ltx.optim.combine import Chain
 from ltx.optim.from_torch import TorchOptimizer
 from ltx.optim.partition import Partition
+from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
 from ltx.strategies.update import (
     Old,

@@ -27,7 +27,8 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.packing import is_plain, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
 from ltx.hooks import ByteGrad
-from ltx.optim.base import Optimizer, Update
+from ltx.optim.base import Optimizer
+from ltx.optim.update import Update
 from ltx.strategies.decentralized import GossipStrategy
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
 from ltx.strategies.update import (

@@ -24,8 +24,8 @@ from ltx.gradients.comm_hook import around
 from ltx.gradients.packing import unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 from ltx.optim import Optimizer
-from ltx.optim.base import Update
 from ltx.optim.quantized_adam import QAdamOptimizer
+from ltx.optim.update import Update
 from ltx.strategies.base import unchanging
 from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated

@@ -10,7 +10,7 @@ pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
 doesn't run in place on them. What remains after that, such as adding the differences that have arrived, can't fail: it
-may be done in the old state's memory, if the step allows it (:attr:`ltx.optim.base.Update.may_overwrite`).
+may be done in the old state's memory, if the step allows it (:attr:`ltx.optim.update.Update.may_overwrite`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ltx.gradients.packing import is_plain
 from ltx.gradients.pending import Exchange
 from ltx.gradients.reduction import LeafState, Reduced
 from ltx.hooks import CommHook
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.typing import Tree
 
 #: Communication state by parameter path.
@@ -56,7 +56,7 @@ class Updated:
 
     Attributes:
         finish: writes into tensors of the old state that the new one takes over, when everything is complete (see
-            :attr:`ltx.optim.base.Update.may_overwrite`). It can't fail, and nothing comes between it and the step's
+            :attr:`ltx.optim.update.Update.may_overwrite`). It can't fail, and nothing comes between it and the step's
             end, not even an interrupt.
     """
 

@@ -26,9 +26,10 @@ from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduced, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.optim.base import Optimizer, Update
+from ltx.optim.base import Optimizer
 from ltx.optim.combine import members_of, with_members
 from ltx.optim.grad_transforms import ClipByGlobalNorm, global_norm
+from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
 from ltx.strategies.update import Old, PostUpdateHook, PostUpdateResult, StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree

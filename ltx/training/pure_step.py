@@ -10,7 +10,7 @@ import torch
 from ltx import collectives, comm, tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.placements import refuse_in_graph as refuse_dtensors
 from ltx.strategies.update import StepInfo, check_updated
 from ltx.training.guard import (

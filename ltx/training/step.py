@@ -18,7 +18,7 @@ from ltx.errors import LtxError, WeightError
 from ltx.gradients.planning import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
 from ltx.gradients.reduction import ProgramOf
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.strategies.update import PostUpdateHook, StepInfo, Updated, check_next, check_updated
 from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
 from ltx.training.completion import Completion, UpdateBuckets, UpdateThenSend, scale_of

@@ -15,10 +15,11 @@ import torch
 
 import ltx
 from ltx import hooks
+from ltx.comm.operations import OPERATIONS
 from ltx.errors import InputError, StrategyError
-from ltx.estimate.costs import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S, SEND_SHARES
+from ltx.estimate.costs import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S
 from ltx.gradients.pending import Exchange
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.profile.recommendation import CANDIDATES, Candidate, Effect, recommend
 from ltx.profile.step_plan import Cost, plan
 from ltx.strategies import StateLayout, StepInfo, Updated
@@ -158,7 +159,7 @@ def test_operations_take_a_core_different_times() -> None:
     ):
         assert planned(strategy, 0.0, **fast).time_s == pytest.approx(header_s + nbytes * share * 1e-6)
     both = planned(ltx.DDPStrategy(comm_hook=hooks.error_feedback(hooks.FP16())), 0.0, **fast)
-    shares = SEND_SHARES["all_to_all"] + SEND_SHARES["all_gather"]
+    shares = OPERATIONS["all_to_all"].core_share + OPERATIONS["all_gather"].core_share
     assert both.time_s == pytest.approx(header_s + 60_000 * shares * 1e-6)
 
 

@@ -17,7 +17,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.gradients.pending import Exchange
-from ltx.optim.base import Update
+from ltx.optim.update import Update
 from ltx.strategies import StateLayout, StepInfo, Updated
 
 Ranks = Callable[[int], ltx.Pool]

@@ -1,0 +1,73 @@
+"""An optimizer's part of a step, as a value: what strategies do something before or after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from ltx import tree
+from ltx.optim.base import Optimizer, TorchState
+from ltx.typing import Tree
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step, before it is done.
+
+    Attributes:
+        optimizer: the step's.
+        params, opt_state: those before the update.
+        grads: the reduced gradients; one for each parameter.
+        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
+        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
+            tensor under transforms); else None.
+        may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
+    """
+
+    optimizer: Optimizer
+    params: Tree
+    grads: Tree
+    opt_state: Tree
+    donate: bool = False
+    finite: bool | torch.Tensor | None = None
+    may_overwrite: bool = False
+
+    def apply(self) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
+
+        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
+        """
+        if self.finite is False:
+            return self.params, tree.map(_one_more, self.opt_state, is_leaf=lambda node: isinstance(node, TorchState))
+        optimizer, donate = self.optimizer, self.donate
+        if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
+            conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
+            if conditional is not None:
+                return conditional.apply(self.grads, self.opt_state, self.params, donate=True)
+            donate = False
+        updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
+        return self.if_finite(updated, (self.params, self.opt_state))
+
+    def if_finite(self, new: T, old: T) -> T:
+        """`new`, or `old` where gradients aren't finite."""
+        return chosen(self.finite, new, old)
+
+
+def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
+    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
+    if not isinstance(finite, torch.Tensor):
+        return old if finite is False else new
+    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
+    pairs = list(zip(leaves, others, strict=True))
+    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
+    on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
+    picked: T = tree.unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
+    return picked
+
+
+def _one_more(node: Any) -> Any:
+    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
