@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from ltx.estimate.formats import aligned
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -171,12 +173,7 @@ def format_table(results: Sequence[Result]) -> str:
         )
         for result in results
     ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in row).rstrip()
-        for row in (list(enumerate(zip(line, widths, strict=True))) for line in lines)
-    )
+    return "\n".join(aligned(header, rows, [False, *[True] * 5]))
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
