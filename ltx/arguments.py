@@ -30,6 +30,7 @@ R = TypeVar("R")
 Test = Callable[[Any], bool]
 
 LARGEST = 2**63 - 1  # that a tensor holds
+_ENDLESS_S = 86400.0 * 365 * 1000  # more than that is no duration; a timedelta can't hold much more
 
 
 def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -146,9 +147,10 @@ def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputEr
     (60.0, 1.5)
     """
     length = value.total_seconds() if isinstance(value, timedelta) else value
-    real = isinstance(length, numbers.Real) and not isinstance(length, bool) and length <= timedelta.max.total_seconds()
-    if not real or length < 0 or (length == 0 and not zero):
+    if not is_number(length) or not 0 <= length < _ENDLESS_S or (length < 1e-6 and not zero):
         least = "at least 0" if zero else "more than 0"
+        if is_number(length) and length >= _ENDLESS_S:
+            least += " and less than 1,000 years"
         raise error(f"{what} must be a number of seconds or a datetime.timedelta, {least}, got {brief(value)}.")
     return float(length)
 

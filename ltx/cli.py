@@ -105,12 +105,15 @@ def launch(arguments: Sequence[str]) -> int:
     parser.prog = "ltx run"
     parser.description = "Start a script on several ranks. Takes all options of torchrun, which it is built on."
     parser.add_argument("-n", dest="nproc_per_node", metavar="N", help="ranks on this machine: --nproc-per-node")
-    parser.set_defaults(master_port=0)  # not a port that a second run on this machine would find taken
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # 29500 before torch 2.12
     parsed = parser.parse_args(list(arguments))
     if parsed.standalone or _is_local(parsed):
         agent.register(_tell_join if os.environ.get("LTX_KEY") else None)
         parsed.standalone, parsed.rdzv_backend = False, agent.LOOPBACK_RENDEZVOUS
-        parsed.rdzv_endpoint, parsed.rdzv_id = f"127.0.0.1:{parsed.master_port}", uuid.uuid4().hex
+        parsed.rdzv_endpoint, parsed.rdzv_id = f"127.0.0.1:{parsed.master_port or 0}", uuid.uuid4().hex
+    elif parsed.master_port is None:
+        parsed.master_port = 29500  # of several machines, which have to know it
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
     if parsed.nnodes in {"1", "1:1"}:
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.run import get_rdzv_endpoint
 
 import ltx.cli
 from ltx.demo.options import Options, options_of
@@ -92,16 +93,30 @@ def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Nam
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "endpoint"),
     [
-        ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host:1"],
-        ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host"],
-        ["--master-port", "29511"],
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host:1"], "host:1"),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "host"], "host:29500"),
+        (["--nnodes", "2", "--master-addr", "host", "--master-port", "29512"], "host:29512"),
+        (["--master-port", "29511"], "127.0.0.1:29511"),
+        ([], "127.0.0.1:0"),
     ],
 )
-def test_a_meeting_point_that_is_asked_for_is_kept(arguments: list[str], launched: list[argparse.Namespace]) -> None:
+def test_a_meeting_point_that_is_asked_for_is_kept(
+    arguments: list[str], endpoint: str, launched: list[argparse.Namespace]
+) -> None:
     ltx.cli.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
     assert not launched[0].standalone
+    assert get_rdzv_endpoint(launched[0]) == endpoint
+
+
+def test_the_port_that_the_environment_asks_for(
+    launched: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MASTER_PORT", "29513")
+    ltx.cli.main(["run", "script.py"])
+    ltx.cli.main(["run", "--nnodes", "2", "--master-addr", "host", "script.py"])
+    assert [get_rdzv_endpoint(parsed) for parsed in launched] == ["127.0.0.1:29513", "host:29513"]
 
 
 def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

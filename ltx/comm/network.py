@@ -50,8 +50,8 @@ class Network:
     latency: float
 
     def __post_init__(self) -> None:
-        number("Network.bandwidth", self.bandwidth, 0, more=True)
-        number("Network.latency", self.latency, 0)
+        object.__setattr__(self, "bandwidth", number("Network.bandwidth", self.bandwidth, 0, more=True))
+        object.__setattr__(self, "latency", number("Network.latency", self.latency, 0))
 
     def start_s(self, ranks: int) -> float:
         """Seconds that a sum over so many ranks takes however small it is."""

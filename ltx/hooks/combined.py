@@ -83,8 +83,8 @@ class Chain(LossyHook):
         super().__post_init__()
         if not self.hook.sums:
             raise StrategyError(
-                f"chain: {self.hook!r} sends bytes of its own making, of which {self.inner!r} could take no sum. Put "
-                "the hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first."
+                f"chain: {self.hook!r} asks for no sum that {self.inner!r} could make: what it sends is its own. "
+                "Put a hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first."
             )
         if not self.inner.averages:
             raise StrategyError(f"chain: {self.inner!r} makes no sums, so it can't make those of {self.hook!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ class Update:
         finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
             tensor under transforms); else None.
         may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
+        on_overwritten: called when :meth:`apply` has overwritten `params` and `opt_state`.
     """
 
     optimizer: Optimizer
@@ -35,6 +37,7 @@ class Update:
     donate: bool = False
     finite: bool | torch.Tensor | None = None
     may_overwrite: bool = False
+    on_overwritten: Callable[[], None] | None = None
 
     def apply(self) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state); the old ones where gradients aren't finite.
@@ -46,10 +49,12 @@ class Update:
         optimizer, donate = self.optimizer, self.donate
         if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
             conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
-            if conditional is not None:
-                return conditional.apply(self.grads, self.opt_state, self.params, donate=True)
-            donate = False
+            optimizer, donate = conditional or optimizer, conditional is not None
         updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
+        if donate:
+            if self.on_overwritten is not None:
+                self.on_overwritten()
+            return updated
         return self.if_finite(updated, (self.params, self.opt_state))
 
     def if_finite(self, new: T, old: T) -> T:

@@ -232,9 +232,8 @@ def explain(
     else:
         params, state = inner.params_of((params, *batch))
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
-    for name, value, least in (("world", world, 1), ("sync_step", sync_step, 0)):
-        if value is not None:
-            whole(f"explain: {name}", value, least)
+    world = world if world is None else whole("explain: world", world, 1)
+    sync_step = sync_step if sync_step is None else whole("explain: sync_step", sync_step, 0)
     size, rank = comm.size_and_rank(inner.axis) if world is None else (world, 0)
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else sync_step

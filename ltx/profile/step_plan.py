@@ -306,11 +306,11 @@ def plan(
         <BLANKLINE>
         computing 100 ms, packing and encoding 10 ms, waiting 295 ms
     """
-    number("plan: bandwidth", bandwidth, 0, more=True)
-    for name, value in (("latency", latency), ("compute_s", compute_s), ("send_s", send_s), ("codec_s", codec_s)):
-        if value is not None or name in ("latency", "compute_s"):
-            number(f"plan: {name}", value, 0)
-    whole("plan: world", world, 1)
+    bandwidth = number("plan: bandwidth", bandwidth, 0, more=True)
+    latency, compute_s = number("plan: latency", latency, 0), number("plan: compute_s", compute_s, 0)
+    send_s = send_s if send_s is None else number("plan: send_s", send_s, 0)
+    codec_s = codec_s if codec_s is None else number("plan: codec_s", codec_s, 0)
+    world = whole("plan: world", world, 1)
     if steps is not None and (not isinstance(steps, range) or not len(steps) or steps.start < 0 or steps.step != 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")

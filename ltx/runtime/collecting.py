@@ -52,7 +52,8 @@ def collect(
     except KeyboardInterrupt:
         waiting = set(ranks) - answers.keys()
         workers.cancel(waiting, number)
-        _be_patient(workers, waiting, answers, grace_s)
+        with suppress(KeyboardInterrupt):  # who interrupts again has had enough
+            _be_patient(workers, waiting, answers, grace_s)
         kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
         raise CallInterruptedError(_where(name, answers, ranks, kept), kept) from None
 
@@ -81,19 +82,18 @@ def _gather(
 
 
 def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
-    """Wait until `waiting` have given up, `grace_s` at most; who interrupts that has had enough."""
+    """Wait until `waiting` have given up, `grace_s` at most."""
     end = time.monotonic() + grace_s
-    with suppress(KeyboardInterrupt):
-        _wait(workers, waiting, answers, min(end, time.monotonic() + _TELL_S))
-        if waiting and time.monotonic() < end:
-            print(
-                f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they "
-                f"end within {end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
-                "ltx.Pool(grace_s=60) waits for longer.",
-                file=sys.stderr,
-                flush=True,
-            )
-            _wait(workers, waiting, answers, end)
+    _wait(workers, waiting, answers, min(end, time.monotonic() + _TELL_S))
+    if waiting and time.monotonic() < end:
+        print(
+            f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they end "
+            f"within {end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
+            "ltx.Pool(grace_s=60) waits for longer.",
+            file=sys.stderr,
+            flush=True,
+        )
+        _wait(workers, waiting, answers, end)
 
 
 def _wait(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float) -> None:

@@ -9,7 +9,6 @@ distributed training with adaptive summation", MLSys 2021.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import hooks, tree
-from ltx.arguments import brief, check_fields, check_whole, is_whole
+from ltx.arguments import brief, check_fields, check_whole, is_whole, number
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import LeafState
@@ -101,14 +100,18 @@ class HorovodStrategy(Strategy):
         factor = self.gradient_predivide_factor
         if factor is None:
             return
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor < math.inf:
-            raise self._wrong("gradient_predivide_factor", "a positive number or None")
+        what = "HorovodStrategy.gradient_predivide_factor"
+        factor = number(what, factor, 0, StrategyError, more=True, besides="None or ")
+        object.__setattr__(self, "gradient_predivide_factor", factor)
         if self.op != "average":
             raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
 
     def _check_groups(self) -> None:
         groups = self.groups
-        if groups is None or (is_whole(groups) and groups > 0):
+        if groups is None:
+            return
+        if is_whole(groups) and groups > 0:
+            object.__setattr__(self, "groups", int(groups))
             return
         allowed = "a positive number of groups, or a list of lists of parameters' paths"
         if isinstance(groups, (int, str)) or not isinstance(groups, Sequence):
@@ -168,6 +171,11 @@ class HorovodStrategy(Strategy):
     @property
     def stateful(self) -> bool:
         return self.backward_passes_per_step > 1 or self._compression.stateful
+
+    @property
+    def cycle(self) -> tuple[int, int]:
+        passes = self.backward_passes_per_step
+        return passes * (self._compression.constant_after or 0), passes
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         if self.groups is None:
@@ -268,7 +276,7 @@ def _consecutive(count: int, arrival: tuple[int, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tuple[int, ...]:
     found: dict[str, int] = {}
-    for number, patterns in enumerate(groups):
+    for place, patterns in enumerate(groups):
         for pattern in patterns:
             matched = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
             if not matched:
@@ -277,9 +285,9 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
                     f"{', '.join(map(repr, paths[:8]))}{', ...' if len(paths) > 8 else ''}."
                 )
             for path in matched:
-                if found.setdefault(path, number) != number:
+                if found.setdefault(path, place) != place:
                     raise StrategyError(
-                        f"HorovodStrategy.groups: parameter {path!r} is in groups {found[path]} and {number}; it can "
+                        f"HorovodStrategy.groups: parameter {path!r} is in groups {found[path]} and {place}; it can "
                         "travel with one of them."
                     )
     return tuple(found.get(path, -1) for path in paths)

@@ -93,12 +93,16 @@ class LocalSGDStrategy(Strategy):
         super().__post_init__()
         if isinstance(self.period, Mapping):
             object.__setattr__(self, "period", tuple(self.period.items()))
-        if not (_is_whole(self.period, 1) or _are_levels(self.period)):
+        if _is_whole(self.period, 1):
+            check_whole(self, 1, "period")
+        elif not _are_levels(self.period):
             raise StrategyError(
                 "LocalSGDStrategy.period must be a whole number of at least 1, or {period: number of ranks} with "
                 "periods ascending from 1 and numbers from 2, each of which divides the next one, got "
                 f"{brief(self.period)}."
             )
+        if isinstance(self.period, tuple):
+            object.__setattr__(self, "period", tuple((int(period), int(ranks)) for period, ranks in self.period))
         check_whole(self, 0, "warmup_steps")
         if self.subgroup is not None:
             check_whole(self, 2, "subgroup")

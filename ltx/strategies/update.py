@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from ltx import tree
-from ltx.arguments import brief
+from ltx.arguments import brief, outcome
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
@@ -247,7 +247,7 @@ def check_next(strategy: Any, method: str, got: Any, params: Tree, states: State
         StrategyError: it isn't.
     """
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
-        raise _other(strategy, method, got, "(params, states)")
+        raise _other(strategy, method, got, "(params, states), states a dict by path")
     found, after = got
     if after is not states:
         _check_states(strategy, method, after, params, states)
@@ -285,7 +285,6 @@ def _check_states(strategy: Any, method: str, after: States, params: Tree, state
 
 
 def _other(strategy: Any, method: str, got: Any, expected: str) -> StrategyError:
-    what = f"a tuple of {len(got)}" if isinstance(got, tuple) else f"an object of type {type(got).__name__}"
-    if isinstance(got, tuple) and len(got) == 2:
-        what = f"a pair whose second is of type {type(got[1]).__name__}, not a dict of states by path"
+    pair = isinstance(got, tuple) and len(got) == 2
+    what = f"({outcome(got[0])}, {outcome(got[1])})" if pair else outcome(got)
     return StrategyError(f"{type(strategy).__name__}.{method} must return {expected}, got {what}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -293,9 +293,10 @@ class Step:
         # If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get
         # its result then, so the state itself becomes the next one.
         finished = None
+        overwritten: list[bool] = []
         try:
             with uninterrupted(self._in_place):
-                updated = self._updated(done, states, finite)
+                updated = self._updated(done, states, finite, lambda: overwritten.append(True))
                 next_sync = self.start.sync.advanced(updated.states)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
@@ -308,12 +309,20 @@ class Step:
         except BaseException as error:
             if finished is None and done.grads is None:
                 work.invalidated_by(error)
+            elif finished is None and overwritten:
+                state.invalidate(
+                    f"this TrainState (step {state.step}) is invalid: the optimizer had updated its tensors in place "
+                    f"when something failed ({type(error).__name__}: {error}). Load a checkpoint. With donate=False "
+                    "the tensors of a state are never written to."
+                )
             elif finished is not None and train.donate:
                 state.become(finished[0])
             raise
         return finished
 
-    def _updated(self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None) -> Updated:
+    def _updated(
+        self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None, on_overwritten: Callable[[], None]
+    ) -> Updated:
         """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
         train, state, strategy = self.train, self.state, self.train.step.strategy
         if done.grads is None:
@@ -326,7 +335,8 @@ class Step:
             done.grads.clear()  # so that the optimizer's are all that is left of them
             filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
             del reduced
-            grads, overwrite = tree.unflatten(spec, filled), self.late and train.donate
-            update = Update(train.optimizer, state.trained, grads, state.opt_state, self._in_place, finite, overwrite)
+            grads, later = tree.unflatten(spec, filled), self.late and train.donate
+            of_state = state.trained, grads, state.opt_state
+            update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwritten)
             updated = strategy.update(update, states, self.info, self.pending)
             return check_updated(strategy, updated, update, states)

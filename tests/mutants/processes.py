@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         name="runtime: the last rank to fail is told",
         file="runtime/collecting.py",
-        old='first = min(genuine, key=lambda rank: (getattr(failed[rank], "at_s", 0.0), rank))',
-        new='first = max(genuine, key=lambda rank: (getattr(failed[rank], "at_s", 0.0), rank))',
+        old="first = min(genuine, key=lambda rank: (*_order(failed[rank]), rank))",
+        new="first = max(genuine, key=lambda rank: (*_order(failed[rank]), rank))",
         breaks="a consequence is reported in the place of the cause",
         tests=("tests/runtime/test_failures.py::test_the_first_to_fail_is_shown_and_the_others_listed",),
     ),
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         name="runtime: a consequence counts as the cause",
         file="runtime/failures.py",
-        old="genuine = [rank for rank, end in told.items() if end.kind not in _CONSEQUENCES]",
+        old="genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]",
         new="genuine = list(told)",
         breaks="the launcher names a rank that has only lost its peer",
         tests=("ltx/runtime/failures.py",),

@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: within a node divided by all ranks",
-        file="strategies/local_sgd.py",
+        file="strategies/nodes.py",
         old="return 1.0 if axis_size == 1 else 1.0 / self.ranks",
         new="return 1.0 / axis_size",
         breaks="gradients within nodes are too small",

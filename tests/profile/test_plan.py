@@ -413,6 +413,13 @@ def test_names() -> None:
     assert (make("plan"), make("recommend"), make("Cost")) == (plan, recommend, Cost)
 
 
+@pytest.mark.parametrize("op", ["average", "adasum"])
+def test_steps_without_a_message_are_in_the_mean(op: str) -> None:
+    each, third = (planned(ltx.HorovodStrategy(op=op, backward_passes_per_step=passes)) for passes in (1, 3))
+    assert each.bytes_per_rank >= 240_000
+    assert third.bytes_per_rank == pytest.approx(each.bytes_per_rank / 3)
+
+
 def test_a_cycle_that_isnt_one_is_found() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Forgotten(PostLocal):

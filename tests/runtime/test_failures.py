@@ -16,17 +16,18 @@ from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import ltx
-from ltx.errors import CallFailedError, CallTimeoutError, InputError, WorkerError
+from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, InputError, WorkerError
+from ltx.runtime import collecting
 from ltx.runtime.collecting import failure_error
 from ltx.runtime.failures import failure_of, text_of
 from ltx.runtime.init import init
-from ltx.runtime.messages import Failure, Result
+from ltx.runtime.messages import Failure, Result, pack
 from ltx.runtime.pool import Pool
 from ltx.runtime.world import shutdown, world
 
@@ -88,6 +89,29 @@ def test_what_comes_of_a_peers_failure_is_not_the_first_even_if_it_came_first() 
     assert first({0: failed("PeerLostError", 2.0), 1: failed("PeerLostError", 1.0), 2: Result(None)}) == 1
     # torch's words for a peer that is gone are those of any RuntimeError
     assert first({0: failed("RuntimeError", 1.0), 1: "was killed by SIGKILL", 2: failed("PeerLostError", 0.5)}) == 1
+
+
+def test_an_interrupt_while_others_give_up_interrupts_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        """Two workers: one fails, and the user interrupts the wait for the other, twice."""
+
+        answers: ClassVar[list[dict[int, Any]]] = [{0: Failure("ValueError", "", "", 0.0)}]
+
+        def send(self, *_: Any) -> bool:
+            return True
+
+        def cancel(self, *_: Any) -> None:
+            pass
+
+        def receive(self, *_: Any) -> dict[int, Any]:
+            if not self.answers:
+                raise KeyboardInterrupt
+            return self.answers.pop()
+
+    monkeypatch.setattr(collecting, "PATIENCE_S", 0.0)
+    with pytest.raises(CallInterruptedError, match=r"f was interrupted: .* The workers were ended") as caught:
+        collecting.collect(Group(), 1, pack(None), [0, 1], "f", None)  # type: ignore[arg-type]
+    assert not caught.value.kept
 
 
 def test_a_workers_traceback_points_at_what_pythons_own_does() -> None:

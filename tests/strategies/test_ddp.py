@@ -63,7 +63,7 @@ def test_wrappers() -> None:
     assert fed.comm_hook == hooks.ByteGrad()
     assert dataclasses.replace(fed, comm_hook=hooks.OneBit()).hook(0) == hooks.OneBit(error_feedback=True)
     assert pickle.loads(pickle.dumps(fed)).hook(0) == fed.hook(0)
-    with pytest.raises(StrategyError, match="sends bytes of its own making"):
+    with pytest.raises(StrategyError, match="asks for no sum that"):
         ltx.DDPStrategy(comm_wrapper="fp16", comm_hook=hooks.ByteGrad())
 
 
@@ -128,6 +128,10 @@ OR_AUTO = BYTES.replace("must be", 'must be "auto" or')
         ({"network": 1e9}, "DDPStrategy.network must be an ltx.profile.Network or None, got 1000000000.0."),
         ({"first_bucket_bytes": "1 MiB"}, f"DDPStrategy.first_bucket_bytes {BYTES} '1 MiB'."),
         ({"timeout": "60"}, f"DDPStrategy.timeout {DURATION} '60'."),
+        (
+            {"timeout": float("inf")},
+            f"DDPStrategy.timeout {DURATION.replace('more than 0', 'more than 0 and less than 1,000 years')} inf.",
+        ),
         ({"timeout": timedelta(0)}, f"DDPStrategy.timeout {DURATION} datetime.timedelta(0)."),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.errors import StrategyError
+from ltx.errors import InvalidStateError, StrategyError
 from ltx.gradients.pending import Exchange
 from ltx.optim.update import Update
 from ltx.strategies import StateLayout, StepInfo, Updated
@@ -289,13 +289,13 @@ def test_ranks_that_differ_have_a_layout(way: str) -> None:
         (in_compiled(train) if way == "compiled" else train)(state, inputs[1, 0])
 
 
-PAIR = "Returns.after_update must return (params, states), got "
+PAIR = "Returns.after_update must return (params, states), states a dict by path, got "
 ANSWERS: dict[str, tuple[Callable[[Params, Any], Any], str]] = {
-    "parameters alone": (lambda p, s: p, PAIR + "an object of type dict."),
+    "parameters alone": (lambda p, s: p, PAIR + "dict."),
     "three": (lambda p, s: (p, s, None), PAIR + "a tuple of 3."),
     "no dict": (
         lambda p, s: (p, None),
-        PAIR + "a pair whose second is of type NoneType, not a dict of states by path.",
+        PAIR + "(dict, NoneType).",
     ),
     "no states": (
         lambda p, s: (p, {}),
@@ -358,10 +358,17 @@ def test_what_update_returns_is_looked_at(answer: str) -> None:
     text = (
         ANSWERS[answer][1]
         .replace("Returns.after_update", "UpdatesTo.update")
-        .replace("(params, states)", "an ltx.strategies.Updated(params, opt_state, states)")
+        .replace("(params, states), states a dict by path", "an ltx.strategies.Updated(params, opt_state, states)")
     )
+    state = train.init(params)
     with pytest.raises(StrategyError, match=re.escape(text)):
-        train(train.init(params), inputs[0, 0])
+        train(state, inputs[0, 0])
+    with pytest.raises(InvalidStateError, match="the optimizer had updated its tensors in place"):
+        train(state, inputs[0, 0])
+    kept = trainer(UpdatesTo(answer=answer), donate=False)
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        kept(state := kept.init(params), inputs[0, 0])
+    assert all(torch.equal(x, y) for x, y in zip(state.params.values(), params.values(), strict=True))
 
 
 def test_states_may_come_and_go_beside_those_of_init() -> None:
@@ -384,9 +391,17 @@ def test_numbers_of_numpy_are_taken_for_pythons() -> None:
     strategies = [
         ltx.DDPStrategy(bucket_bytes=np.int64(1 << 20), comm_hook=ltx.hooks.PowerSGD(rank=np.int32(2))),
         ltx.DiLoCoStrategy(period=np.int64(3), outer_lr=np.float32(0.5), outer_momentum=np.float64(0.25)),
+        ltx.LocalSGDStrategy(np.int64(4)),
+        ltx.LocalSGDStrategy({np.int64(2): np.int64(2), 4: 4}),
+        ltx.HorovodStrategy(groups=np.int64(2), gradient_predivide_factor=np.float32(2)),
+        ltx.DDPStrategy(network=ltx.profile.Network(np.float32(1e9), np.float64(0.5))),
     ]
     assert strategies == [
         ltx.DDPStrategy(bucket_bytes=1 << 20, comm_hook=ltx.hooks.PowerSGD(rank=2)),
         ltx.DiLoCoStrategy(period=3, outer_lr=0.5, outer_momentum=0.25),
+        ltx.LocalSGDStrategy(4),
+        ltx.LocalSGDStrategy({2: 2, 4: 4}),
+        ltx.HorovodStrategy(groups=2, gradient_predivide_factor=2.0),
+        ltx.DDPStrategy(network=ltx.profile.Network(1e9, 0.5)),
     ]
     assert "np." not in repr(strategies), "ranks compare what they have by its repr"
