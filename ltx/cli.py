@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(parsed: argparse.Namespace) -> int:
-    from ltx.runtime.world import cores
+    from ltx.runtime.world import cores  # torch, which --help can do without
 
     threads = max(1, cores() // parsed.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # unset, torchrun warns
@@ -76,7 +76,7 @@ def _demo(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from ltx.runtime.doctor import doctor
+    from ltx.runtime.doctor import doctor  # torch
 
     return doctor(as_json=parsed.json, timeout_s=parsed.timeout)
 
@@ -94,6 +94,7 @@ def launch(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 0, or 1 if a rank failed.
     """
+    # Torch takes seconds to import.
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ltx import collectives, comm, tree
+from ltx import checkpoint, collectives, comm, tree
+from ltx.checkpoint import directory
 from ltx.comm.signature import Signature
 from ltx.errors import (
     CheckpointError,
@@ -121,8 +122,6 @@ class ElasticRun:
         """Keep other runs out of the directory of the snapshots, on all ranks or on none."""
         if self.snapshots is None:
             return
-        from ltx.checkpoint import directory
-
         _, rank = comm.size_and_rank(self.axis)
         token, failure = os.urandom(8).hex(), None
         try:
@@ -271,8 +270,6 @@ class ElasticRun:
             mine = (way.state.step, way.saved, fingerprint(way.state), way.position, way.begun, hold)
         told = list(collectives.all_gather_object(mine, self.axis))
         if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
-            from ltx.checkpoint import directory
-
             (token, run), *_ = theirs
             way.hold = directory.Hold(self._base, token, first=False)
             directory.continue_run(self._base, run)
@@ -307,8 +304,6 @@ class ElasticRun:
         """Go on from the last snapshot. Whether there is one."""
         if self.snapshots is None:
             return False
-        from ltx import checkpoint
-
         # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
         if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self.axis):
             return False
