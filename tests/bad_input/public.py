@@ -400,6 +400,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
                 "CompressedAllReduce",
                 "BucketInput",
                 "CollectiveRequest",
+                "CompressionResult",
                 "FromFunctions",
                 "FromTorch",
                 "ToTorch",

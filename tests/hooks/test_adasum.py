@@ -135,7 +135,7 @@ def test_is_a_value_and_what_it_doesnt_go_with() -> None:
         hooks.Adasum(torch.int8)
     with pytest.raises(StrategyError, match="makes no sums"):
         hooks.chain(hooks.AllReduce(), hooks.Adasum())
-    with pytest.raises(StrategyError, match="could take no sum"):
+    with pytest.raises(StrategyError, match="asks for no sum"):
         hooks.cast(hooks.Adasum(), torch.float16)
     with pytest.raises(StrategyError, match="leaves no error to feed back"):
         hooks.error_feedback(hooks.Adasum())

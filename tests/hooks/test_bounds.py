@@ -160,7 +160,7 @@ WRONG = {
     "ratio must": lambda: hooks.RandomK(1.5),
     "step must": lambda: hooks.after(-1, hooks.OneBit()),
     "After.hook must be CommHook": lambda: hooks.after(1, "onebit"),
-    "sends bytes of its own": lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16()),
+    "asks for no sum": lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16()),
     "keeps state of parameters": lambda: hooks.chain(hooks.AllReduce(), hooks.OneBit()),
     "dtype must be": lambda: hooks.cast(hooks.AllReduce(), torch.int8),
     "leaves no error": lambda: hooks.error_feedback(hooks.AllReduce()),

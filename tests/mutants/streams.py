@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: a guarded update isn't conditional",
-        file="optim/base.py",
+        file="optim/update.py",
         old="if donate and isinstance(self.finite, torch.Tensor):",
         new="if donate and self.finite is None:",
         breaks="donated parameters become NaN though the step says that it was skipped",
