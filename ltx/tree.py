@@ -275,6 +275,14 @@ def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x
     raise UnsupportedError(f"{what}: leaf {path!r} has layout {x.layout}, and a dense tensor was expected. {hint}")
 
 
+def check_paths(tree: Tree, what: str) -> None:
+    """Raise :class:`ltx.errors.TreeError` if two leaves have one path, by which states and checkpoints know them."""
+    paths = leaf_paths(tree)
+    if len(set(paths)) < len(paths):
+        path = next(path for place, path in enumerate(paths) if path in paths[:place])
+        raise TreeError(f"{what}: two leaves have the path {path!r}. Use keys without dots, each once also as text.")
+
+
 def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
     """Raise for tensors on the meta device, where values are read."""
     if found := _first(leaves, tree, (i for i, x in enumerate(leaves) if x.is_meta)):

@@ -80,6 +80,7 @@ def leaves_of(state: TrainState) -> list[Leaf]:
     shards = state.opt_state if isinstance(state.opt_state, Shards) else None
     if shards is not None and shards.rank is None:
         shards = None  # simulated ranks: all parts in one tensor
+    tree.check_paths(state, "ltx.checkpoint")
     layout, leaves = state.layout, []
     for path, tensor in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
         if is_dtensor(tensor):

@@ -88,7 +88,12 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     replaced = hidden(final.parent, "old")
     with suppress(FileNotFoundError):
         os.rename(final, replaced)
-    os.rename(temporary, final)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        with suppress(FileNotFoundError):
+            os.rename(replaced, final)
+        raise
     _to_disk(final.parent)
     discard(replaced)
     sweep(final.parent)

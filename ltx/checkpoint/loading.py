@@ -159,7 +159,7 @@ def load(
                         f"are {together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed(seed)"
                         ')), and say so with rng=False, or with rng="same ranks".',
                         RuntimeWarning,
-                        stacklevel=2,
+                        stacklevel=3,
                     )
                 return restored
         passed_over += problems
@@ -167,7 +167,7 @@ def load(
             warnings.warn(
                 f"checkpoint.load: the checkpoint of step {at} isn't whole, and is passed over: {'; '.join(problems)}.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
     asked = "" if step is None else f" of step {step}"
     if not found:

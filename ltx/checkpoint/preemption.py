@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 from ltx import collectives
@@ -78,9 +78,8 @@ def preemption(
     def note(number: int, frame: object) -> None:
         asked.received = signal.Signals(number)
 
-    before = {number: signal.signal(number, note) for number in signals}
-    try:
+    with ExitStack() as handlers:  # one that can't be set leaves those before it as they were
+        for number in dict.fromkeys(signals):
+            handler = signal.signal(number, note)
+            handlers.callback(signal.signal, number, signal.SIG_DFL if handler is None else handler)
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

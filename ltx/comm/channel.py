@@ -23,7 +23,7 @@ from ltx.comm.backends import Backends, HostCopy
 from ltx.comm.deadlock import PATIENCE_S
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.operations import OPERATIONS, SUMMED, bytes_sent
-from ltx.comm.process_groups import Arguments, as_bytes, as_it_is, from_bytes, is_of_network
+from ltx.comm.process_groups import Arguments, as_bytes, as_it_is, from_bytes, is_of_network, is_out_of_memory
 from ltx.comm.signature import Agreement
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.transports.shared_memory import (
@@ -36,6 +36,7 @@ from ltx.errors import (
     DeadlockDetectedError,
     LtxError,
     PeerLostError,
+    RankMismatchError,
     TransportError,
     UnsupportedError,
     WorldError,
@@ -243,6 +244,20 @@ class Channel:
                 "Cast it."
             )
         self.begun += 1
+        try:
+            return self._start(operation, buffer, label, arguments, summed, on_host)
+        except RuntimeError as error:
+            if is_out_of_memory(error):  # on this rank alone: its peers would pair its next collective with this one
+                self.failed = RankMismatchError(
+                    f"rank {self.rank}: {label} on axis {self.axis_name!r} couldn't be issued for want of memory, and "
+                    "its peers may have issued theirs."
+                )
+            raise
+
+    def _start(
+        self, operation: str, buffer: torch.Tensor, label: str, arguments: Arguments, summed: bool, on_host: bool
+    ) -> Work:
+        entry, dtype = OPERATIONS[operation], buffer.dtype
         self.threads.add(threading.get_ident())
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))

@@ -264,6 +264,11 @@ def is_of_network(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "Gloo", "Timed out"))
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether this process had no memory for what it was to do."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def abort(group: dist.ProcessGroup) -> None:
     """Give up what is under way on a stream-ordered group: kernels that wait for a peer end, and the stream goes on."""
     stop = getattr(group, "abort", None)

@@ -11,7 +11,7 @@ between the ranks is :class:`ltx.strategies.qadam.QAdam`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,6 +51,9 @@ class QAdamOptimizer(TorchOptimizer):
         """The decay rates of the moments."""
         betas: tuple[float, float] = self.kwargs["betas"]
         return betas
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> None:
+        return None  # the second phase is no kernel of torch's, which alone can be told
 
     def init(self, params: Tree) -> TorchState:
         state = super().init(params)

@@ -61,7 +61,9 @@ class WarmupCosine:
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        done = min((step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps), 1.0)
+        if step >= self.total_steps:
+            return self.end
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         return self.end + (self.peak - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 

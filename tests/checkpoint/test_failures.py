@@ -25,7 +25,7 @@ import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
 from ltx.comm.store_exchange import StoreExchange
-from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError
+from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError, TreeError
 
 Ranks = Callable[[int], ltx.Pool]
 OnNewAxis = Callable[..., Any]
@@ -454,6 +454,23 @@ def test_the_end_of_the_world_waits_for_it(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
 
 
+def test_one_that_cant_be_replaced_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, rename = trainer(), os.rename
+    state = start(train)
+    ltx.checkpoint.save(tmp_path, state)
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(target).name.startswith("step_") and ".old" not in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        ltx.checkpoint.save(tmp_path, state)
+    monkeypatch.undo()
+    assert ltx.checkpoint.load(tmp_path, state).step == state.step
+
+
 # --- preemption ------------------------------------------------------------------------------------------------------
 
 TRAINS = """
@@ -537,6 +554,14 @@ def test_signals_do_afterwards_what_they_did() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_cant_be_handled_leaves_the_others_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    for signals in ((signal.SIGUSR1, signal.SIGKILL), (signal.SIGUSR1, signal.SIGUSR1)):
+        with contextlib.suppress(OSError), ltx.checkpoint.preemption(signals=signals):
+            pass
+        assert signal.getsignal(signal.SIGUSR1) is before
+
+
 def test_preemption_refuses() -> None:
     with (
         pytest.raises(InputError, match="every must be a whole number of at least 1, got 0"),
@@ -556,3 +581,10 @@ def test_preemption_refuses() -> None:
     thread.start()
     thread.join()
     assert "signals are handled by the main thread alone" in str(raised[0])
+
+
+@pytest.mark.parametrize("tree", [{"a.b": 1.0, "a": {"b": 2.0}}, {"a": [1.0, 2.0], "a.1": 3.0}])
+def test_two_leaves_with_one_path(tree: Any) -> None:
+    params = ltx.tree.map(torch.tensor, tree)
+    with pytest.raises(TreeError, match=r"params: two leaves have the path 'a\.(b|1)'"):
+        trainer().init(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor
 
 import ltx
 from ltx import comm
+from ltx.comm import operations
 from ltx.comm.operations import OPERATIONS
 from ltx.comm.process_groups import _is_gloo
+from ltx.errors import LtxError
 
 from .conftest import OnFreshAxis
 
@@ -48,6 +51,35 @@ def _results(dtype: torch.dtype, length: int, seed: int) -> Found:
             y = axis_comm.user.issue(operation, x.clone(), operation, arguments).wait()
             found[operation, arguments] = y.dtype, y.shape, hashlib.sha256(y.view(torch.uint8).numpy()).hexdigest()
     return found
+
+
+def test_no_memory_for_a_collective_on_one_rank(on_new_axis: OnFreshAxis) -> None:
+    """Its next one would pair with this one of its peers."""
+
+    def run() -> list[str]:
+        rows = operations.OPERATIONS  # the worker's own
+        rank, row, told = int(ltx.axis_index()), rows["all_gather"], []
+        ltx.all_gather(torch.ones(2))
+
+        def start(*_: object) -> Any:
+            rows["all_gather"] = row
+            raise torch.OutOfMemoryError("no memory")
+
+        if rank == 0:
+            rows["all_gather"] = replace(row, start=start)
+        for value in (1.0, 2.0)[: 2 - rank]:
+            try:
+                ltx.all_gather(torch.full((2,), value))
+                told.append("nothing")
+            except (torch.OutOfMemoryError, LtxError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        return told
+
+    first, second = on_new_axis(run, timeout_s=4.0, sockets=True)
+    assert first[0] == "OutOfMemoryError: no memory"
+    assert "out of step since an earlier failure" in first[1]
+    assert "couldn't be issued for want of memory" in first[1]
+    assert "Error: rank 1: " in second[0], "its peer gets no value of another collective"
 
 
 @pytest.mark.full(but=1)

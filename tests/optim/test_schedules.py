@@ -48,6 +48,10 @@ def test_a_schedulers_rates(name: str) -> None:
     assert [schedule(step) for step in (11, *range(12))] == [rates[11], *rates]
 
 
+def test_a_warm_up_to_the_end_ends_where_it_should() -> None:
+    assert [warmup_cosine(1.0, 2, 2, 0.25)(step) for step in range(4)] == [0.5, 1.0, 0.25, 0.25]
+
+
 @pytest.mark.parametrize("kind", [IndexError, ValueError])
 def test_a_scheduler_that_ends_is_only_asked_for_what_it_has(kind: type[Exception]) -> None:
     factors = [1.0, 0.5, 0.25]

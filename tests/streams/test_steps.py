@@ -171,6 +171,25 @@ def test_weights_and_a_guard(ranks: Ranks) -> None:
         torch.testing.assert_close(params, expected)
 
 
+def test_a_guarded_update_in_two_phases(ranks: Ranks) -> None:
+    def run() -> Any:
+        train = ltx.train_step(
+            ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.BaguaStrategy("qadam", warmup_steps=1)),
+            ltx.optim.qadam(warmup_steps=1, lr=1e-2),
+            guard="skip",
+        )
+        state, seen = train.init(torch.ones(3)), []
+        for step in range(5):
+            state, metrics = train(state, torch.ones(3) * (float("nan") if step == 3 else 1.0))
+            seen.append((bool(metrics.skipped), state.params + 0))
+        return seen
+
+    for seen in StreamedPool(ranks(2)).run(run):
+        assert [skipped for skipped, _ in seen] == [False, False, False, True, False]
+        assert torch.equal(seen[3][1], seen[2][1])
+        assert seen[4][1].isfinite().all()
+
+
 def test_objects(ranks: Ranks) -> None:
     def run() -> Any:
         rank = int(ltx.axis_index())
