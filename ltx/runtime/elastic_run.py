@@ -262,8 +262,6 @@ class ElasticRun:
             callback(new_world)
         hold: tuple[str, str | None] = ("", None)
         if way.hold is not None:
-            from ltx.checkpoint import directory  # takes a while
-
             hold = (way.hold.token, directory.run_in(self._base))
         mine: _Told = (-1, -1, "", way.position, True, hold)
         if way.has_state:
