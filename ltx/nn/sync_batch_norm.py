@@ -163,10 +163,11 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of the derivative will be asked for
-            inputs = [t for t in (x, mean, var, weight, bias) if t is not None and t.requires_grad]
-            y = _normalised_by_formula(x, mean, var, weight, bias, ctx.eps)
+            # Of views, since the statistics depend on x themselves: what comes by them comes by their own gradients.
+            given: Any = [None if t is None else t.view_as(t) for t in (x, mean, var, weight, bias)]
+            inputs = [t for t in given if t is not None and t.requires_grad]
+            y = _normalised_by_formula(*given, eps=ctx.eps)
             grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
-            given = (x, mean, var, weight, bias)
             return (*(next(grads) if t is not None and t.requires_grad else None for t in given), None)
         # With xh = (x - M) / sqrt(V + eps): sums over all but the channels of dy xh, and of dy.
         scale = torch.ones_like(mean) if weight is None else weight
