@@ -164,9 +164,10 @@ class _Normalised(torch.autograd.Function):
         x, mean, var, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of the derivative will be asked for
             # Of views, since the statistics depend on x themselves: what comes by them comes by their own gradients.
-            given: Any = [None if t is None else t.view_as(t) for t in (x, mean, var, weight, bias)]
+            given: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+            x, mean, var, weight, bias = given
             inputs = [t for t in given if t is not None and t.requires_grad]
-            y = _normalised_by_formula(*given, eps=ctx.eps)
+            y = _normalised_by_formula(x, mean, var, weight, bias, ctx.eps)
             grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
             return (*(next(grads) if t is not None and t.requires_grad else None for t in given), None)
         # With xh = (x - M) / sqrt(V + eps): sums over all but the channels of dy xh, and of dy.
