@@ -244,20 +244,6 @@ class Channel:
                 "Cast it."
             )
         self.begun += 1
-        try:
-            return self._start(operation, buffer, label, arguments, summed, on_host)
-        except RuntimeError as error:
-            if is_out_of_memory(error):  # on this rank alone: its peers would pair its next collective with this one
-                self.failed = RankMismatchError(
-                    f"rank {self.rank}: {label} on axis {self.axis_name!r} couldn't be issued for want of memory, and "
-                    "its peers may have issued theirs."
-                )
-            raise
-
-    def _start(
-        self, operation: str, buffer: torch.Tensor, label: str, arguments: Arguments, summed: bool, on_host: bool
-    ) -> Work:
-        entry, dtype = OPERATIONS[operation], buffer.dtype
         self.threads.add(threading.get_ident())
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
@@ -278,6 +264,11 @@ class Channel:
         try:
             work, value, finish = entry.start(self.stream_group if ordered else self.group, buffer, arguments)
         except RuntimeError as error:
+            if is_out_of_memory(error):  # on this rank alone: its peers would pair its next collective with this one
+                self.failed = RankMismatchError(
+                    f"rank {self.rank}: {label} on axis {self.axis_name!r} couldn't be issued for want of memory, and "
+                    "its peers may have issued theirs."
+                )
             if not is_of_network(error):
                 raise
             raise PeerLostError(
