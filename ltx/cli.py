@@ -101,20 +101,21 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from ltx.runtime import agent, failures
+    from ltx.runtime.environments import DEFAULT_PORT
 
     parser = torchrun.get_args_parser()
     parser.prog = "ltx run"
     parser.description = "Start a script on several ranks. Takes all options of torchrun, which it is built on."
     parser.add_argument("-n", dest="nproc_per_node", metavar="N", help="ranks on this machine: --nproc-per-node")
     if "PET_MASTER_PORT" not in os.environ:
-        parser.set_defaults(master_port=None)  # 29500 before torch 2.12
+        parser.set_defaults(master_port=None)  # a number before torch 2.12
     parsed = parser.parse_args(list(arguments))
     if parsed.standalone or _is_local(parsed):
         agent.register(_tell_join if os.environ.get("LTX_KEY") else None)
         parsed.standalone, parsed.rdzv_backend = False, agent.LOOPBACK_RENDEZVOUS
         parsed.rdzv_endpoint, parsed.rdzv_id = f"127.0.0.1:{parsed.master_port or 0}", uuid.uuid4().hex
     elif parsed.master_port is None:
-        parsed.master_port = 29500  # of several machines, which have to know it
+        parsed.master_port = DEFAULT_PORT  # of several machines, which have to know it
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
     if parsed.nnodes in {"1", "1:1"}:
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle

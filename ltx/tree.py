@@ -280,7 +280,7 @@ def check_paths(tree: Tree, what: str) -> None:
     paths = leaf_paths(tree)
     if len(set(paths)) < len(paths):
         path = next(path for place, path in enumerate(paths) if path in paths[:place])
-        raise TreeError(f"{what}: two leaves have the path {path!r}. Use keys without dots, each once also as text.")
+        raise TreeError(f"{what}: two leaves have the path {path!r}, by which their states are known. Rename one.")
 
 
 def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:

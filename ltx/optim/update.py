@@ -49,7 +49,8 @@ class Update:
         optimizer, donate = self.optimizer, self.donate
         if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
             conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
-            optimizer, donate = conditional or optimizer, conditional is not None
+            donate = conditional is not None
+            optimizer = optimizer if conditional is None else conditional
         updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
         if donate:
             if self.on_overwritten is not None:

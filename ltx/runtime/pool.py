@@ -73,12 +73,10 @@ class Pool:
         show_output: bool | None = None,
         grace_s: timedelta | float | None = None,
     ) -> None:
-        check_size("ltx.Pool", n)
-        self._size = n
-        whole("ltx.Pool: threads", threads, 1)
+        self._size = check_size("ltx.Pool", n)
         self._start_timeout_s = seconds("ltx.Pool: start_timeout_s", start_timeout_s)
         self._timeout_s = None if timeout_s is None else seconds("ltx.Pool: timeout_s", timeout_s)
-        self._threads = threads
+        self._threads = whole("ltx.Pool: threads", threads, 1)
         self._grace_s = None if grace_s is None else seconds("ltx.Pool: grace_s", grace_s, zero=True)
         self._show_output = "IPython" in sys.modules if show_output is None else show_output
         self._lock = threading.Lock()
@@ -231,15 +229,15 @@ class Pool:
         return WorkerGroup(self._size, start, self._threads, self._start_timeout_s, self._show_output)
 
 
-def check_size(caller: str, n: object) -> None:
-    """Raise :class:`ltx.errors.WorkerError` unless `caller` may start `n` workers in this process."""
+def check_size(caller: str, n: object) -> int:
+    """`n`; raises :class:`ltx.errors.WorkerError` unless `caller` may start so many workers in this process."""
     if POOL_VARIABLE in os.environ:
         raise WorkerError(
             f"rank {os.environ.get('RANK')}: {caller}({n}) was called inside a worker of an ltx.Pool, and a pool "
             "of pools is refused: its processes would multiply. Make the pool in the driver, and let workers "
             "communicate through collectives."
         )
-    whole(f"{caller}: the number of workers", n, 1, WorkerError)
+    return whole(f"{caller}: the number of workers", n, 1, WorkerError)
 
 
 @checked("fn", "timeout")
@@ -285,7 +283,7 @@ def launch(
         [3.0, 3.0]
     """
     __tracebackhide__ = True
-    check_size("ltx.launch", nprocs)
+    nprocs = check_size("ltx.launch", nprocs)
     method: str = start_method if start_method is not None else getattr(strategy, "start_method", "popen")
     limit_s = None if timeout is None else seconds("ltx.launch: timeout", timeout)
     threads = _threads(threads, nprocs, method)

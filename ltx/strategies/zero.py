@@ -331,7 +331,7 @@ def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
 
 def own_parts(tensors: Tree, axis: Axis, split: Callable[[Tensor], bool] = lambda x: True) -> Tree:
     """This rank's part of every leaf that is `split`."""
-    return tree.map(lambda x: part(x, axis.rank, axis.size) if split(x) else x, tensors)
+    return tree.map(lambda x, rank=axis.rank: part(x, rank, axis.size) if split(x) else x, tensors)
 
 
 def as_shards(state: Tree, axis: Axis) -> Shards:

@@ -65,7 +65,6 @@ class TrainStep(TrainSettings):
             params, frozen = taken_from(params, axis, self.trainable)
         else:
             tree.check_dense(tree.flatten(params)[0], params, "params")
-            tree.check_paths(params, "params")
             trained, frozen = split(params, self.trainable)
             params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
             if frozen is not None:

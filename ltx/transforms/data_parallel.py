@@ -66,6 +66,7 @@ class DataParallel(StepSettings):
         With ``bucket_bytes="auto"`` or ``comm_hook="auto"`` the network is measured here, so every rank must call this.
         """
         tree.check_tensors(params, "params")
+        tree.check_paths(params, "params")
         params = local_parts(params)
         leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
         if strategy.auto_sizes or strategy.auto_hook:

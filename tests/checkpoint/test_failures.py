@@ -586,5 +586,6 @@ def test_preemption_refuses() -> None:
 @pytest.mark.parametrize("tree", [{"a.b": 1.0, "a": {"b": 2.0}}, {"a": [1.0, 2.0], "a.1": 3.0}])
 def test_two_leaves_with_one_path(tree: Any) -> None:
     params = ltx.tree.map(torch.tensor, tree)
-    with pytest.raises(TreeError, match=r"params: two leaves have the path 'a\.(b|1)'"):
-        trainer().init(params)
+    for init in (trainer().init, ltx.data_parallel(lambda params: 0.0).init):
+        with pytest.raises(TreeError, match=r"params: two leaves have the path 'a\.(b|1)'"):
+            init(params)
