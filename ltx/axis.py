@@ -187,6 +187,11 @@ def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
     _whole_world[:] = [] if whole is None else [whole]
 
 
+def world_axes() -> tuple[Axis, ...]:
+    """The axes of the world that is up, that of all its ranks included."""
+    return (*_world_axes, *_whole_world)
+
+
 def axes_in_scope() -> tuple[Axis, ...]:
     """All axes in scope, innermost last."""
     return (*_world_axes, *(_opened_axes[place][0] for place in _there()))

@@ -9,6 +9,10 @@ from ltx.comm.debug import debug_checks as debug_checks
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.comm.ledger import record as record
 from ltx.comm.ledger import span as span
+from ltx.comm.lookup import InBackground as InBackground
+from ltx.comm.lookup import InGroups as InGroups
+from ltx.comm.lookup import resolve as resolve
+from ltx.comm.lookup import size_and_rank as size_and_rank
 from ltx.comm.network import Network as Network
 from ltx.comm.network import measure_network as measure_network
 from ltx.comm.network import measured as measured
@@ -17,14 +21,10 @@ from ltx.comm.pickling import opened as opened
 from ltx.comm.pickling import sealed as sealed
 from ltx.comm.recovery import BackwardPass as BackwardPass
 from ltx.comm.recovery import nested_run as nested_run
-from ltx.comm.registry import InBackground as InBackground
-from ltx.comm.registry import InGroups as InGroups
 from ltx.comm.registry import axis_from_group as axis_from_group
 from ltx.comm.registry import close_axis as close_axis
 from ltx.comm.registry import open_axes as open_axes
 from ltx.comm.registry import open_axis as open_axis
-from ltx.comm.registry import resolve as resolve
-from ltx.comm.registry import size_and_rank as size_and_rank
 from ltx.comm.signature import Agreement as Agreement
 from ltx.comm.signature import Signature as Signature
 from ltx.comm.signature import list_values as list_values

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -46,10 +46,10 @@ class AxisComm:
         self.group: Any = group  # None once the world is gone
         self.rank = group.rank()
         self.size = group.size()
+        self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
         self.global_ranks = dist.get_process_group_ranks(group)
         self.backends = backends_of(group)
-        self._timeout = timeout
         # The label has the ranks, the name, and how many times this rank has opened them, which the store counts. So a
         # communicator that is opened again after a shutdown doesn't find what the earlier one left.
         store = c10d._get_default_store()
@@ -89,7 +89,7 @@ class AxisComm:
         address = f"{name}.{generation}" if generation else name
         host = self.backends.host
         label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
-        group = open_group(self.global_ranks, label, host, self._timeout, described, in_turn)
+        group = open_group(self.global_ranks, label, host, self.timeout, described, in_turn)
         transport = None
         # Not if the backend orders tensors on the host by streams, as that of tests/streams does.
         if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
@@ -106,7 +106,7 @@ class AxisComm:
             return None
         label = f"{self.label}/stream.{self.recovery.generation}"
         backend, device = f"{device_type}:{stream}", self.device
-        return open_group(self.global_ranks, label, backend, self._timeout, f"ltx:{self.name}", device=device)
+        return open_group(self.global_ranks, label, backend, self.timeout, f"ltx:{self.name}", device=device)
 
     def _open_background(self) -> Channel:
         channel = self._open_channel("background", generation=self.recovery.generation)
@@ -135,8 +135,8 @@ class AxisComm:
             ranks = [self.global_ranks[member] for member in members]
             label = f"{self.label}/{name} of ranks {ranks}"
             backend = dist.get_backend_config(self.group)
-            group = open_group(ranks, label, backend, self._timeout, name)
-            axis_comm = AxisComm(name, group, self._timeout, self.heartbeat.heartbeat_s)
+            group = open_group(ranks, label, backend, self.timeout, name)
+            axis_comm = AxisComm(name, group, self.timeout, self.heartbeat.heartbeat_s)
             self._parts[members] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
         return self._parts[members]
 
@@ -210,13 +210,27 @@ class AxisComm:
         return [self.user, self.background, *self._phases, *self._left]
 
     def close(self) -> None:
-        """Close the channels and the parts, and destroy their process groups."""
+        """Close the channels and the parts, and destroy their process groups: all of it, whatever is found on the way.
+
+        Raises what the host finds when it comes to look at the last pass.
+        """
         if self.closed:
             return
-        self.store_exchange.finish()
         self.closed = True
-        self.buffer_pool.clear()
-        wrong = self._wrong_with_last_pass()
+        with ExitStack() as last_first:
+            last_first.callback(self._destroy_groups)
+            last_first.callback(self._end_heartbeat)
+            for part in reversed(self._part_comms):
+                last_first.callback(dist.destroy_process_group, part.group)
+                last_first.callback(part.close)
+            last_first.callback(self._end_pending)
+            self.store_exchange.finish()
+            self.buffer_pool.clear()
+            wrong = self._wrong_with_last_pass()
+        if wrong is not None:
+            raise wrong
+
+    def _end_pending(self) -> None:
         for later in list(self.pending_steps):
             with suppress(LtxError):  # a later read of that state raises
                 later.wait_all()
@@ -227,20 +241,19 @@ class AxisComm:
             work.give_up()
         with suppress(PeerLostError):  # the store is gone
             self.negotiation.end()
+
+    def _end_heartbeat(self) -> None:
         self.heartbeat.reports.pop(self.label, None)
         self.heartbeat.deadlocks.counts.pop(self.label, None)
         release_heartbeat(self.heartbeat)
-        for axis_comm in self._part_comms:
-            axis_comm.close()
-            dist.destroy_process_group(axis_comm.group)
+
+    def _destroy_groups(self) -> None:
         for channel in self.channels:
             if channel.transport is not None:
                 channel.transport.close()
         opened = [group for channel in self.channels for group in (channel.group, channel.stream_group)]
         for group in {id(group): group for group in opened if group is not None}.values():
             dist.destroy_process_group(group)
-        if wrong is not None:
-            raise wrong
 
     def _wrong_with_last_pass(self) -> LtxError | None:
         """What the host finds when it comes to look at the last pass, which nothing else will do any more."""

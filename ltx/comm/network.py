@@ -17,7 +17,7 @@ import torch
 from ltx.arguments import number
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.channel import Channel
-from ltx.comm.registry import resolve
+from ltx.comm.lookup import resolve
 from ltx.comm.signature import Signature
 
 #: Bytes of the first large sum and of the last; each is this many times the one before it.

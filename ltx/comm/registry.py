@@ -1,72 +1,68 @@
-"""The axes that are open in this process, and which of them a user means."""
+"""The axes that are open in this process: how they are opened over process groups, and closed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
 from ltx.arguments import brief, is_whole
 from ltx.axis import Axis
-from ltx.backings import GroupBacking, Part
+from ltx.backings import GroupBacking
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.comm.process_groups import open_group
-from ltx.comm.signature import Signature
 from ltx.errors import AxisError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-_opened: dict[dist.ProcessGroup, Axis] = {}
+#: By group and name. A group that is opened by a second name has a second communicator.
+_opened: dict[tuple[dist.ProcessGroup, str], Axis] = {}
 
 
 def open_axis(
     name: str,
     group: dist.ProcessGroup,
-    timeout: timedelta = _DEFAULT_TIMEOUT,
-    heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    timeout: timedelta | None = None,
+    heartbeat_s: float | None = None,
+    make: Callable[[str, int, GroupBacking], Axis] = Axis,
 ) -> Axis:
-    """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes."""
+    """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes.
+
+    `timeout` and `heartbeat_s`: None for those of the world. `make`: the kind of axis, if it isn't open yet.
+    """
     if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
-        raise AxisError(f"axis {name!r}: {_outsider()}")
-    known = _opened.get(group)
-    if known is not None and known.name == name:
-        return known
-    axis_comm = AxisComm(name, group, timeout, heartbeat_s)
-    opened = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
-    _opened[group] = opened
-    return opened
+        raise AxisError(f"axis {name!r}: {outsider()}")
+    if (group, name) not in _opened:
+        of_world = _limits_of_world()
+        axis_comm = AxisComm(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
+        _opened[group, name] = make(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+    return _opened[group, name]
 
 
-class InGroups(NamedTuple):
-    """The ranks of a group of an axis, as an axis: what `axis_index_groups` makes of the axis of a collective.
-
-    Attributes:
-        axis: as users give one.
-        groups: the indices of each group; as lists in errors.
-    """
-
-    axis: Any
-    groups: tuple[tuple[int, ...], ...]
+def _limits_of_world() -> tuple[timedelta, float]:
+    """How long ranks of the world wait for one another, and without a sign of life of one for how many seconds."""
+    for axis in axes.world_axes():
+        if axis.comm is not None:
+            return axis.comm.timeout, axis.comm.heartbeat.heartbeat_s
+    return _DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S
 
 
-class InBackground(NamedTuple):
-    """An axis on which a collective is begun and waited for later (``ltx.async_``).
+def first_opened(group: dist.ProcessGroup) -> Axis | None:
+    """The axis over `group` that was opened first; None if there is none."""
+    return next((axis for (known, _), axis in _opened.items() if known is group), None)
 
-    Attributes:
-        axis: as users give one.
-        name: the collective's, as users call it.
-    """
 
-    axis: Any
-    name: str
+def opened_by_groups() -> tuple[Axis, ...]:
+    """Every axis that :func:`open_axis` opened, and that is still open."""
+    return tuple(_opened.values())
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,11 @@ class GroupAxis(Axis):
     owns_group: bool = field(default=False, repr=False, compare=False)
 
     def close(self) -> None:
-        """Close the axis, on all of its ranks: nothing can be issued on it any more. Closing it again does nothing."""
-        if self.comm is None or self.comm.closed:
+        """Close the axis, on all of its ranks: nothing can be issued on it any more. Closing it again does nothing.
+
+        One that ``ltx.init`` had opened by the same name, over the same ranks, stays open: it is the world's.
+        """
+        if self.comm is None or self.comm.closed or any(axis.comm is self.comm for axis in axes.world_axes()):
             return
         group = self.comm.group
         close_axis(self)
@@ -92,17 +91,6 @@ class GroupAxis(Axis):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class MeshAxis(Axis):
-    """The axis of a dimension of a DeviceMesh, called as that is.
-
-    Attributes:
-        mesh: that dimension, a mesh by itself.
-    """
-
-    mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
 
 def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None = None) -> GroupAxis:
@@ -138,11 +126,10 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
     if ranks is not None:
         group = _group_of(ranks)
     if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
-        raise AxisError(f"axis {name or group!r}: {_outsider()}")
-    opened = open_axis(group.group_name if name is None else name, group)
-    axis = GroupAxis(opened.name, opened.size, opened.backing, ranks is not None)
-    _opened[group] = axis
-    return axis
+        raise AxisError(f"axis {name or group!r}: {outsider()}")
+    make = partial(GroupAxis, owns_group=ranks is not None)
+    opened = open_axis(group.group_name if name is None else name, group, make=make)
+    return opened if isinstance(opened, GroupAxis) else GroupAxis(opened.name, opened.size, opened.backing)
 
 
 def _group_of(ranks: list[Any]) -> dist.ProcessGroup:
@@ -157,10 +144,11 @@ def _group_of(ranks: list[Any]) -> dist.ProcessGroup:
     store: Any = c10d._get_default_store()
     told = f"ltx/ranks {ranks}"
     number = store.add(f"{told}/opened by {mine}", 1)
-    return open_group(ranks, f"{told}, {number}", dist.get_backend_config(), _DEFAULT_TIMEOUT, f"ranks {ranks}")
+    return open_group(ranks, f"{told}, {number}", dist.get_backend_config(), _limits_of_world()[0], f"ranks {ranks}")
 
 
-def _outsider() -> str:
+def outsider() -> str:
+    """What is wrong where this process isn't in the group that is given for an axis."""
     who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
     return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
 
@@ -168,15 +156,14 @@ def _outsider() -> str:
 def close_axis(axis: Axis) -> None:
     """Close what :func:`open_axis` opened."""
     if axis.comm is not None:
-        axis_comm: AxisComm = axis.comm
-        _opened.pop(axis_comm.group, None)
-        axis_comm.close()
+        _opened.pop((axis.comm.group, axis.name), None)
+        axis.comm.close()
 
 
 def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
-    comms = [axis.comm for axis in _opened.values() if axis.comm is not None]
-    return (*_opened.values(), *(part for axis_comm in comms for part in axis_comm.parts))
+    opened = opened_by_groups()
+    return (*opened, *(part for axis in opened if axis.comm is not None for part in axis.comm.parts))
 
 
 def _refuse_forks() -> None:
@@ -186,155 +173,3 @@ def _refuse_forks() -> None:
 
 
 os.register_at_fork(after_in_child=_refuse_forks)
-
-
-def size_and_rank(axis: Any) -> tuple[int, int]:
-    """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
-
-    Unlike :func:`resolve` it never opens an axis, which all its ranks would have to do together.
-    """
-    meshes = _meshes_in(axis)
-    if meshes:
-        ranks = _ranks_of_meshes(meshes)
-        return len(ranks), ranks.index(dist.get_rank())
-    if isinstance(axis, dist.ProcessGroup):
-        return axis.size(), axis.rank()
-    found = resolve(axis)
-    return found.size, found.rank if isinstance(found.rank, int) else 0
-
-
-def resolve(axis: Any) -> Axis:
-    """The axis that a user means: None, a name or a tuple of names, an Axis, a process group, a DeviceMesh, or a tuple
-    of dimensions of one."""
-    if isinstance(axis, str):
-        return _called(axis)
-    if axis is None:
-        return axes.find(axis)
-    if isinstance(axis, InBackground):
-        return resolve(axis.axis)
-    if isinstance(axis, InGroups):
-        return _resolve_groups(resolve(axis.axis), axis.groups)
-    if meshes := _meshes_in(axis):
-        return _of_meshes(meshes)
-    if isinstance(axis, tuple):
-        return axes.joined(axis)
-    if isinstance(axis, Axis):
-        return axes.check_open(axis)
-    if isinstance(axis, dist.ProcessGroup):
-        known = _opened.get(axis)
-        return known if known is not None else open_axis(axis.group_name, axis)
-    if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
-        # What torch gives to those who aren't in a new group.
-        raise AxisError(_outsider())
-    raise AxisError(
-        f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {type(axis).__name__}."
-    )
-
-
-def _called(name: str) -> Axis:
-    """The axis of that name: what is in scope first, then what was opened by a group or a DeviceMesh."""
-    opened = [known for known in _opened.values() if known.name == name]
-    if all(known.name != name for known in axes.axes_in_scope()):
-        if len(opened) > 1:
-            raise AxisError(f"axis={name!r}: {len(opened)} axes are called so. Give the axis, group or mesh itself.")
-        return opened[0] if opened else axes.find(name)
-    found = axes.find(name)
-    others = [known for known in opened if isinstance(known, MeshAxis) and _ranks(known) != _ranks(found)]
-    if others and not found.simulated:
-        raise AxisError(
-            f"axis={name!r} is the name of two axes: of the world's, with {found.size} ranks, and of a dimension of a "
-            f"DeviceMesh, with {others[0].size}. Write axis=mesh[{name!r}] for the mesh's; for the world's give it "
-            'another name, such as ltx.init(mesh={"world": ...}).'
-        )
-    return found
-
-
-def _ranks(axis: Axis) -> list[int]:
-    """The ranks of the world on an axis of processes; none for another."""
-    return [] if axis.comm is None else dist.get_process_group_ranks(axis.comm.group)
-
-
-def _meshes_in(axis: Any) -> list[DeviceMesh]:
-    """The meshes that a user gives for an axis: one, or a tuple of dimensions by themselves or by their names."""
-    if isinstance(axis, DeviceMesh):
-        return [axis]
-    if not isinstance(axis, tuple):
-        return []
-    scope = {known.name for known in axes.axes_in_scope()}
-    named = {known.name: known.mesh for known in _opened.values() if isinstance(known, MeshAxis)}
-    meshes = [named.get(part) if isinstance(part, str) and part not in scope else part for part in axis]
-    found = [mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]
-    if found and len(found) < len(axis):
-        raise AxisError(
-            f"axis={brief(axis)} mixes axes in scope with dimensions of a DeviceMesh. Name axes of ltx.init(mesh=...) "
-            "alone, or give the mesh's: axis=mesh['node', 'data']."
-        )
-    return found
-
-
-def _ranks_of_meshes(meshes: list[DeviceMesh]) -> list[int]:
-    """The ranks of one mesh, or of all dimensions `meshes` of one mesh, the first the outermost."""
-    me = dist.get_rank()
-    if len(meshes) == 1:
-        ranks: list[int] = meshes[0].mesh.flatten().tolist()
-    else:
-        root, names = meshes[0]._get_root_mesh(), [mesh.mesh_dim_names or () for mesh in meshes]
-        known = root.mesh_dim_names or ()
-        if any(mesh._get_root_mesh() != root for mesh in meshes) or any(len(name) != 1 for name in names):
-            raise AxisError("axis: a tuple of DeviceMeshes holds named dimensions of one mesh, as mesh['data'] is one.")
-        dims = [known.index(name[0]) for name in names]
-        if len(set(dims)) < len(dims):
-            raise AxisError(f"axis: a dimension occurs more than once in {names}. Give each once.")
-        here = (root.mesh == me).nonzero()[0].tolist() if bool((root.mesh == me).any()) else [0] * root.ndim
-        lying = root.mesh.permute(*dims, *(dim for dim in range(root.ndim) if dim not in dims))
-        ranks = lying[(..., *(here[dim] for dim in range(root.ndim) if dim not in dims))].flatten().tolist()
-    if me not in ranks:
-        raise AxisError(f"rank {me} isn't on the DeviceMesh that was given as an axis: its ranks are {ranks}.")
-    return ranks
-
-
-def _of_meshes(meshes: list[DeviceMesh]) -> Axis:
-    """The axis of a mesh, opened when it is given for the first time, on all of its ranks."""
-    ranks = _ranks_of_meshes(meshes)
-    names = [name for mesh in meshes for name in mesh.mesh_dim_names or map(str, range(mesh.ndim))]
-    if len(names) > 1:
-        title = f"({', '.join(names)})"
-        known = [axis for axis in _opened.values() if _ranks(axis) == ranks]
-        return Axis(title, 1) if len(ranks) == 1 else known[0] if known else axis_from_group(ranks, title)
-    group = meshes[0].get_group()
-    if group not in _opened:
-        opened = open_axis(names[0] if meshes[0].mesh_dim_names else group.group_name, group)
-        _opened[group] = MeshAxis(opened.name, opened.size, opened.backing, meshes[0])
-    return _opened[group]
-
-
-def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:
-    """The axis of this rank's group; ranks compare groups that are new before they open any."""
-    part, said = Part(groups), f"axis_index_groups={brief([list(group) for group in groups])}"
-    size = axis.size if axis.simulated is None or axis.simulated.part is None else min(axis.simulated.part.sizes)
-    indices = [index for group in groups for index in group]
-    if size < axis.size or () in groups or sorted(indices) != list(range(size)):
-        raise AxisError(
-            f"{said}: on axis {axis.name!r} of {axis.size} ranks, every index from 0 to {axis.size - 1} must be in "
-            f"exactly one group, and no group may be empty. {_partition_fault(indices, size)}"
-        )
-    if len(groups) == 1 and indices == list(range(size)):
-        return axis
-    if axis.comm is None:
-        return axes.in_groups(axis, part, f"{axis.name} in {len(groups)} groups")
-    axis_comm: AxisComm = axis.comm
-    if not axis_comm.compared.has(InGroups, groups):
-        axis_comm.negotiate(axis_comm.user, (InGroups, groups), lambda: Signature("axis_index_groups", (), said))
-        axis_comm.compared.add(InGroups, groups)
-    members = part.members(axis_comm.rank)
-    return axes.in_groups(axis, part, f"{axis.name}, ranks {', '.join(map(str, members))}")
-
-
-def _partition_fault(indices: list[int], size: int) -> str:
-    if unknown := sorted({index for index in indices if not 0 <= index < size}):
-        return f"It has no rank {unknown[0]}."
-    if twice := sorted({index for index in indices if indices.count(index) > 1}):
-        return f"Rank {twice[0]} is in more than one place."
-    if missing := sorted(set(range(size)) - {*indices}):
-        return f"Rank {missing[0]} is in none."
-    return "Leave the empty ones out." if size else "Give one list for each group."

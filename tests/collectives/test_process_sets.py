@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -111,3 +113,55 @@ def test_a_world_of_one() -> None:
         assert ltx.psum(torch.tensor(3.0), axis) == 3.0
     with pytest.raises(AxisError, match=re.escape("ranks are those of a world that is up. Call ltx.init() first")):
         ltx.axis_from_group([0, 1])
+
+
+def test_a_group_by_two_names(ranks: Callable[[int], Any]) -> None:
+    """Each has its own channels; both are found, and to close one leaves the other and no thread behind."""
+
+    def run() -> Any:
+        threads = threading.active_count()
+        group = dist.new_group([0, 1])
+        one, two = (ltx.axis_from_group(group, name) for name in ("one", "two"))
+        sums = [float(ltx.psum(torch.tensor(k), axis)) for k, axis in enumerate(("one", "two", group, one, two))]
+        with pytest.raises(AxisError, match="'one' is closed"):
+            one.close()
+            ltx.psum(torch.ones(1), one)
+        sums.append(float(ltx.psum(torch.tensor(5), "two")))
+        two.close()
+        left = [axis.name for axis in ltx.comm.open_axes() if axis.name in ("one", "two")]
+        dist.destroy_process_group(group)
+        del group, one, two
+        gc.collect()
+        return sums, left, threading.active_count() <= threads
+
+    assert ranks(2).run(run).replicated() == ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [], True)
+
+
+def test_the_worlds_axis_by_its_name_stays_open(ranks: Callable[[int], Any]) -> None:
+    def run() -> Any:
+        (world,) = ltx.axis.axes_in_scope()
+        with ltx.axis_from_group(dist.group.WORLD, world.name) as axis:
+            same = axis.comm is world.comm
+        return same, float(ltx.psum(torch.tensor(1.0)))
+
+    assert ranks(2).run(run).replicated() == (True, 2.0)
+
+
+def test_groups_and_meshes_wait_as_long_as_the_world() -> None:
+    """Its timeout and heartbeat, not the defaults, which would lower the process' own."""
+
+    def run() -> Any:
+        world = ltx.world()
+        ltx.shutdown()
+        limits = []
+        with ltx.init(timeout=77, heartbeat_timeout=33):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (world.size,), mesh_dim_names=("rows",))
+            group = dist.new_group([0, 1])
+            with ltx.axis_from_group([1, 0]) as ranked, ltx.axis_from_group(group) as grouped:
+                for axis in (None, ranked, grouped, mesh):
+                    comm = ltx.comm.resolve(axis).comm
+                    limits.append((comm.timeout_s, comm.heartbeat.heartbeat_s))
+        return limits
+
+    with ltx.Pool(2, timeout_s=60.0) as pool:
+        assert pool.run(run).replicated() == [(77.0, 33.0)] * 4

@@ -316,6 +316,31 @@ def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
     assert ranks(3).run(run, timeout_s=30.0).replicated() == 6.0
 
 
+def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
+    """An error or an interrupt half-way leaves no process group, no part and no heartbeat behind."""
+
+    def run() -> Any:
+        groups = len(dist.distributed_c10d._world.pg_map)
+        group = dist.new_group([0, 1])
+        axis = comm.open_axis("interrupted", group, timedelta(seconds=10))
+        ltx.psum(torch.ones(1), axis, axis_index_groups=[[0], [1]])
+        ltx.psum(torch.ones(1), axis, axis_index_groups=[[1, 0]])
+        users = axis.comm.heartbeat._users
+
+        def interrupted(exchange: Any) -> None:
+            raise KeyboardInterrupt
+
+        axis.comm.background.drain = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            comm.close_axis(axis)
+        comm.close_axis(axis)  # nothing is left to do
+        dist.destroy_process_group(group)
+        ended = users - axis.comm.heartbeat._users
+        return ended, len(dist.distributed_c10d._world.pg_map) - groups, len(axis.comm.parts)
+
+    assert ranks(2).run(run).replicated() == (2, 0, 1)
+
+
 @pytest.mark.full
 def test_an_axis_opened_again_and_again(ranks: Ranks) -> None:
     def run() -> list[float]:
