@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 #: Examples in docstrings that start processes of their own, as tests of those modules do.
-START_PROCESSES = {"ltx.runtime.pool.launch", "ltx.runtime.pool.Pool", "ltx.comm.timeline.timeline"}
+START_PROCESSES = {"ltx.runtime.pool.launch", "ltx.runtime.pool.Pool", "ltx.profile.traces.timeline"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,7 +7,8 @@ from ltx.comm.channel import Channel as Channel
 from ltx.comm.debug import Checks as Checks
 from ltx.comm.debug import debug_checks as debug_checks
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
-from ltx.comm.ledger import record as record
+from ltx.comm.ledger import Event as Event
+from ltx.comm.ledger import Span as Span
 from ltx.comm.ledger import span as span
 from ltx.comm.lookup import InBackground as InBackground
 from ltx.comm.lookup import InGroups as InGroups
@@ -37,9 +38,6 @@ from ltx.comm.step_summary import end_pass as end_pass
 from ltx.comm.step_summary import read_last_summary as read_last_summary
 from ltx.comm.store_exchange import StoreExchange as StoreExchange
 from ltx.comm.store_exchange import poll_until as poll_until
-from ltx.comm.timeline import Event as Event
-from ltx.comm.timeline import Span as Span
-from ltx.comm.timeline import Trace as Trace
 from ltx.comm.turns import ThreadComm as ThreadComm
 from ltx.comm.turns import Turns as Turns
 from ltx.comm.work import Work as Work

@@ -1,111 +1,131 @@
 """The ledger: what each issue sent, and when; and when steps computed.
 
-``ltx.profile.record()`` is the one way to read it. Counting is off outside of it, so that a step that isn't recorded
-pays nothing for it. Pictures and files of it are made in :mod:`ltx.comm.timeline`.
+Counting is off outside of :func:`recorded`, so that a step that isn't recorded pays nothing for it.
+:func:`ltx.profile.record` is the one way to read it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
-
-from ltx.arguments import checked
-from ltx.comm.timeline import Event, Span, Trace, mark
-
-_recording: list[Trace] = []
-
-# Profiled events of devices are kept apart from those of threads.
-_DEVICE_LANES = 1 << 32
 
 
-@checked("profiler")
-@contextmanager
-def record(*, profiler: bool = False) -> Iterator[Trace]:
-    """Record every collective that this process issues, and when its steps computed.
+@dataclass
+class Event:
+    """One collective.
 
-    What each rank sees: its own issues. Recordings nest; each sees everything. :meth:`Trace.plot` draws one and
-    :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does so for several ranks
-    together.
+    Attributes:
+        channel: the channel's name: "user", "background", or "buckets 0", "buckets 1", .. by phases of buckets.
+        operation: the collective, as "psum" or "all_gather".
+        label: its purpose, as "psum" or "bucket 3".
+        nbytes: bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum.
+        issued_s, completed_s: when it was issued and when it was complete (time.perf_counter; seconds).
+        waited_s: for how long this rank was blocked in its wait.
+        marks: on an accelerator, while it is recorded: where the device began and completed it.
 
-    Args:
-        profiler: also run torch's profiler, which slows steps down; its events go into the saved file, on the same
-            clock.
-
-    Example:
-        >>> import ltx, torch
-        >>> train = ltx.train_step(ltx.data_parallel(lambda w: w**2), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-        >>> state = train.init(torch.tensor(1.0))
-        >>> with ltx.profile.record() as trace:
-        ...     state, metrics = train(state)
-        >>> trace.bytes, trace.hidden, [span.name for span in trace.spans]
-        (0, 1.0, ['step', 'forward', 'backward', 'update'])
+    Times of collectives on an accelerator are those of the device, once the recording has ended.
     """
-    trace = Trace(rank=_rank(), epoch_s=_epoch_s())
-    with ExitStack() as around:
-        if profiler:
-            around.enter_context(_profiled(trace))
-        _recording.append(trace)
-        try:
-            yield trace
-        finally:
-            # By identity: two empty traces are equal.
-            _recording[:] = [other for other in _recording if other is not trace]
-            trace.rank = _rank()
-            trace.take_device_times()
+
+    channel: str
+    operation: str
+    label: str
+    nbytes: int
+    issued_s: float
+    completed_s: float | None = None
+    waited_s: float = 0.0
+    marks: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """The label without its number: "bucket", "exchange" and "background" have one."""
+        return self.label.rpartition(" ")[0] or self.label
+
+    @property
+    def bucket(self) -> int | None:
+        """The bucket of gradients that this was issued for; None for anything else."""
+        return int(self.label.rpartition(" ")[2]) if self.kind == "bucket" else None
+
+
+@dataclass
+class Span:
+    """A stretch of computing. Spans nest: those of a :class:`ltx.train_step` are in its "step".
+
+    Attributes:
+        name: "step", "forward", "backward" or "update".
+        began_s, ended_s: when (time.perf_counter; seconds). On a GPU, when this process queued the work.
+    """
+
+    name: str
+    began_s: float
+    ended_s: float | None = None
+
+
+@dataclass
+class Recording:
+    """What is noted of this rank: the first fields of a :class:`ltx.profile.Trace`."""
+
+    events: list[Event] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    device_waited_s: float = 0.0
+    device_waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    _clock: tuple[Any, float] | None = field(default=None, repr=False)  # a mark on the device, and when that was
+
+    def note_device(self, device: torch.device) -> None:
+        """Something on an accelerator is recorded. The first time, its clock is compared with the host's."""
+        if self._clock is None and (beginning := mark(device)) is not None:
+            beginning.synchronize()
+            self._clock = beginning, time.perf_counter()
+
+    def take_device_times(self) -> None:
+        """Replace marks on an accelerator by times. It waits until the device has come to them."""
+        if self._clock is not None:
+            beginning, began_s = self._clock
+            for event in self.events:
+                if len(event.marks) == 2:
+                    event.marks[1].synchronize()
+                    event.issued_s, event.completed_s = (began_s + beginning.elapsed_time(x) / 1e3 for x in event.marks)
+            for first, last in self.device_waits:
+                last.synchronize()
+                self.device_waited_s += first.elapsed_time(last) / 1e3
+        for event in self.events:
+            event.marks = []
+        self.device_waits, self._clock = [], None
+
+
+_recordings: list[Recording] = []
 
 
 @contextmanager
-def _profiled(trace: Trace) -> Iterator[None]:
-    """Run torch's profiler, and put its events into `trace`, on the clock of the day."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as profiler:
+def recorded(recording: Recording) -> Iterator[None]:
+    """Within it everything is entered into `recording`, besides those that it is entered into already."""
+    _recordings.append(recording)
+    try:
         yield
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        exported = json.loads(path.read_text())
-    base_us = exported.get("baseTimeNanoseconds", 0) / 1e3
-    for event in exported["traceEvents"]:
-        threads_name = event["ph"] == "M" and event["name"] == "thread_name"
-        if not (event["ph"] == "X" or threads_name) or not isinstance(event.get("pid"), int):
-            continue
-        if event["pid"] != os.getpid():  # a device and its stream
-            event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
-        if not threads_name:
-            event["ts"] += base_us
-        trace.profile.append(event)
+    finally:
+        # By identity: two empty recordings are equal.
+        _recordings[:] = [other for other in _recordings if other is not recording]
+        recording.take_device_times()
 
 
-def _epoch_s() -> float:
-    """The time of day when time.perf_counter() was 0. Of several readings, the one that was interrupted least."""
-    readings = []
-    for _ in range(5):
-        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
-        readings.append((after - before, now - (before + after) / 2))
-    return min(readings)[1]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def mark(device: torch.device) -> Any:
+    """An event with its time, which the current stream comes to once it has done all before; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
 def note(channel: str, operation: str, label: str, nbytes: int) -> Event | None:
-    """Enter an issue; None outside of ``record()``."""
-    if not _recording:
+    """Enter an issue; None outside of a recording."""
+    if not _recordings:
         return None
     event = Event(channel, operation, label, nbytes, time.perf_counter())
-    for trace in _recording:
-        trace.events.append(event)
+    for recording in _recordings:
+        recording.events.append(event)
     return event
 
 
@@ -113,28 +133,28 @@ def note_on_device(event: Event | None, device: torch.device) -> None:
     """The current stream of an accelerator comes to the beginning or the end of `event` here."""
     if event is None:
         return
-    for trace in _recording:
-        trace.note_device(device)
+    for recording in _recordings:
+        recording.note_device(device)
     event.marks.append(mark(device))
 
 
 @contextmanager
 def device_wait(device: torch.device) -> Iterator[None]:
     """Within it the current stream of an accelerator is told to wait for a collective."""
-    if not _recording:
+    if not _recordings:
         yield
         return
     began = mark(device)
     yield
     ended = mark(device)
-    for trace in _recording:
-        trace.note_device(device)
-        trace.device_waits.append((began, ended))
+    for recording in _recordings:
+        recording.note_device(device)
+        recording.device_waits.append((began, ended))
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Note the time within a ``with`` block as computing; nothing at all outside of ``record()``."""
-    return _noting(name) if _recording else _NOTHING
+    """Note the time within a ``with`` block as computing; nothing at all outside of a recording."""
+    return _noting(name) if _recordings else _NOTHING
 
 
 _NOTHING = nullcontext()
@@ -143,8 +163,8 @@ _NOTHING = nullcontext()
 @contextmanager
 def _noting(name: str) -> Iterator[None]:
     noted = Span(name, time.perf_counter())
-    for trace in _recording:
-        trace.spans.append(noted)
+    for recording in _recordings:
+        recording.spans.append(noted)
     try:
         yield
     finally:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ltx.comm import ledger
 from ltx.comm.backends import HostCopy
 from ltx.comm.process_groups import as_it_is, is_of_network
-from ltx.comm.timeline import Event
 from ltx.comm.transports.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryWork,
@@ -55,7 +54,7 @@ class Work:
         work: dist.Work | SharedMemoryWork,
         value: torch.Tensor,
         label: str,
-        event: Event | None,
+        event: ledger.Event | None,
         finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
         ordered: bool = False,
     ):
@@ -187,7 +186,7 @@ class Work:
             )
 
 
-def stamp_completion(work: dist.Work, event: Event) -> None:
+def stamp_completion(work: dist.Work, event: ledger.Event) -> None:
     def completed(_future: object) -> None:
         event.completed_s = time.perf_counter()
 

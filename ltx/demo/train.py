@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ltx
-from ltx.comm import Trace
 from ltx.demo.gpt import GPT, Corpus, read_topics, unigram_entropy
 from ltx.demo.options import Configuration, Options, parse
 from ltx.demo.report import Curve, JsonLines, Progress, Reading, Result, draw, format_table
+from ltx.profile import Trace
 
 Params = dict[str, Tensor]
 

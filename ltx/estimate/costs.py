@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ltx import comm, hooks
+from ltx.comm.ledger import mark
 from ltx.comm.operations import OPERATIONS
-from ltx.comm.timeline import mark
 from ltx.errors import InputError
 from ltx.estimate.requests import Collective
 from ltx.gradients.buckets import Bucket, leaves_of

@@ -12,12 +12,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.comm.ledger import record
 from ltx.comm.network import Network, measure_network
-from ltx.comm.timeline import Trace
+from ltx.profile.recording import record
+from ltx.profile.traces import Timeline, Trace, timeline
 
 if TYPE_CHECKING:
-    from ltx.comm.timeline import Timeline, timeline
     from ltx.profile.explanation import Explanation, explain
     from ltx.profile.recommendation import recommend
     from ltx.profile.step_plan import Cost, plan
@@ -26,11 +25,9 @@ if TYPE_CHECKING:
 _LATER = {
     "Cost": "ltx.profile.step_plan",
     "Explanation": "ltx.profile.explanation",
-    "Timeline": "ltx.comm.timeline",
     "explain": "ltx.profile.explanation",
     "plan": "ltx.profile.step_plan",
     "recommend": "ltx.profile.recommendation",
-    "timeline": "ltx.comm.timeline",
 }
 
 __all__ = [

@@ -23,6 +23,7 @@ from ltx.estimate.requests import Collective as Collective
 from ltx.estimate.requests import ExchangeExplanation as ExchangeExplanation
 from ltx.estimate.requests import Issues, collective, meta
 from ltx.gradients.planning import MIB, chosen_sizes
+from ltx.profile.traces import Trace
 from ltx.strategies import Strategy
 from ltx.training.train_state import TrainState
 from ltx.training.train_step import TrainStep
@@ -86,7 +87,7 @@ class Explanation(Shown):
             return 1.0 if self.plain_bytes == 0 else math.inf
         return self.plain_bytes / self.bytes
 
-    def matches(self, trace: comm.Trace, steps: int = 1) -> bool:
+    def matches(self, trace: Trace, steps: int = 1) -> bool:
         """Whether `steps` recorded steps issued exactly this: operations, bytes and order.
 
         `trace` is what :func:`ltx.profile.record` saw of whole steps on this rank, of no other step, and not of a

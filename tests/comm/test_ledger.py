@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm.timeline import Event, Trace
+from ltx.comm.ledger import Event
+from ltx.profile import Trace
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]

@@ -204,7 +204,7 @@ def test_what_doesnt_match(ranks: Ranks) -> None:
         turned = replace(trace, events=trace.events[::-1])
         other = replace(trace, events=[replace(event, nbytes=event.nbytes + 1) for event in trace.events])
         return [
-            *(explained.matches(t) for t in (trace, lost, turned, other, comm.Trace())),
+            *(explained.matches(t) for t in (trace, lost, turned, other, ltx.profile.Trace())),
             *(ltx.profile.explain(_step(hook), params).matches(trace) for hook in (hooks.AllReduce(), hooks.FP16())),
         ]
 
@@ -351,7 +351,7 @@ def test_no_gradients_on_the_wire() -> None:
     found = ltx.profile.explain(step, params, world=2, sync_step=2)
     assert (found.buckets, found.hook, found.bytes, found.collectives, found.summary_bytes) == ((), None, 0, 0, 0)
     assert (found.plain_bytes, found.compression) == (400, math.inf)
-    assert found.matches(comm.Trace())
+    assert found.matches(ltx.profile.Trace())
     assert "Local on 2 ranks, synchronised step 2: no gradients sent" in str(found)
     assert f"note: {Local()!r} leaves the gradients of this step local" in str(found)
     assert found.exchanges is None
@@ -433,8 +433,8 @@ def test_exchanges_in_rows() -> None:
     ]
     assert (found.buckets, found.bytes, found.summary_bytes, found.plain_bytes) == ((), 24, 0, 24)
     assert ltx.profile.explain(step, params, world=4).bytes == 0  # a strategy does nothing besides in a bare step
-    assert found.matches(comm.Trace()) is False
-    assert ltx.profile.explain(step, params, world=4).matches(comm.Trace())
+    assert found.matches(ltx.profile.Trace()) is False
+    assert ltx.profile.explain(step, params, world=4).matches(ltx.profile.Trace())
 
 
 def test_parts_of_the_axis(ranks: Ranks) -> None:

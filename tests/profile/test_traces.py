@@ -16,8 +16,9 @@ import torch
 
 import ltx
 from ltx.comm import ledger
-from ltx.comm.timeline import Event, Span, Trace
+from ltx.comm.ledger import Event, Span
 from ltx.errors import InputError, UnsupportedError
+from ltx.profile import Trace
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]

@@ -1,4 +1,4 @@
-"""Timelines: recordings of one or several ranks as a picture, and as a file for Perfetto and Chrome's tracing.
+"""Recordings of one or several ranks: what they add up to, a picture, and a file for Perfetto and Chrome's tracing.
 
 Each rank has a track of computing and one for each of its channels. Times are those of the ranks' clocks: the same on
 one machine, as good as their synchronisation on several.
@@ -7,15 +7,13 @@ one machine, as good as their synchronisation on several.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ltx.arguments import checked
+from ltx.comm.ledger import Event, Recording
 from ltx.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,106 +23,23 @@ _COMPUTE = "compute"
 
 
 @dataclass
-class Event:
-    """One collective.
-
-    Attributes:
-        channel: the channel's name: "user", "buckets" or "background".
-        operation: the collective, as "psum" or "all_gather".
-        label: its purpose, as "psum" or "bucket 3".
-        nbytes: bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum.
-        issued_s, completed_s: when it was issued and when it was complete (time.perf_counter; seconds).
-        waited_s: for how long this rank was blocked in its wait.
-        marks: on an accelerator, while it is recorded: where the device began and completed it.
-
-    Times of collectives on an accelerator are those of the device, once the recording has ended.
-    """
-
-    channel: str
-    operation: str
-    label: str
-    nbytes: int
-    issued_s: float
-    completed_s: float | None = None
-    waited_s: float = 0.0
-    marks: list[Any] = field(default_factory=list, repr=False, compare=False)
-
-    @property
-    def kind(self) -> str:
-        """The label without its number: "bucket", "exchange" and "background" have one."""
-        return self.label.rpartition(" ")[0] or self.label
-
-    @property
-    def bucket(self) -> int | None:
-        """The bucket of gradients that this was issued for; None for anything else."""
-        return int(self.label.rpartition(" ")[2]) if self.kind == "bucket" else None
-
-
-@dataclass
-class Span:
-    """A stretch of computing. Spans nest: those of a :class:`ltx.train_step` are in its "step".
-
-    Attributes:
-        name: "step", "forward", "backward" or "update".
-        began_s, ended_s: when (time.perf_counter; seconds). On a GPU, when this process queued the work.
-    """
-
-    name: str
-    began_s: float
-    ended_s: float | None = None
-
-
-def mark(device: torch.device) -> Any:
-    """An event with its time, which the current stream comes to once it has done all before; None on the CPU."""
-    if device.type == "cpu":
-        return None
-    return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
-
-
-@dataclass
-class Trace:
+class Trace(Recording):
     """What a recording has seen so far; it can be read while it goes on, and pickled.
 
     Attributes:
         events: what was issued, in its order.
         spans: stretches of computing, in the order in which they began: of a train step its parts; of a data-parallel
             step that is called by itself "forward", and "backward" where ``torch.func.grad`` runs it.
+        device_waited_s: seconds that an accelerator's stream stood still for collectives.
         rank: this process' rank.
         epoch_s: what added to the times above gives the time of day, ``time.time()``.
         profile: events of torch's profiler, in the form of Chrome's trace files but with ``ts`` in µs of the time of
             day; with ``record(profiler=True)``.
-        device_waited_s: seconds that an accelerator's stream stood still for collectives.
     """
 
-    events: list[Event] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
     rank: int = 0
     epoch_s: float = 0.0
     profile: list[dict[str, Any]] = field(default_factory=list)
-    device_waited_s: float = 0.0
-    device_waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
-    _clock: tuple[Any, float] | None = field(default=None, repr=False)  # a mark on the device, and when that was
-
-    def note_device(self, device: torch.device) -> None:
-        """Something on an accelerator is recorded. The first time, its clock is compared with the host's."""
-        if self._clock is None and (beginning := mark(device)) is not None:
-            beginning.synchronize()
-            self._clock = beginning, time.perf_counter()
-
-    def take_device_times(self) -> None:
-        """Replace marks on an accelerator by times. It waits until the device has come to them."""
-        if self._clock is not None:
-            beginning, began_s = self._clock
-            for event in self.events:
-                if len(event.marks) == 2:
-                    event.marks[1].synchronize()
-                    event.issued_s, event.completed_s = (began_s + beginning.elapsed_time(x) / 1e3 for x in event.marks)
-            for first, last in self.device_waits:
-                last.synchronize()
-                self.device_waited_s += first.elapsed_time(last) / 1e3
-        for event in self.events:
-            event.marks = []
-        self.device_waits, self._clock = [], None
 
     @property
     def bytes(self) -> int:
