@@ -26,12 +26,13 @@ from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.communicator import BUCKETS
 from ltx.comm.debug import under_way
-from ltx.comm.heartbeat import TimeoutStore, hold_heartbeat, release_heartbeat
+from ltx.comm.heartbeat import hold_heartbeat, release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Later, Recovery, Unread
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
+from ltx.comm.timeout_store import TimeoutStore
 from ltx.comm.transports.shared_memory import open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
@@ -56,7 +57,7 @@ class AxisComm:
         label = f"ltx/{name}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
         self.label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
         self.heartbeat = hold_heartbeat(store, dist.get_rank(), heartbeat_s)
-        self._store = TimeoutStore(PrefixStore(f"{self.label}/", store), self.heartbeat)
+        self._store = TimeoutStore(PrefixStore(f"{self.label}/", store), self.heartbeat.store_caller)
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []

@@ -2,8 +2,8 @@
 
 A broken connection shows at once. Silence doesn't: a stopped process, a machine without power and an unplugged cable
 look like a slow peer. So every process writes a beat into the store at regular intervals, from its own thread, and a
-rank that waits reads the beats of those it waits for. A store call can block forever too, so a helper thread makes it
-and the caller gives up after one heartbeat timeout.
+rank that waits reads the beats of those it waits for. Calls to the store can block forever too, and are given up after
+one heartbeat timeout (:mod:`ltx.comm.timeout_store`).
 
 Python computation doesn't stop the beats. C code that holds Python's lock for longer than the heartbeat timeout does.
 """
@@ -15,26 +15,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ltx.comm.deadlock import Deadlocks
 from ltx.comm.store_exchange import poll_until
-from ltx.errors import PeerLostError, StoreGoneError
-
-T = TypeVar("T")
+from ltx.comm.timeout_store import ENDING_S, StoreCaller
+from ltx.errors import PeerLostError
 
 #: Without a sign of life for so long, a peer counts as lost.
 DEFAULT_HEARTBEAT_S = 10.0
-
-
-# How long the end of a heartbeat waits for its threads, which are idle or in a call to the store.
-_ENDING_S = 1.0
 
 
 class Heartbeat:
@@ -50,14 +41,13 @@ class Heartbeat:
         self.heartbeat_s = heartbeat_s
         self._rank = rank
         self._users = 0
-        self._gone: str | None = None  # its text; the error itself would keep frames alive, and what is in them
-        self._late: Future[Any] | None = None
         self._pause_s = min(1.0, heartbeat_s / 5)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._looked_s = self._polled_s = 0.0
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        #: Through which this process calls the store, giving up after one heartbeat timeout.
+        self.store_caller = StoreCaller(rank, heartbeat_s)
         self._asked = PrefixStore("ltx/beats/", store)
         # A connection of its own: calls on one connection wait for each other.
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
@@ -71,61 +61,8 @@ class Heartbeat:
         #: Tells this world from all others; the same on all ranks.
         self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
         self._beats.set(str(rank), self._sign())
-        self._threads = [
-            threading.Thread(target=self._beat, name="ltx-heartbeat", daemon=True),
-            threading.Thread(target=self._answer, name="ltx-asks-the-store", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def ask(self, question: Callable[[], T]) -> T:
-        """Call `question`, which reads from the store, in the helper thread; return its result.
-
-        Raises:
-            StoreGoneError: the store is gone.
-            PeerLostError: the store hasn't answered within the heartbeat timeout.
-        """
-        if self._gone is not None:  # it stays gone, and torch logs a page about each attempt
-            raise self._told_gone(self._gone)
-        asked = self._put(question)
-        if not wait([asked], self.heartbeat_s).done:
-            self._late = asked
-            raise PeerLostError(
-                f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.heartbeat_s:g} "
-                "s. The process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its "
-                "machine or the link to it is down."
-            )
-        try:
-            return asked.result()
-        except dist.DistError as error:
-            raise self._told_gone(str(error)) from error
-
-    def _put(self, question: Callable[[], T]) -> Future[T]:
-        asked: Future[T] = Future()
-        self._questions.put((question, asked))
-        return asked
-
-    def tell(self, statement: Callable[[], None]) -> None:
-        """Call `statement`, which writes to the store and waits for no answer. Raises :class:`StoreGoneError`."""
-        if self._gone is not None:
-            raise self._told_gone(self._gone)
-        if self._late is not None and not self._late.done():
-            # A pending call occupies the connection: this one queues behind it, should the store ever answer.
-            self._put(statement)
-            return
-        try:
-            statement()
-        except dist.DistError as error:
-            raise self._told_gone(str(error)) from error
-
-    def _told_gone(self, said: str) -> StoreGoneError:
-        """The error for a store that is gone, given the text of the error that showed it."""
-        self._gone = said
-        return StoreGoneError(
-            f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it. "
-            "Steps whose collectives are known go on without it; nothing new can be compared. Save a checkpoint and "
-            f"start again. ({said})"
-        )
+        self._thread = threading.Thread(target=self._beat, name="ltx-heartbeat", daemon=True)
+        self._thread.start()
 
     def stale_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose heartbeats have stopped for too long. Called repeatedly during a wait."""
@@ -146,7 +83,7 @@ class Heartbeat:
     def last(self, ranks: Sequence[int]) -> list[bytes]:
         """The last beats of `ranks`; an empty list if one of them hasn't had any."""
         keys = [str(rank) for rank in ranks]
-        return self.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
+        return self.store_caller.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
 
     def silent_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that show no beat from now on, for a little longer than one interval.
@@ -177,7 +114,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Write a beat at once, to report something new."""
         value = self._sign()
-        self.tell(lambda: self._asked.set(str(self._rank), value))
+        self.store_caller.tell(lambda: self._asked.set(str(self._rank), value))
 
     def hold(self) -> None:
         """Count one more user."""
@@ -189,12 +126,9 @@ class Heartbeat:
         if self._users:
             return False
         self._ended.set()
-        self._questions.put(None)
-        for thread in self._threads:
-            # One that came back from the store while Python ends would abort the process. One that waits for a store
-            # that doesn't answer won't come back.
-            if thread is not threading.current_thread():
-                thread.join(_ENDING_S)
+        self.store_caller.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(ENDING_S)
         return True
 
     def _beat(self) -> None:
@@ -203,43 +137,6 @@ class Heartbeat:
                 self._beats.set(str(self._rank), self._sign())
                 self.on_beat(self._connection)
         del self._beats, self._connection  # closed now, even if something still holds this heartbeat
-
-    def _answer(self) -> None:
-        while (asked := self._questions.get()) is not None:
-            question, answer = asked
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
-
-
-class TimeoutStore:
-    """The interface of `store`; calls that wait for an answer go through a :class:`Heartbeat` and can time out."""
-
-    def __init__(self, store: Store, heartbeat: Heartbeat):
-        self.store = store
-        self._heartbeat = heartbeat
-
-    def set(self, key: str, value: str) -> None:
-        self._heartbeat.tell(lambda: self.store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        return self._heartbeat.ask(lambda: self.store.get(key))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._heartbeat.ask(lambda: self.store.multi_get(keys))
-
-    def check(self, keys: list[str]) -> bool:
-        return self._heartbeat.ask(lambda: bool(self.store.check(keys)))
-
-    def append(self, key: str, value: str) -> None:
-        self._heartbeat.tell(lambda: self.store.append(key, value))  # type: ignore[attr-defined]
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._heartbeat.ask(lambda: self.store.compare_set(key, expected, desired))
-
-    def delete_key(self, key: str) -> bool:
-        return self._heartbeat.ask(lambda: bool(self.store.delete_key(key)))
 
 
 def last_beats(store: Store, ranks: Sequence[int]) -> dict[int, bytes]:
@@ -257,7 +154,7 @@ def hold_heartbeat(store: Store, rank: int, heartbeat_s: float) -> Heartbeat:
     if known is None:
         known = _heartbeats[id(store)] = (store, Heartbeat(store, rank, heartbeat_s))
     heartbeat = known[1]
-    heartbeat.heartbeat_s = min(heartbeat.heartbeat_s, heartbeat_s)
+    heartbeat.heartbeat_s = heartbeat.store_caller.limit_s = min(heartbeat.heartbeat_s, heartbeat_s)
     heartbeat.hold()
     return heartbeat
 

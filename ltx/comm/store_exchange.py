@@ -55,7 +55,7 @@ def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Calla
 
 
 class KeyStore(Protocol):
-    """What an exchange needs of a store: a :class:`ltx.comm.heartbeat.TimeoutStore`, or one of torch's."""
+    """What an exchange needs of a store: a :class:`ltx.comm.timeout_store.TimeoutStore`, or one of torch's."""
 
     def set(self, key: str, value: str) -> None: ...
 

@@ -20,10 +20,11 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ltx.comm.heartbeat import Heartbeat, TimeoutStore, last_beats
+from ltx.comm.heartbeat import Heartbeat, last_beats
 from ltx.comm.pickling import KEY, proof
 from ltx.comm.signature import Signature, explain_mismatch
 from ltx.comm.store_exchange import poll_until
+from ltx.comm.timeout_store import TimeoutStore
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 from ltx.runtime.environments import Placement
 from ltx.runtime.regroup import Decision, Member, Regroup, WatchedStore
@@ -79,9 +80,7 @@ class Membership:
         self._heartbeat = Heartbeat(store, number, heartbeat_s)
         self._heartbeat.hold()
         self._heartbeat.on_beat = self._look
-        self._asked = TimeoutStore(
-            store, self._heartbeat
-        )  # which gives up waiting for an answer, unlike the store itself
+        self._asked = TimeoutStore(store, self._heartbeat.store_caller)
 
     @staticmethod
     def of_member(store: Store, run: Run, rank: int, size: int, worlds: int, heartbeat_s: float) -> Membership:
