@@ -13,8 +13,9 @@ from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.collectives.futures import Future
 from ltx.collectives.linear import RULES, Function, Static, apply, begin, finished, key_of
+from ltx.comm.bits import as_bytes, from_bytes
+from ltx.comm.group_collectives import as_it_is
 from ltx.comm.operations import SUMMED
-from ltx.comm.process_groups import as_bytes, as_it_is, from_bytes
 from ltx.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.typing import Tree
 

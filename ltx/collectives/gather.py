@@ -20,7 +20,7 @@ from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
 from ltx.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
-from ltx.comm.process_groups import as_it_is
+from ltx.comm.group_collectives import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
 

@@ -19,7 +19,8 @@ from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
 from ltx.collectives.uneven import all_to_all_uneven, is_even
-from ltx.comm.process_groups import as_it_is, view_as
+from ltx.comm.bits import view_as
+from ltx.comm.group_collectives import as_it_is
 from ltx.errors import AxisError
 from ltx.typing import Tree
 

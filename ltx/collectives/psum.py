@@ -30,7 +30,7 @@ from ltx.collectives.calls import (
 from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.uneven import gather_all_tensors, told
-from ltx.comm.process_groups import as_it_is
+from ltx.comm.group_collectives import as_it_is
 from ltx.errors import InputError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
 

@@ -16,7 +16,7 @@ from ltx.arguments import shown
 from ltx.axis import Axis
 from ltx.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
 from ltx.collectives.linear import apply, key_of
-from ltx.comm.process_groups import from_bytes
+from ltx.comm.bits import from_bytes
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.typing import Tree
 

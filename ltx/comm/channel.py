@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from ltx.comm import ledger
 from ltx.comm.backends import Backends, HostCopy
+from ltx.comm.bits import as_bytes, from_bytes
 from ltx.comm.deadlock import PATIENCE_S
+from ltx.comm.group_collectives import Arguments, as_it_is, is_of_network, is_out_of_memory
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.operations import OPERATIONS, SUMMED, bytes_sent
-from ltx.comm.process_groups import Arguments, as_bytes, as_it_is, from_bytes, is_of_network, is_out_of_memory
 from ltx.comm.signature import Agreement
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.comm.transports.shared_memory import (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from ltx.comm.process_groups import Arguments, gathered_splits, permuted_splits
+from ltx.comm.group_collectives import Arguments, gathered_splits, permuted_splits
 
 _resolve: Callable[[str], Any] = c10d._resolve_process_group  # type: ignore[attr-defined,assignment]
 #: ``(buffer, n, group name, arguments)`` -> what :func:`wait` makes the result of.

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ltx.comm import chunks, functional, process_groups
+from ltx.comm import chunks, functional, group_collectives
 from ltx.comm.chunks import Cut
-from ltx.comm.process_groups import Arguments, Started
+from ltx.comm.group_collectives import Arguments, Started
 
 #: The dtypes that have sums, products and extrema on every backend. Operations that only move data take any dtype,
 #: since the data travels as bytes.
@@ -99,7 +99,7 @@ def _all_reduce(
 ) -> Operation:
     return Operation(
         name,
-        process_groups.all_reduce(op),
+        group_collectives.all_reduce(op),
         functional.all_reduce(in_graph),
         chunks.all_reduce(combine),
         bytes_sent=lambda nbytes, n: 2 * nbytes * (n - 1) // n,
@@ -114,7 +114,7 @@ _ROWS = (
     _all_reduce("pmin", dist.ReduceOp.MIN, "min", torch.minimum),
     Operation(
         "all_gather",
-        process_groups.all_gather,
+        group_collectives.all_gather,
         functional.all_gather,
         chunks.all_gather,
         bytes_sent=lambda nbytes, n: nbytes * (n - 1),
@@ -124,26 +124,30 @@ _ROWS = (
     ),
     Operation(
         "psum_scatter",
-        process_groups.psum_scatter,
+        group_collectives.psum_scatter,
         functional.psum_scatter,
         chunks.psum_scatter,
         result_shape=_own_row,
         core_share=1.7,
     ),
-    Operation("broadcast", process_groups.broadcast, functional.broadcast, chunks.broadcast, in_place=True, moves=True),
+    Operation(
+        "broadcast", group_collectives.broadcast, functional.broadcast, chunks.broadcast, in_place=True, moves=True
+    ),
     Operation(
         "gather",
-        process_groups.gather,
+        group_collectives.gather,
         functional.gather,
         chunks.gather,
         bytes_sent=lambda nbytes, n: nbytes,
         result_shape=_row_for_each,
         moves=True,
     ),
-    Operation("scatter", process_groups.scatter, functional.scatter, chunks.scatter, result_shape=_own_row, moves=True),
+    Operation(
+        "scatter", group_collectives.scatter, functional.scatter, chunks.scatter, result_shape=_own_row, moves=True
+    ),
     Operation(
         "all_to_all",
-        process_groups.all_to_all,
+        group_collectives.all_to_all,
         functional.all_to_all,
         chunks.all_to_all,
         moves=True,
@@ -151,7 +155,7 @@ _ROWS = (
     ),
     Operation(
         "ppermute",
-        process_groups.ppermute,
+        group_collectives.ppermute,
         functional.ppermute,
         chunks.ppermute,
         bytes_sent=lambda nbytes, n: nbytes,

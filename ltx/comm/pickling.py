@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch
 
+from ltx.comm.bits import as_bytes, from_bytes
 from ltx.comm.operations import SUMMED
-from ltx.comm.process_groups import as_bytes, from_bytes
 from ltx.errors import AuthenticationError
 
 if TYPE_CHECKING:

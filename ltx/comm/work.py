@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ltx.comm import ledger
 from ltx.comm.backends import HostCopy
-from ltx.comm.process_groups import as_it_is, is_of_network
+from ltx.comm.group_collectives import as_it_is, is_of_network
 from ltx.comm.transports.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryWork,

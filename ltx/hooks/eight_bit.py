@@ -32,7 +32,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from ltx.arguments import check_whole
-from ltx.comm.process_groups import view_as
+from ltx.comm.bits import view_as
 from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.gradients.reduction import BucketInput
 from ltx.hooks.lossy import CompressedAllReduce, as_bytes, from_bytes

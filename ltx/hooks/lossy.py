@@ -31,7 +31,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ltx.arguments import checked
-from ltx.comm.process_groups import view_as
+from ltx.comm.bits import view_as
 from ltx.errors import StrategyError
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.packing import is_plain, unpack

@@ -15,7 +15,7 @@ import ltx
 from ltx import comm
 from ltx.comm import operations
 from ltx.comm.operations import OPERATIONS
-from ltx.comm.process_groups import _is_gloo
+from ltx.comm.process_groups import is_gloo
 from ltx.errors import LtxError
 
 from .conftest import OnFreshAxis
@@ -117,7 +117,7 @@ def _in_turn() -> tuple[bool, list[int], list[float]]:
     xs = [torch.ones(3) * k for k in range(5)]
     for work in [dist.all_reduce(x, group=bucket, async_op=True) for x in xs]:
         work.wait()
-    return _is_gloo(bucket), threads, [x[0].item() for x in xs]
+    return is_gloo(bucket), threads, [x[0].item() for x in xs]
 
 
 def test_buckets_travel_one_after_the_other(on_new_axis: OnFreshAxis) -> None:

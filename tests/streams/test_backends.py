@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 import ltx
 from ltx import comm
 from ltx.axis import axes_in_scope, set_world_axes
-from ltx.comm import backends, process_groups
+from ltx.comm import backends, group_collectives
 from ltx.comm.backends import Backends, backends_of, default_backend
 from ltx.errors import PeerLostError, StepError
 from ltx.runtime.launchers import placement_from_env
@@ -102,7 +102,7 @@ def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, ranks: R
             raise error
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process_groups.dist, "all_reduce", broken)
+            patch.setattr(group_collectives.dist, "all_reduce", broken)
             patch.setenv("LTX_SHARED_MEMORY", "0")
             axis_comm: Any = axes_in_scope()[0].comm
             channel = axis_comm.background

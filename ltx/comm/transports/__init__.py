@@ -1,1 +1,1 @@
-"""What replaces sockets, with the interface of a process group."""
+"""What carries messages between ranks in place of sockets: :mod:`ltx.comm.transports.shared_memory`."""
