@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ class ClipByGlobalNorm(Optimizer):
     """Made by :func:`clip_by_global_norm`, and by :func:`measure_global_norm`, where `max_norm` is infinite."""
 
     max_norm: float
-    axis: Any = None
     eps: float = 1e-6
     #: Of all gradients; another function where each rank holds a part of them.
     norm: Callable[[Sequence[Tensor]], Tensor] = global_norm
@@ -87,11 +86,10 @@ class ClipByGlobalNorm(Optimizer):
     def __repr__(self) -> str:
         if self.max_norm == math.inf:
             return "measure_global_norm()"
-        axis = "" if self.axis is None else f", axis={self.axis!r}"
-        return f"clip_by_global_norm({self.max_norm}{axis}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
+        return f"clip_by_global_norm({self.max_norm}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
 
 
-def clip_by_global_norm(max_norm: float, *, axis: Any = None, eps: float = 1e-6) -> Optimizer:
+def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
     """Scale gradients down so that their common norm is at most `max_norm`, exactly as ``clip_grad_norm_`` does.
 
     >>> import torch
@@ -103,18 +101,17 @@ def clip_by_global_norm(max_norm: float, *, axis: Any = None, eps: float = 1e-6)
 
     Gradients keep their dtypes and devices; leaves of ``None`` stay. A NaN norm makes every gradient NaN and an
     infinite one makes them 0 and NaN, as in torch: whether to skip such a step is the guard's decision.
-    Differentiable.
+    Differentiable. Nothing is communicated: a train step's gradients are reduced by then, so that every rank's norm is
+    the one of all.
 
     Args:
         max_norm: a number > 0.
-        axis: the axis over which gradients are replicated, as ``train_step``'s are after their reduction. Every rank's
-            norm is then the global one, so nothing is communicated.
         eps: added to the norm before dividing by it.
 
     Raises:
         ltx.errors.OptimError: for a `max_norm` or `eps` out of range.
     """
-    return ClipByGlobalNorm(max_norm, axis, eps)
+    return ClipByGlobalNorm(max_norm, eps)
 
 
 def measure_global_norm() -> Optimizer:

@@ -427,9 +427,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.apply_updates": [Call(optim.apply_updates, (params(), params()), {"donate": False})],
         "ltx.optim.chain": [Call(optim.chain, (optim.clip_by_global_norm(1.0), adam), {}, _optimized)],
         "ltx.optim.measure_global_norm": [Call(optim.measure_global_norm, (), {}, _optimized)],
-        "ltx.optim.clip_by_global_norm": [
-            Call(optim.clip_by_global_norm, (1.0,), {"axis": None, "eps": 1e-6}, _optimized)
-        ],
+        "ltx.optim.clip_by_global_norm": [Call(optim.clip_by_global_norm, (1.0,), {"eps": 1e-6}, _optimized)],
         "ltx.optim.clip_by_value": [Call(optim.clip_by_value, (1.0,), {}, _optimized)],
         "ltx.optim.add_noise": [Call(optim.add_noise, (1.0, 0), {}, _optimized)],
         "ltx.optim.partition": [Call(optim.partition, ({"0": adam}, {"*": "0"}), {}, _optimized)],

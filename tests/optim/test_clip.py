@@ -114,7 +114,7 @@ def test_is_a_value() -> None:
     assert clip != clip_by_global_norm(2.0)
     assert not clip.elementwise
     assert repr(clip) == "clip_by_global_norm(1.0)"
-    assert repr(clip_by_global_norm(1, axis="data", eps=0.1)) == "clip_by_global_norm(1, axis='data', eps=0.1)"
+    assert repr(clip_by_global_norm(1, eps=0.1)) == "clip_by_global_norm(1, eps=0.1)"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,11 @@ def test_is_a_value() -> None:
 def test_refused(kwargs: dict[str, float], text: str) -> None:
     with pytest.raises(OptimError, match=re.escape(text)):
         clip_by_global_norm(**kwargs)
+
+
+def test_an_axis_that_would_be_ignored_is_no_argument() -> None:
+    with pytest.raises(TypeError, match="axis"):
+        clip_by_global_norm(1.0, axis="data")  # type: ignore[call-arg]
 
 
 def test_gradients_must_be_tensors() -> None:
