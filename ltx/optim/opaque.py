@@ -3,6 +3,10 @@
 torch's own classes gather their tensors in ``_init_group``, so :mod:`ltx.optim.kernel` can hand them the caller's. A
 class that doesn't is run as it is: each update makes an instance on aliases of the parameters, puts the state into it,
 calls ``step()``, and takes the state out again.
+
+Such a class makes the state of a parameter when it first has a gradient, and tells by its absence that it has to. The
+caller's state has one structure from the start. So it says besides which parts of it have begun, and the others aren't
+put into an instance: after a first step that was skipped, or for a parameter that had no gradient so far.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from ltx.optim.torch_class import ClassOptimizer, scheduled_lr
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
 
-# How a number, and None, in an instance's state are told from a tensor.
-_NUMBER, _NONE = "number ", "none "
+# How a number, and None, in an instance's state are told from a tensor, and where it is said whether there is any yet.
+# That lies on the host, which has to know: a guarded step on an accelerator waits there for the device.
+_NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +49,7 @@ class OpaqueOptimizer(ClassOptimizer):
         check_tensors(params, "params")
         self._refuse_transforms()
         leaves, spec = flatten(params)
-        # A step on zero gradients shows which state the class keeps; its values begin at the first update.
+        # A step on zero gradients shows which state the class keeps; its values begin at the first gradient.
         probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         instance = self._instance(probes, 0)
         try:
@@ -57,8 +62,8 @@ class OpaqueOptimizer(ClassOptimizer):
                 "instance and calls its step(), and nothing else. What needs more, such as its train() before, can be "
                 "written as a pair of functions: ltx.optim.from_functions."
             ) from error
-        kept = [{name: torch.zeros_like(x) for name, x in self._taken(instance, p).items()} for p in probes]
-        return TorchState({"params": spec.unflatten(kept), "group": self._group(instance)})
+        kept = [_before(self._taken(instance, p)) for p in probes]
+        return TorchState({"params": spec.unflatten(kept), "group": _before(self._group(instance))})
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -73,16 +78,17 @@ class OpaqueOptimizer(ClassOptimizer):
         with torch.no_grad():
             aliases = [x.detach().requires_grad_() for x in targets]
         instance = self._instance(aliases, state.count)
-        if state.count:
-            for alias, own in zip(aliases, kept, strict=True):
+        for alias, own in zip(aliases, kept, strict=True):
+            if _has_begun(own):
                 instance.state[alias] = _put(own if donate else {name: x.clone() for name, x in own.items()})
+        if _has_begun(state.per_param["group"]):
             instance.param_groups[0].update(_put(state.per_param["group"]))
         self._step(instance, aliases, [None if g is None else g.detach().clone() for g in given])
         for target, alias in zip(targets, aliases, strict=True):
             if alias.data_ptr() != target.data_ptr():  # it has set `param.data`
                 target.copy_(alias.detach())
-        after = [self._taken(instance, alias) or own for alias, own in zip(aliases, kept, strict=True)]
-        per_param = {"params": spec.unflatten(after), "group": self._group(instance)}
+        after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
+        per_param = {"params": spec.unflatten(after), "group": _begun(self._group(instance))}
         return spec.unflatten(targets), TorchState(per_param, state.count + 1)
 
     def _instance(self, params: list[Tensor], count: int) -> Any:
@@ -186,10 +192,26 @@ def _looks(x: Any, depth: int = 0) -> Any:
 _DEPTH = 3
 
 
+def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The structure of what was `taken` out of an instance, before there is any."""
+    return {**{name: torch.zeros_like(x) for name, x in taken.items()}, _BEGUN: torch.tensor(False)} if taken else {}
+
+
+def _begun(taken: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What was `taken` out of an instance, for the next one."""
+    return {**taken, _BEGUN: torch.tensor(True)} if taken else {}
+
+
+def _has_begun(kept: Mapping[str, Tensor]) -> bool:
+    return _BEGUN in kept and bool(kept[_BEGUN])
+
+
 def _put(kept: Mapping[str, Tensor]) -> dict[str, Any]:
     """What an instance's state is made of: inverse of ``_tensor``."""
     found: dict[str, Any] = {}
     for name, x in kept.items():
+        if name == _BEGUN:
+            continue
         if name.startswith(_NUMBER):
             found[name.removeprefix(_NUMBER)] = x.item()
         elif name.startswith(_NONE):

@@ -15,6 +15,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import OptimError, StrategyError
 from ltx.optim import from_torch
+from ltx.optim.update import Update
 
 
 class Lion(torch.optim.Optimizer):
@@ -65,6 +66,24 @@ class Hidden(torch.optim.SGD):
         return found
 
 
+class Anchored(torch.optim.Optimizer):
+    """Whose state begins with other numbers than 0, and the group's count, too, when there is none yet."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["turn"] = group.get("turn", 3) + 1
+        for p in (p for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if len(state) == 0:
+                state.update(anchor=p.clone(), n=2)
+            state["n"] += 1
+            p.sub_(p.grad, alpha=group["lr"] * group["turn"] / state["n"]).lerp_(state["anchor"], 0.25)
+
+
 def adafactor(params: Iterable[Tensor], **kwargs: Any) -> Any:
     return pytest.importorskip("transformers.optimization").Adafactor(params, **kwargs)
 
@@ -73,6 +92,7 @@ CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "lion": (lambda: Lion, {"lr": 0.01, "betas": (0.5, 0.9)}),
     "together": (lambda: Together, {"lr": 0.1, "decay": 0.01}),
     "hidden": (lambda: Hidden, {"lr": 0.1, "momentum": 0.9}),
+    "anchored": (lambda: Anchored, {"lr": 0.1}),
     "transformers": (
         lambda: pytest.importorskip("transformers.optimization").Adafactor,
         {"scale_parameter": True, "relative_step": True, "warmup_init": True},
@@ -112,6 +132,66 @@ def test_as_the_class_itself(name: str, donate: bool, seed: int) -> None:
             assert torch.equal(x, y)
     assert ltx.tree.flatten(state)[1].num_leaves == shape.num_leaves
     assert pickle.loads(pickle.dumps(optimizer)) == optimizer if name != "local" else True
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_state_begins_at_the_first_gradient(donate: bool, seed: int) -> None:
+    theirs = [torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)]
+    optimizer, reference = from_torch(Anchored), Anchored(theirs)
+    params: Any = dict(zip("ab", [x.detach().clone() for x in theirs], strict=True))
+    state = optimizer.init(params)
+    shape = ltx.tree.flatten(state)[1].num_leaves
+    for step in range(4):
+        given = {"a": torch.randn(3), "b": None if step < 2 else torch.randn(3)}
+        for x, g in zip(theirs, given.values(), strict=True):
+            x.grad = None if g is None else g.clone()
+        reference.step()
+        params, state = optimizer.apply(given, state, params, donate=donate)
+        assert ltx.tree.flatten(state)[1].num_leaves == shape
+        for x, y in zip(theirs, params.values(), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("finite", [False, torch.tensor(False)], ids=["on the host", "on the device"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_first_step_that_is_skipped_begins_no_state(finite: Any, donate: bool, seed: int) -> None:
+    optimizer, params = from_torch(Anchored, lr=0.1), {"w": torch.randn(3)}
+    leaf = params["w"].clone().requires_grad_()
+    reference = Anchored([leaf], lr=0.1)
+    bad, grad = {"w": torch.full((3,), torch.nan)}, torch.randn(3)
+    skipped = Update(optimizer, params, bad, optimizer.init(params), donate=donate, finite=finite)
+    kept, state = skipped.apply()
+    after, _ = optimizer.apply({"w": grad}, state, kept, donate=donate)
+    leaf.grad = grad.clone()
+    reference.step()
+    assert torch.equal(after["w"], leaf)
+
+
+def guarded(seed: int, bad: int, rank_of_bad: int) -> Any:
+    """Three steps, of which one has a gradient that isn't finite on one rank; and torch's without that step."""
+    torch.manual_seed(seed)
+    rank = int(ltx.axis_index())
+    start, xs = torch.randn(3, dtype=torch.float64), torch.randn(3, 2, 3, dtype=torch.float64)
+    train = ltx.train_step(
+        ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Anchored, lr=0.1), guard="skip"
+    )
+    state = train.init(start)
+    leaf = start.clone().requires_grad_()
+    reference = Anchored([leaf], lr=0.1)
+    for number, x in enumerate(xs):
+        own = ltx.shard(x)
+        state, metrics = train(state, own * torch.nan if (number, rank) == (bad, rank_of_bad) else own)
+        assert bool(metrics.skipped) == (number == bad)
+        if number != bad:
+            leaf.grad = torch.func.grad(lambda w, x=x: (w * x).square().mean())(leaf.detach())
+            reference.step()
+    return state.params, leaf.detach()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_guarded_step_on_two_ranks(bad: int, ranks: Callable[[int], Any], seed: int) -> None:
+    for found, expected in ranks(2).run(guarded, seed, bad, 1):
+        torch.testing.assert_close(found, expected)
 
 
 def test_schedules_and_names() -> None:
@@ -171,6 +251,14 @@ def test_a_checkpoint_goes_on(tmp_path: Any, seed: int) -> None:
     restored = ltx.checkpoint.load(tmp_path, train.init(torch.randn(3))).state
     a, b = train(state, x)[0], train(restored, x)[0]
     assert torch.equal(a.params, b.params)
+
+
+def test_a_checkpoint_of_a_state_that_has_not_begun(tmp_path: Any, seed: int) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Anchored))
+    x, start = torch.randn(4, 3), torch.randn(3)
+    ltx.checkpoint.save(tmp_path, train.init(start.clone()))
+    restored = ltx.checkpoint.load(tmp_path, train.init(torch.randn(3))).state
+    assert torch.equal(train(restored, x)[0].params, train(train.init(start.clone()), x)[0].params)
 
 
 def test_what_it_cannot_do_is_refused() -> None:
