@@ -53,9 +53,12 @@ class Optimizer(ABC):
         return False
 
     @property
-    def moves_params(self) -> bool:
-        """Whether its updates are differences of parameters, which no transformation of gradients may follow."""
-        return False
+    def moves_params(self) -> bool | None:
+        """Whether its updates are differences of parameters, which no transformation of gradients may follow.
+
+        False: they are gradients, and added to parameters would move these uphill. None: it doesn't say.
+        """
+        return None
 
     @property
     def strategy(self) -> str | None:

@@ -52,6 +52,7 @@ class Identity(Optimizer):
 
     elementwise: ClassVar[bool] = True
     leafwise: ClassVar[bool] = True
+    moves_params: ClassVar[bool] = False
 
     def init(self, params: Tree) -> Tree:
         return ()
@@ -98,7 +99,7 @@ class Chain(Optimizer):
         return all(member.leafwise for member in self.members)
 
     @property
-    def moves_params(self) -> bool:
+    def moves_params(self) -> bool | None:
         return self.members[-1].moves_params
 
     @property

@@ -50,6 +50,8 @@ def global_norm(leaves: Sequence[Tensor]) -> Tensor:
 class ClipByGlobalNorm(Optimizer):
     """Made by :func:`clip_by_global_norm`, and by :func:`measure_global_norm`, where `max_norm` is infinite."""
 
+    moves_params: ClassVar[bool] = False
+
     max_norm: float
     eps: float = 1e-6
     #: Of all gradients; another function where each rank holds a part of them.
@@ -140,6 +142,7 @@ class ClipByValue(Optimizer):
 
     elementwise: ClassVar[bool] = True
     leafwise: ClassVar[bool] = True
+    moves_params: ClassVar[bool] = False
 
     limit: float
 
@@ -210,6 +213,7 @@ class AddNoise(Optimizer):
     """Made by :func:`add_noise`. Its state counts the updates."""
 
     leafwise: ClassVar[bool] = True
+    moves_params: ClassVar[bool] = False
 
     std: float
     seed: int

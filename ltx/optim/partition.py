@@ -38,8 +38,9 @@ class Partition(Optimizer):
         return all(member.leafwise for _, member in self.members)
 
     @property
-    def moves_params(self) -> bool:
-        return any(member.moves_params for _, member in self.members)
+    def moves_params(self) -> bool | None:
+        each = {member.moves_params for _, member in self.members}
+        return True if True in each else None if None in each else False
 
     def init(self, params: Tree) -> dict[str, Tree]:
         (leaves, spec), places = flatten(params), self._places(params)
@@ -189,8 +190,9 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
             "matrix" if p.dim() == 2 else "rest" for name, p in ...}``.
 
     Raises:
-        ltx.errors.OptimError: an argument isn't of these types; and with the first parameters, a pattern fits none of
-            them and no frozen one, one has no label, or one that has no optimizer.
+        ltx.errors.OptimError: an argument isn't of these types, or a transformation of gradients stands beside an
+            optimizer, as for parameters to be left alone; and with the first parameters, a pattern fits none of them
+            and no frozen one, one has no label, or one that has no optimizer.
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise OptimError(f"partition expected optimizers by label, got {brief(optimizers)}.")
@@ -201,6 +203,13 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
             raise OptimError(f"partition expected optimizers, but that of {label!r} is {brief(member)}.")
         if member.strategy is not None:
             raise OptimError(f"partition: {member} is a part of {member.strategy}, and updates all parameters.")
+        # Without an optimizer the partition may be a transformation itself, in a chain before one.
+        if member.moves_params is False and any(other.moves_params for other in optimizers.values()):
+            raise OptimError(
+                f"partition: {member}, for {label!r}, gives gradients where others give updates, so the parameters of "
+                "its group would move along their gradients, uphill. To leave them as they are: "
+                f"ltx.train_step(..., trainable=). To train them: chain({member}, optimizer)."
+            )
     if isinstance(labels, Mapping) and all(isinstance(each, str) for pair in labels.items() for each in pair):
         return Partition(tuple(optimizers.items()), tuple(labels.items()))
     if isinstance(labels, Mapping) or not callable(labels):

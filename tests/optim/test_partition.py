@@ -248,6 +248,43 @@ def test_nothing_may_follow_a_partition_of_optimizers() -> None:
     assert chain(partition({"0": clip_by_global_norm(1.0)}, {"*": "0"}), sgd).init({"a": torch.zeros(1)})
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        identity(),
+        clip_by_global_norm(1.0),
+        ltx.optim.measure_global_norm(),
+        ltx.optim.clip_by_value(1.0),
+        ltx.optim.add_noise(0.1, 0),
+        chain(clip_by_global_norm(1.0), ltx.optim.add_noise(0.1, 0)),
+        masked(clip_by_global_norm(1.0), "*bias"),
+    ],
+    ids=repr,
+)
+def test_gradients_are_no_updates_beside_an_optimizer(transform: Any) -> None:
+    labels = {"a": "trained", "b": "frozen"}
+    for made in (sgd, chain(clip_by_global_norm(1.0), sgd), ltx.optim.ema(sgd, 0.9), from_torch(Lion)):
+        for members in ({"trained": made, "frozen": transform}, {"frozen": transform, "trained": made}):
+            with pytest.raises(OptimError, match=r"for 'frozen', gives gradients .* uphill\. .* trainable=") as caught:
+                partition(members, labels)
+            assert f"chain({transform}, optimizer)" in str(caught.value)
+    with pytest.raises(OptimError, match="uphill"):
+        partition({"trained": partition({"0": sgd}, {"*": "0"}), "frozen": transform}, labels)
+
+
+def test_transformations_in_a_partition_of_their_own_and_functions_that_may_be_optimizers(seed: int) -> None:
+    params, grads = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    still = from_functions(lambda params: (), lambda grads, state, params: ({"a": None, "b": None}, state))
+    mixed = partition({"trained": sgd, "functions": still}, {"a": "trained", "b": "functions"})
+    after, _ = mixed.apply(grads, mixed.init(params), params)
+    assert same_bits(after, {"a": torch.full((2,), -0.1), "b": torch.zeros(2)})
+    transforms = partition({"0": identity(), "1": ltx.optim.clip_by_value(0.5)}, {"a": "0", "b": "1"})
+    assert (transforms.moves_params, mixed.moves_params, still.moves_params) == (False, True, None)
+    made = chain(transforms, sgd)
+    after, _ = made.apply(grads, made.init(params), params)
+    assert same_bits(after, {"a": torch.full((2,), -0.1), "b": torch.full((2,), -0.05)})
+
+
 def test_masked() -> None:
     grads = {"head": torch.tensor([3.0, 4.0]), "body": torch.tensor([3.0, 4.0])}
     for where in ("head", ["head"], ["h*", "*d"]):
