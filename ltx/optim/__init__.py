@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ltx.optim.averages import EmaState, averaged, ema
 from ltx.optim.base import Optimizer, TorchState, apply_updates, from_functions
-from ltx.optim.combine import EmaState, averaged, chain, ema, identity
+from ltx.optim.combine import chain, identity
 from ltx.optim.from_torch import from_torch
 from ltx.optim.grad_transforms import (
     ClipState,

@@ -1,28 +1,18 @@
-"""Optimizers made of others: transformations in sequence, and an average of the parameters around an optimizer."""
+"""Optimizers made of others: transformations in sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from ltx.arguments import brief, check_fields
+from ltx.arguments import brief
 from ltx.errors import OptimError
-from ltx.optim.base import (
-    Counts,
-    LeafStates,
-    Optimizer,
-    apply_updates,
-    check_state,
-    first_of,
-    is_transforming,
-    leaves_like,
-)
-from ltx.tree import check_tensors, flatten
-from ltx.tree import map as tree_map
+from ltx.optim.base import Counts, LeafStates, Optimizer
+from ltx.tree import flatten
 from ltx.typing import Tree
 
 
@@ -222,123 +212,3 @@ def with_members(optimizer: Optimizer, members: Sequence[Optimizer]) -> Optimize
 def _hint(transform: Any) -> str:
     cls = transform if isinstance(transform, type) else type(transform)
     return f" Wrap the class: from_torch({cls.__name__}, ...)." if issubclass(cls, torch.optim.Optimizer) else ""
-
-
-class EmaState(NamedTuple):
-    """State of :func:`ema`.
-
-    Attributes:
-        inner: the state of the optimizer whose parameters are averaged.
-        average: the tree of the parameters, with their averages.
-    """
-
-    inner: Tree
-    average: Tree
-
-
-@dataclass(frozen=True, repr=False)
-class Ema(Optimizer):
-    """Made by :func:`ema`."""
-
-    moves_params: ClassVar[bool] = True  # what comes after it would move them on, unseen
-
-    optimizer: Optimizer
-    decay: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, OptimError, "decay")
-        if not 0 <= self.decay <= 1:
-            raise OptimError(f"ema: decay must be from 0 to 1, got {brief(self.decay)}.")
-
-    @property
-    def leafwise(self) -> bool:
-        return self.optimizer.leafwise
-
-    @property
-    def strategy(self) -> str | None:
-        return self.optimizer.strategy
-
-    def init(self, params: Tree) -> EmaState:
-        check_tensors(params, "params")
-        return EmaState(self.optimizer.init(params), tree_map(lambda p: p.detach().clone(), params))
-
-    def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
-        check_state(self, state, EmaState)
-        updates, inner = self.optimizer.update(grads, state.inner, params, donate=donate)
-        return updates, EmaState(inner, self._averaged(state.average, apply_updates(params, updates), donate))
-
-    def apply(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
-        check_state(self, state, EmaState)
-        new_params, inner = self.optimizer.apply(grads, state.inner, params, donate=donate)
-        return new_params, EmaState(inner, self._averaged(state.average, new_params, donate))
-
-    def leaf_states(self, state: EmaState, params: Tree) -> LeafStates:
-        averages = leaves_like(flatten(params)[1], state.average, "the average")
-        inner = self.optimizer.leaf_states(state.inner, params)
-        return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
-
-    def counts(self, state: EmaState) -> Counts:
-        return self.optimizer.counts(state.inner)
-
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
-        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, counts)
-        torch._foreach_lerp_([state["average"] for state in states], params, 1 - self.decay)
-
-    def advance(self, state: EmaState) -> EmaState:
-        return EmaState(self.optimizer.advance(state.inner), state.average)
-
-    def _averaged(self, average: Tree, params: Tree, donate: bool) -> Tree:
-        leaves, spec = flatten(average)
-        others = leaves_like(spec, params, "params")
-        if donate and not is_transforming():
-            with torch.no_grad():
-                torch._foreach_lerp_(leaves, others, 1 - self.decay)
-            return average
-        return spec.unflatten([old.lerp(new, 1 - self.decay) for old, new in zip(leaves, others, strict=True)])
-
-    def __repr__(self) -> str:
-        return f"ema({self.optimizer!r}, {self.decay})"
-
-
-def ema(optimizer: Optimizer, decay: float) -> Optimizer:
-    """`optimizer`, with an exponential moving average of the parameters in its state.
-
-    After each update ``average <- decay * average + (1 - decay) * params``, beginning with the first parameters, as
-    torch's ``get_ema_multi_avg_fn`` does from its first call on. :func:`averaged` reads it; saved and loaded it is with
-    the state. Nothing is communicated: where ranks have the same parameters, they have the same averages. It overlaps
-    where `optimizer` does.
-
-    >>> import torch
-    >>> from ltx.optim.from_torch import from_torch
-    >>> sgd = ema(from_torch(torch.optim.SGD, lr=1.0), 0.75)
-    >>> params = {"w": torch.zeros(1)}
-    >>> params, state = sgd.apply({"w": torch.tensor([-4.0])}, sgd.init(params), params)
-    >>> params, averaged(state)
-    ({'w': tensor([4.])}, {'w': tensor([1.])})
-
-    Args:
-        optimizer: all of it, clipping included: ``ema(chain(clip_by_global_norm(1.0), adamw), 0.999)``.
-        decay: from 0 (the last parameters) to 1 (the first ones).
-
-    Raises:
-        ltx.errors.OptimError: for arguments out of range. :class:`ltx.ZeroStrategy`, in which no rank has whole
-            parameters to average, refuses it.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise OptimError(f"ema expected an optimizer, got {brief(optimizer)}.")
-    return Ema(optimizer, decay)
-
-
-def averaged(state: Tree) -> Tree:
-    """The averaged parameters in an optimizer's state (``train_state.opt_state``) that :func:`ema` has made.
-
-    The state's own tensors, which the next donated step updates in place: ``ltx.to_module(module, averaged(...))``
-    copies them into a module.
-
-    Raises:
-        ltx.errors.OptimError: there is no average in it.
-    """
-    found = first_of(state, EmaState)
-    if found is None:
-        raise OptimError("averaged: this state holds no average. Train with ltx.optim.ema(optimizer, decay).")
-    return found.average

@@ -18,7 +18,8 @@ from torch import Tensor
 from ltx import collectives, comm, tree
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.optim import Optimizer
-from ltx.optim.combine import Chain, Ema
+from ltx.optim.averages import Ema
+from ltx.optim.combine import Chain
 from ltx.optim.grad_transforms import ClipByGlobalNorm, global_norm
 from ltx.placements import Placements, dtensor_class, is_dtensor
 from ltx.training.donated import hand_over

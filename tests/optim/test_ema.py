@@ -93,6 +93,61 @@ def test_simulated_ranks(seed: int) -> None:
     torch.testing.assert_close(averaged(state.opt_state)["weight"][1], averaged(whole.opt_state)["weight"])
 
 
+LABELS = {"bias": "0", "*": "1"}
+#: Each group's average of its own, at any depth; with what one optimizer of all would have.
+IN_GROUPS = {
+    "one decay": partition({"0": ema(from_torch(SGD, lr=0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS),
+    "in a chain": chain(
+        clip_by_global_norm(1e6), partition({"0": ema(from_torch(SGD, lr=0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS)
+    ),
+    "nested": partition(
+        {
+            "0": ema(from_torch(SGD, lr=0.1), 0.8),
+            "1": partition({"w": ema(chain(clip_by_global_norm(1e6), adamw), 0.8)}, {"*": "w"}),
+        },
+        LABELS,
+    ),
+}
+
+
+def in_groups(name: str, overlap: Any) -> tuple[Any, Any]:
+    first, x = ltx.broadcast(({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, torch.randn(8, 4)))
+    found = []
+    for made in (IN_GROUPS[name], ema(OPTIMIZERS["groups"], 0.8)):
+        train = ltx.train_step(ltx.data_parallel(loss_fn), made, overlap=overlap)
+        state = train.init(clone(first))
+        for _ in range(3):
+            state, _ = train(state, ltx.shard(x))
+        found.append(dict(averaged(state.opt_state)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("name", "overlap"), [(name, "backward") for name in IN_GROUPS] + [("one decay", "update")])
+def test_averages_of_groups_are_those_of_all(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    for found, expected in (in_groups(name, overlap), *ranks(2).run(in_groups, name, overlap)):
+        assert None not in found.values()
+        torch.testing.assert_close(found, expected)
+
+
+def test_groups_without_an_average_and_frozen_parameters(seed: int) -> None:
+    params = {"weight": torch.randn(3, 4), "bias": torch.randn(3)}
+    some = partition({"0": adamw, "1": ema(adamw, 0.9)}, LABELS)
+    for made, of in ((some, lambda s: s), (chain(clip_by_global_norm(1.0), some), lambda s: s[1])):
+        state = made.init(params)
+        with pytest.raises(OptimError, match=r"the parameters of '0' have no average, .* ema\(partition"):
+            averaged(state)
+        assert same_bits(averaged(of(state)["1"]), {"weight": params["weight"], "bias": None})
+    frozen = {"weight": params["weight"], "bias": None}
+    each = partition({"0": ema(adamw, 0.9), "1": ema(adamw, 0.9)}, LABELS)
+    assert same_bits(averaged(each.init(frozen)), frozen)
+
+
+def test_averages_of_other_trees_are_not_put_together(seed: int) -> None:
+    states = [ema(adamw, 0.9).init({name: torch.zeros(1)}) for name in "ab"]
+    with pytest.raises(OptimError, match="holds 2 averages, which aren't of groups of one tree"):
+        averaged(states)
+
+
 def test_is_found_wherever_it_is_and_refused_where_it_cant_be(seed: int) -> None:
     params = {"w": torch.zeros(2)}
     made = ema(adamw, 0.9)
