@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ltx.optim.averages import EmaState, averaged, ema
-from ltx.optim.base import Optimizer, TorchState, apply_updates, from_functions
+from ltx.optim.base import Optimizer, TorchState, apply_updates
 from ltx.optim.combine import chain, identity
 from ltx.optim.from_torch import from_torch
+from ltx.optim.functions import from_functions
 from ltx.optim.grad_transforms import (
     ClipState,
     add_noise,

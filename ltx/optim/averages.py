@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -49,6 +50,7 @@ class Ema(Optimizer):
 
     optimizer: Optimizer
     decay: float
+    _skip: Tensor | None = field(default=None, init=False, compare=False)  # of one update: see `unless`
 
     def __post_init__(self) -> None:
         check_fields(self, OptimError, "decay")
@@ -77,6 +79,14 @@ class Ema(Optimizer):
         new_params, inner = self.optimizer.apply(grads, state.inner, params, donate=donate)
         return new_params, EmaState(inner, self._averaged(state.average, new_params, donate))
 
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Ema | None:
+        inner = self.optimizer.unless(skip, params)
+        if inner is None:
+            return None
+        conditional = Ema(inner, self.decay)
+        object.__setattr__(conditional, "_skip", skip)
+        return conditional
+
     def leaf_states(self, state: EmaState, params: Tree) -> LeafStates:
         averages = leaves_like(flatten(params)[1], state.average, "the average")
         inner = self.optimizer.leaf_states(state.inner, params)
@@ -87,7 +97,7 @@ class Ema(Optimizer):
 
     def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
         self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, counts)
-        torch._foreach_lerp_([state["average"] for state in states], params, 1 - self.decay)
+        self._average_in_place([state["average"] for state in states], params)
 
     def advance(self, state: EmaState) -> EmaState:
         return EmaState(self.optimizer.advance(state.inner), state.average)
@@ -96,10 +106,22 @@ class Ema(Optimizer):
         leaves, spec = flatten(average)
         others = leaves_like(spec, params, "params")
         if donate and not is_transforming():
-            with torch.no_grad():
-                torch._foreach_lerp_(leaves, others, 1 - self.decay)
+            self._average_in_place(leaves, others)
             return average
-        return spec.unflatten([old.lerp(new, 1 - self.decay) for old, new in zip(leaves, others, strict=True)])
+        return spec.unflatten([self._next(old, new) for old, new in zip(leaves, others, strict=True)])
+
+    @torch.no_grad()
+    def _average_in_place(self, averages: list[Tensor], params: list[Tensor]) -> None:
+        if self._skip is None:
+            torch._foreach_lerp_(averages, params, 1 - self.decay)
+            return
+        for average, param in zip(averages, params, strict=True):
+            average.copy_(self._next(average, param))
+
+    def _next(self, average: Tensor, param: Tensor) -> Tensor:
+        moved = average.lerp(param, 1 - self.decay)
+        # Though the parameter hasn't moved, the average would move towards it.
+        return moved if self._skip is None else torch.where(self._skip.to(average.device), average, moved)
 
     def __repr__(self) -> str:
         return f"ema({self.optimizer!r}, {self.decay})"

@@ -6,24 +6,25 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from ltx.arguments import brief, checked, name_of, shown
+from ltx.arguments import brief, checked, shown
 from ltx.errors import OptimError
-from ltx.tree import check_tensors, describe, flatten, leaf_paths, register_node
+from ltx.tree import check_tensors, describe, flatten, leaf_paths, register_node, unflatten
 from ltx.typing import Tree
 
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
+T = TypeVar("T")
 Counts = Any  #: how many updates a state has had: a number, or what an optimizer around others has of each of them
 
 
@@ -79,12 +80,13 @@ class Optimizer(ABC):
         return apply_updates(params, updates, donate=donate), state
 
     def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Optimizer | None:
-        """This optimizer for one update of `params`, which changes no tensor if `skip`, a 0-dim bool, is true.
+        """This optimizer for one update, of some of `params`, which changes no tensor if `skip`, a 0-dim bool, is true.
 
         For accelerators, where `skip` is there when the update runs, and the host doesn't wait for it. None: it can't
-        be told so.
+        be told so. Those that say ``moves_params`` have to know a way of their own; others run as they are beside their
+        state (:class:`Unless`).
         """
-        return None
+        return None if self.moves_params else Unless(self, skip)
 
     def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
         """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
@@ -119,66 +121,88 @@ _NOT_LEAFWISE = (
 
 
 @dataclass(frozen=True)
-class FunctionPair(Optimizer):
-    """Two functions as an :class:`Optimizer`; made by :func:`from_functions`."""
+class Unless(Optimizer):
+    """An optimizer for one update, which changes no tensor if `skip` is true; made by :meth:`Optimizer.unless`.
 
-    init_fn: Callable[[Tree], Tree]
-    update_fn: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    elementwise: bool = False
-    _keywords: ClassVar[frozenset[str]]  # not a field: which of TorchOpt's the update takes
+    For one that can't be told so itself: it runs beside the old values, and the device chooses. :meth:`update` chooses
+    the state alone. What it makes of gradients that aren't used is all the same.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_keywords", _keywords_of(self.update_fn))
+    optimizer: Optimizer
+    skip: Tensor = field(compare=False)
+
+    @property
+    def elementwise(self) -> bool:
+        return self.optimizer.elementwise
+
+    @property
+    def leafwise(self) -> bool:
+        return self.optimizer.leafwise
+
+    @property
+    def moves_params(self) -> bool | None:
+        return self.optimizer.moves_params
+
+    @property
+    def strategy(self) -> str | None:
+        return self.optimizer.strategy
 
     def init(self, params: Tree) -> Tree:
-        return self.init_fn(params)
+        return self.optimizer.init(params)
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        if "params" in self._keywords:
-            never = {"inplace": False} if "inplace" in self._keywords else {}
-            result = self.update_fn(grads, state, params=params, **never)  # type: ignore[call-arg]
-        else:
-            result = self.update_fn(grads, state, params)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise OptimError(f"{self!r}: update must return (updates, state), got {brief(result)}.")
-        return result
+        updates, after = self.optimizer.update(grads, state, params)
+        return updates, chosen(self.skip.logical_not(), after, state)
 
-    def __repr__(self) -> str:
-        names = (name_of(fn) for fn in (self.init_fn, self.update_fn))
-        return f"from_functions({', '.join(names)}{', elementwise=True' if self.elementwise else ''})"
+    def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return chosen(self.skip.logical_not(), self.optimizer.apply(grads, state, params), (params, state))
+
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+        return self.optimizer.leaf_states(state, params)
+
+    def counts(self, state: Tree) -> Counts:
+        return self.optimizer.counts(state)
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        with self._kept([*params, *(x for state in states for x in state.values())]):
+            self.optimizer.apply_leaves(grads, states, params, counts)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
+    ) -> list[Tensor]:
+        with self._kept([x for state in states for x in state.values()]):
+            return self.optimizer.transform_leaves(grads, states, params, counts)
+
+    def advance(self, state: Tree) -> Tree:
+        return self.optimizer.advance(state)
+
+    @contextmanager
+    def _kept(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """What the block writes into `tensors` doesn't last if `skip` is true."""
+        before = [x.clone() for x in tensors]
+        yield
+        with torch.no_grad():
+            for x, kept in zip(tensors, chosen(self.skip.logical_not(), list(tensors), before), strict=True):
+                x.copy_(kept)
 
 
-def _keywords_of(update: Callable[..., Any]) -> frozenset[str]:
-    try:
-        parameters = inspect.signature(update).parameters.values()
-    except (TypeError, ValueError):  # a built-in without a signature
-        return frozenset()
-    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in ("params", "inplace"))
+def all_unless(optimizers: Iterable[Optimizer], skip: Tensor, params: Sequence[Tensor]) -> list[Optimizer] | None:
+    """:meth:`Optimizer.unless` of each; None if one of them can't be told."""
+    found = [optimizer.unless(skip, params) for optimizer in optimizers]
+    able = [optimizer for optimizer in found if optimizer is not None]
+    return able if len(able) == len(found) else None
 
 
-@checked("init", "update", "elementwise")
-def from_functions(
-    init: Callable[[Tree], Tree],
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
-    *,
-    elementwise: bool = False,
-) -> Optimizer:
-    """An optimizer or gradient transformation of one's own, from optax's pair of functions.
-
-    >>> import torch
-    >>> halve = from_functions(lambda params: (), lambda grads, state, params: ({"w": -0.5 * grads["w"]}, state))
-    >>> params = {"w": torch.ones(2)}
-    >>> halve.apply({"w": torch.ones(2)}, halve.init(params), params)
-    ({'w': tensor([0.5000, 0.5000])}, ())
-
-    Args:
-        init: ``params -> state``.
-        update: ``(grads, state, params) -> (updates, state)``, pure, or TorchOpt's ``(grads, state, *, params,
-            inplace)``, which is called with ``inplace=False``; so ``from_functions(*torchopt.adam(1e-3))`` will do.
-            Lambdas work, but compare by identity and don't pickle; functions of a module do both.
-        elementwise: whether each element of an update depends on that element's gradient and state alone.
-    """
-    return FunctionPair(init, update, elementwise)
+def chosen(finite: bool | Tensor | None, new: T, old: T) -> T:
+    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
+    if not isinstance(finite, Tensor):
+        return old if finite is False else new
+    (leaves, spec), others = flatten(new), flatten(old)[0]
+    pairs = list(zip(leaves, others, strict=True))
+    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
+    on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
+    picked: T = unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
+    return picked
 
 
 @checked("donate")
@@ -254,9 +278,6 @@ def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:
 def leaf_name(tree: Tree, index: int) -> str:
     """How errors speak of a leaf: by path where the tree is known, else by its place in the list."""
     return f"leaf {index} of the list" if tree is None else f"leaf {leaf_paths(tree)[index]!r}"
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

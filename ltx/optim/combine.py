@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ltx.arguments import brief
 from ltx.errors import OptimError
-from ltx.optim.base import Counts, LeafStates, Optimizer
+from ltx.optim.base import Counts, LeafStates, Optimizer, all_unless
 from ltx.tree import flatten
 from ltx.typing import Tree
 
@@ -108,6 +108,10 @@ class Chain(Optimizer):
         self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
     ) -> tuple[Tree, tuple[Tree, ...]]:
         return self._run("apply", grads, state, params, donate)
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Chain | None:
+        members = all_unless(self.members, skip, params)
+        return None if members is None else Chain(tuple(members))
 
     def leaf_states(self, state: tuple[Tree, ...], params: Tree) -> LeafStates:
         self._check(state)

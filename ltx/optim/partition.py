@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx import traced
 from ltx.arguments import brief, name_of
 from ltx.errors import OptimError
-from ltx.optim.base import Counts, LeafStates, Optimizer, leaves_like
+from ltx.optim.base import Counts, LeafStates, Optimizer, all_unless, leaves_like
 from ltx.optim.combine import LeafPart, identity
 from ltx.tree import flatten, leaf_paths, plain_paths, wanted
 from ltx.typing import Tree
@@ -55,6 +55,14 @@ class Partition(Optimizer):
         self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
     ) -> tuple[Tree, dict[str, Tree]]:
         return self._each("apply", grads, state, params, donate)
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Partition | None:
+        members = all_unless([member for _, member in self.members], skip, params)
+        if members is None:
+            return None
+        return Partition(
+            tuple((label, own) for (label, _), own in zip(self.members, members, strict=True)), self.labels
+        )
 
     def leaf_states(self, state: dict[str, Tree], params: Tree) -> LeafStates:
         (leaves, spec), places = flatten(params), self._places(params)
@@ -109,7 +117,9 @@ class Partition(Optimizer):
             )
             for place, leaf in zip(places[label], leaves_like(flatten(own)[1], result, "updates"), strict=True):
                 results[place] = leaf
-        return params if donate and method == "apply" else spec.unflatten(results), after
+        # A member that may overwrite its parameters needn't.
+        in_place = all(new is old for new, old in zip(results, leaves, strict=True))
+        return params if in_place else spec.unflatten(results), after
 
     def _places(self, params: Tree) -> dict[str, list[int]]:
         """The places of each label's leaves among those of `params`."""

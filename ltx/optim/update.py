@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ltx import tree
-from ltx.optim.base import Optimizer, TorchState
+from ltx.optim.base import Optimizer, TorchState, chosen
 from ltx.typing import Tree
 
 T = TypeVar("T")
@@ -61,18 +61,6 @@ class Update:
     def if_finite(self, new: T, old: T) -> T:
         """`new`, or `old` where gradients aren't finite."""
         return chosen(self.finite, new, old)
-
-
-def chosen(finite: bool | torch.Tensor | None, new: T, old: T) -> T:
-    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
-    if not isinstance(finite, torch.Tensor):
-        return old if finite is False else new
-    (leaves, spec), others = tree.flatten(new), tree.flatten(old)[0]
-    pairs = list(zip(leaves, others, strict=True))
-    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
-    on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
-    picked: T = tree.unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
-    return picked
 
 
 def _one_more(node: Any) -> Any:

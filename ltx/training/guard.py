@@ -16,7 +16,7 @@ import torch
 from ltx import comm, hooks, tree
 from ltx.errors import NotFiniteError, StepError
 from ltx.optim import grad_norm
-from ltx.optim.update import chosen
+from ltx.optim.base import chosen
 from ltx.strategies.update import StepInfo, Updated
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.placed_state import on_any_rank

@@ -14,6 +14,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import LtxError
 from ltx.runtime.pool import Pool
+from tests.optim.test_opaque import Anchored
 from tests.streams.backend import log
 from tests.streams.pool import StreamedPool
 
@@ -142,8 +143,22 @@ def test_a_barrier_waits(ranks: Ranks) -> None:
     assert left >= came
 
 
-def test_weights_and_a_guard(ranks: Ranks) -> None:
-    """What is left out on all ranks alike, and unequal weights, are as over gloo."""
+adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+sgd = ltx.optim.from_torch(torch.optim.SGD, lr=1e-2, momentum=0.9)
+GROUPS = {"*bias": "biases", "*": "others"}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "clipped": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), adamw),
+    "averages of groups": ltx.optim.chain(
+        ltx.optim.masked(ltx.optim.clip_by_value(0.1), "*bias"),
+        ltx.optim.partition({"biases": ltx.optim.ema(sgd, 0.9), "others": ltx.optim.ema(adamw, 0.9)}, GROUPS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_a_guard(name: str, ranks: Ranks) -> None:
+    """What is left out on all ranks alike, and unequal weights, are as over gloo. Nothing is read for it, or copied."""
 
     def run() -> Any:
         module, rank = model(), int(ltx.axis_index())
@@ -152,23 +167,27 @@ def test_weights_and_a_guard(ranks: Ranks) -> None:
             out = ltx.functional_call(module, params, (x,))
             return ltx.Weighted(torch.nn.functional.cross_entropy(out, y, reduction="sum"), torch.tensor(len(x)))
 
-        train = ltx.train_step(
-            ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)),
-            ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2),
-            guard="skip",
-        )
-        state, skipped = train.init(dict(module.named_parameters())), []
+        train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)), OPTIMIZERS[name], guard="skip")
+        state, skipped, read = train.init({name: x.detach().clone() for name, x in module.named_parameters()}), [], []
+        places = [{x.data_ptr() for x in state.params.values()}]
         for step in range(4):
             x, y = batch(rank, step)
             x, y = x[: 8 + 8 * rank], y[: 8 + 8 * rank]
-            state, metrics = train(state, x * (float("nan") if (step, rank) == (1, 1) else 1.0), y)
-            skipped.append(bool(metrics.skipped))
-        return {name: x + 0 for name, x in state.params.items()}, skipped
+            log().clear()
+            state, metrics = train(state, x * (float("nan") if (step, rank) == (2, 1) else 1.0), y)
+            if step > 1:
+                read += [line for line in log().reads if ON_HOST not in line and OF_LAST_STEP not in line]
+            places.append({x.data_ptr() for x in state.params.values()})
+            skipped.append(metrics.skipped)
+        average = ltx.optim.averaged(state.opt_state) if "average" in name else {}
+        found = {name: x + 0 for name, x in state.params.items()}, {name: x + 0 for name, x in average.items()}
+        return found, [bool(x) for x in skipped], read, places
 
-    (expected, left_out), _ = ranks(2).run(run)
-    for params, skipped in StreamedPool(ranks(2)).run(run):
-        assert skipped == left_out == [False, True, False, False]
-        torch.testing.assert_close(params, expected)
+    (expected, left_out, _, _), _ = ranks(2).run(run)
+    for found, skipped, read, places in StreamedPool(ranks(2)).run(run):
+        assert (skipped, read) == (left_out, []) == ([False, False, True, False], [])
+        assert places == places[:1] * 5
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_guarded_update_in_two_phases(ranks: Ranks) -> None:
@@ -229,7 +248,10 @@ def test_ranks_that_differ_are_found_a_step_later(ranks: Ranks) -> None:
         assert "load a checkpoint" in told
 
 
-def test_weights_that_add_up_to_nothing(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("adamw", "backward"), ("averages of groups", "backward"), ("averages of groups", "update")]
+)
+def test_weights_that_add_up_to_nothing(name: str, overlap: Any, ranks: Ranks) -> None:
     """The step changes nothing, and the next one says why."""
 
     def run() -> tuple[bool, str]:
@@ -239,13 +261,13 @@ def test_weights_that_add_up_to_nothing(ranks: Ranks) -> None:
             out = ltx.functional_call(module, params, (x,))
             return ltx.Weighted(torch.nn.functional.cross_entropy(out, y, reduction="sum"), torch.tensor(len(x)))
 
-        optimizer = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-        train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)), optimizer)
+        train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)), OPTIMIZERS[name], overlap=overlap)
         state = train.init(dict(module.named_parameters()))
         state, _ = train(state, *batch(rank, 0))
-        before = {name: x + 0 for name, x in state.params.items()}
+        before = [x + 0 for x in ltx.tree.flatten((state.params, state.opt_state))[0]]
         state, _ = train(state, torch.ones(0, 8), torch.ones(0, dtype=torch.int64))
-        same = all(torch.equal(x, before[name]) for name, x in state.params.items())
+        after = ltx.tree.flatten((state.params, state.opt_state))[0]
+        same = all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
         try:
             train(state, *batch(rank, 1))
         except ltx.errors.WeightError as error:
@@ -281,4 +303,24 @@ def test_a_guarded_step_reads_nothing(scale: float | None, ranks: Ranks) -> None
     (_, expected, _), _ = ranks(2).run(run)
     for read, params, skipped in StreamedPool(ranks(2)).run(run):
         assert (read, skipped) == ([], [False, False, True, False])
+        torch.testing.assert_close(params, expected)
+
+
+def test_a_class_that_runs_as_it_is_begins_after_a_skipped_step(ranks: Ranks) -> None:
+    """Whether its state has begun is for the host to know, which waits for it; the rest of the partition with it."""
+
+    def run() -> Any:
+        module, rank = model(), int(ltx.axis_index())
+        optimizer = ltx.optim.partition({"biases": ltx.optim.from_torch(Anchored, lr=1e-2), "others": adamw}, GROUPS)
+        train = ltx.train_step(ltx.data_parallel(loss_of(module), ltx.DDPStrategy(**SMALL)), optimizer, guard="skip")
+        state, skipped = train.init(dict(module.named_parameters())), []
+        for step in range(3):
+            x, y = batch(rank, step)
+            state, metrics = train(state, x * (float("nan") if (step, rank) == (0, 1) else 1.0), y)
+            skipped.append(bool(metrics.skipped))
+        return {name: x + 0 for name, x in state.params.items()}, skipped
+
+    (expected, left_out), _ = ranks(2).run(run)
+    for params, skipped in StreamedPool(ranks(2)).run(run):
+        assert skipped == left_out == [True, False, False]
         torch.testing.assert_close(params, expected)
