@@ -304,16 +304,11 @@ register_node(
 )
 
 
-def all_of(state: Tree, kind: type[T]) -> list[T]:
-    """The outermost nodes of a class in the state of an optimizer; not within a TorchState, which may hold hundreds."""
+def all_of(state: Tree, *kinds: type) -> list[Any]:
+    """The outermost nodes of some classes in an optimizer's state; not within a TorchState, which may hold hundreds."""
     try:
-        nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, kind | TorchState))
+        nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, (*kinds, TorchState)))
     except RecursionError:
         flatten(state)  # says so if it is the tree's fault
         raise
-    return [node for node in nodes if isinstance(node, kind)]
-
-
-def first_of(state: Tree, kind: type[T]) -> T | None:
-    """The first of :func:`all_of`, if there is one."""
-    return next(iter(all_of(state, kind)), None)
+    return [node for node in nodes if isinstance(node, kinds)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError, UnsupportedError
 from ltx.hooks.noise import key_of, normal
-from ltx.optim.base import Counts, LeafStates, Optimizer, TorchState, check_state, first_of, is_transforming, leaf_name
+from ltx.optim.base import Counts, LeafStates, Optimizer, TorchState, all_of, check_state, is_transforming, leaf_name
 from ltx.optim.combine import LeafPart
 from ltx.tree import check_tensors, flatten, places_with_none
 from ltx.typing import Tree
@@ -200,12 +200,22 @@ def clip_by_value(limit: float) -> Optimizer:
 def grad_norm(state: Tree) -> Tensor | None:
     """The gradient norm that a chain's clipping, or :func:`measure_global_norm`, has measured, if there is one in it.
 
+    Where each group of a :func:`ltx.optim.partition` has measured its own, that of all together; None where only some
+    have.
+
     >>> import torch
     >>> grad_norm((ClipState(torch.tensor(5.0)), ()))
     tensor(5.)
+    >>> grad_norm({"matrices": ClipState(torch.tensor(3.0)), "rest": (ClipState(torch.tensor(4.0)), ())})
+    tensor(5.)
     """
-    found = first_of(state, ClipState)
-    return None if found is None else found.norm
+    if not all_of(state, ClipState):
+        return None
+    first, *_ = (node for node in all_of(state, ClipState, dict) if all_of(node, ClipState))
+    if isinstance(first, ClipState):
+        return first.norm
+    norms = [grad_norm(group) for group in first.values()]
+    return None if any(norm is None for norm in norms) else global_norm([norm for norm in norms if norm is not None])
 
 
 @dataclass(frozen=True, repr=False)

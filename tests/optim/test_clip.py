@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from ltx.errors import OptimError, TreeError
-from ltx.optim import ClipState, clip_by_global_norm, clip_by_value, from_torch, grad_norm, measure_global_norm
+from ltx.optim import (
+    ClipState,
+    Optimizer,
+    chain,
+    clip_by_global_norm,
+    clip_by_value,
+    from_torch,
+    grad_norm,
+    identity,
+    measure_global_norm,
+    partition,
+)
 
 from .cases import same_bits
 
@@ -179,3 +190,21 @@ def test_grad_norm_is_found_or_absent() -> None:
     assert grad_norm(((), ClipState(torch.tensor(5.0)))) == 5.0
     assert grad_norm(from_torch(torch.optim.SGD).init({"w": torch.ones(1)})) is None
     assert grad_norm(()) is None
+
+
+def test_grad_norm_of_groups_is_that_of_all(seed: int) -> None:
+    """Not that of the first group; and where some groups measure none, or one in front has measured all."""
+    grads = {name: torch.randn(5) for name in "abc"}
+    whole = torch.linalg.vector_norm(torch.stack([*grads.values()]))
+
+    def measured(first: Optimizer, *groups: Optimizer) -> torch.Tensor | None:
+        optimizer = chain(first, partition(dict(zip("xyz", groups, strict=True)), dict(zip("abc", "xyz", strict=True))))
+        return grad_norm(optimizer.apply(grads, optimizer.init(grads), grads)[1])
+
+    sgd = from_torch(torch.optim.SGD, lr=0.1)
+    clipped = chain(clip_by_global_norm(0.1), sgd)
+    torch.testing.assert_close(measured(identity(), clipped, clipped, clipped), whole)
+    nested = partition({"all": clipped}, {"*": "all"})
+    torch.testing.assert_close(measured(identity(), clipped, nested, chain(measure_global_norm(), sgd)), whole)
+    assert measured(identity(), clipped, sgd, clipped) is None
+    torch.testing.assert_close(measured(measure_global_norm(), clipped, sgd, sgd), whole)
