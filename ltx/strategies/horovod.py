@@ -144,7 +144,7 @@ class HorovodStrategy(Strategy):
 
     @property
     def _reduction(self) -> hooks.CommHook:
-        """What is done to gradients at steps that synchronise, by "average" and "sum"."""
+        """What is done to gradients at steps that synchronise; with "adasum" its state alone counts."""
         factor, passes = self.gradient_predivide_factor, self.backward_passes_per_step > 1
         if self.op == "average" and factor is None and not passes:
             return self._compression
@@ -165,12 +165,11 @@ class HorovodStrategy(Strategy):
         return None if self.op == "adasum" else unchanging(self._reduction, step)
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        passes = {PASSES: torch.zeros_like(param)} if self.backward_passes_per_step > 1 else {}
-        return {**self._compression.init(param, path), **passes}
+        return self._reduction.init(param, path)
 
     @property
     def stateful(self) -> bool:
-        return self.backward_passes_per_step > 1 or self._compression.stateful
+        return self._reduction.stateful
 
     @property
     def cycle(self) -> tuple[int, int]:
@@ -210,6 +209,7 @@ class HorovodStrategy(Strategy):
         return None if whole else AdasumOfWaysBack(self._short)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
+        super().check_optimizer(optimizer)
         if self.scale_lr:
             with_scaled_lr(optimizer, 1)
 

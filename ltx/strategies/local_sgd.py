@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 from typing import ClassVar
 
 import torch
@@ -129,7 +130,8 @@ class LocalSGDStrategy(Strategy):
 
     @property
     def cycle(self) -> tuple[int, int]:
-        return self.warmup_steps, self.period if isinstance(self.period, int) else _levels(self.period)[-1][0]
+        periods = [self.period] if isinstance(self.period, int) else [period for period, _ in _levels(self.period)]
+        return self.warmup_steps, lcm(*periods)
 
     def check_axis(self, axis: Axis) -> None:
         if axis.size == 1:

@@ -87,6 +87,7 @@ class ZeroStrategy(Strategy):
         return PartUpdated()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
+        super().check_optimizer(optimizer)
         for member in members_of(optimizer):
             if not (member.elementwise or isinstance(member, ClipByGlobalNorm)):
                 raise StrategyError(

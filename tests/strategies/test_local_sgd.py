@@ -53,6 +53,16 @@ def test_the_schedule_is_that_of_torchs_averager(_: int, seed: int, monkeypatch:
         assert (mine.hook(step) is None) == (ddp.hook(step) is None) == (step >= warmup)
 
 
+@pytest.mark.parametrize("period", [3, {2: 2, 4: 4, 8: 8}, {2: 4, 3: 8}, {4: 2, 6: 8}])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_the_cycle_is_how_often_the_schedule_repeats(period: Any, warmup: int) -> None:
+    strategy = ltx.LocalSGDStrategy(period, warmup)
+    first, length = strategy.cycle
+    groups = [strategy.group(step, 8) for step in range(first, first + 4 * length)]
+    repeats = [n for n in range(1, 2 * length + 1) if groups[n:] == groups[:-n]]
+    assert (first, length) == (warmup, repeats[0])
+
+
 @pytest.mark.parametrize("levels", [{2: 2, 4: 4, 8: 8}, {3: 4, 5: 8}, {1: 2, 6: 8}, {7: 8}])
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_the_hierarchical_schedule_is_that_of_torchs_averager(

@@ -150,15 +150,18 @@ def test_other_optimizers_are_refused(optimizer: optim.Optimizer, text: str) -> 
     assert str(raised.value).startswith(text)
 
 
+@pytest.mark.parametrize("made", [ltx.DDPStrategy, ltx.HorovodStrategy, ltx.ZeroStrategy])
 @pytest.mark.parametrize("chained", [False, True])
-def test_other_strategies_refuse_its_optimizer(chained: bool) -> None:
+def test_other_strategies_refuse_its_optimizer(chained: bool, made: Callable[[], ltx.Strategy]) -> None:
+    strategy = made()
     optimizer: optim.Optimizer = optim.qadam(warmup_steps=5)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optimizer) if chained else optimizer
     with pytest.raises(StrategyError) as raised:
-        ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), optimizer)
+        ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), optimizer)
     assert str(raised.value) == (
-        f"DDPStrategy can't train with {optimizer!r}, which is a part of the QAdam strategy: later in training it "
-        "takes for gradients what that strategy gives it. Train with that strategy, or use another optimizer."
+        f"{type(strategy).__name__} can't train with {optimizer!r}, which is a part of the QAdam "
+        "strategy: later in training it takes for gradients what that strategy gives it. Train with that strategy, or "
+        "use another optimizer."
     )
 
 
