@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ltx import tree
-from ltx.errors import DonatedStateError, InvalidStateError, UnsupportedError
+from ltx.errors import DonatedStateError, InputError, InvalidStateError, UnsupportedError
 from ltx.optim import TorchState
 from ltx.placements import is_dtensor
 from ltx.strategies.update import StateLayout
@@ -199,14 +199,22 @@ class TrainState:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
 
         The one place where a state changes: the protocol of ``torch.distributed.checkpoint`` asks for it.
+
+        Raises:
+            InputError: (a ValueError) leaves or their shapes differ; nothing has changed then.
         """
-        self.check_owned()
         mine = self.state_dict()
         if missing := sorted(mine.keys() ^ state_dict.keys()):
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint and this state differ in their leaves: {missing[:8]}. Build the state as "
                 "it was when it was saved."
             )
+        for path, tensor in mine.items():
+            if tensor.shape != state_dict[path].shape:  # which copying would repeat along a dimension of size 1
+                raise InputError(
+                    f"leaf {path!r} is {tree.describe(state_dict[path])} in the checkpoint, and "
+                    f"{tree.describe(tensor)} in this state. Build the state as it was when it was saved."
+                )
         for path, tensor in mine.items():
             if path not in ("step", "updates"):
                 tensor.copy_(state_dict[path])
@@ -234,14 +242,16 @@ for _name in _PARTS:
 def counted(state: TrainState, step: int, updates: int) -> TrainState:
     """`state` with the counts of `step` steps and `updates` of the optimizer, its tensors as they are.
 
-    Steps are counted in the structure: here, by the optimizer and by the communication state.
+    Steps are counted in the structure: here, by the optimizer and by the communication state, whose clock, which counts
+    those of compiled steps, begins anew.
     """
     opt_state = tree.map(
         lambda node: replace(node, count=updates) if isinstance(node, TorchState) else node,
         state.opt_state,
         is_leaf=lambda node: isinstance(node, TorchState),
     )
-    return replace(state, step=step, opt_state=opt_state, sync_state=replace(state.sync_state, step=step))
+    sync_state = replace(state.sync_state, step=step, clock=torch.zeros_like(state.sync_state.clock))
+    return replace(state, step=step, opt_state=opt_state, sync_state=sync_state)
 
 
 def updates_of(state: TrainState) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as torch_pytree
 
 import ltx
-from ltx.errors import DonatedStateError
+from ltx.errors import DonatedStateError, InputError
 from tests.twins.cases import assert_same_bits
 from tests.twins.feedback import STRATEGY
 from tests.twins.training import adamw, sgd
@@ -122,10 +123,44 @@ def test_state_dict_goes_both_ways() -> None:
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     smaller = ltx.train_step(ltx.data_parallel(lambda p, x: (p["a"] * x).sum()), sgd()).init({"a": torch.ones(3)})
     with pytest.raises(
-        ValueError, match=r"the checkpoint and this state differ in their leaves: \['buffers.seen', "
+        InputError, match=r"the checkpoint and this state differ in their leaves: \['buffers.seen', "
     ) as e:
         trained(1).load_state_dict(smaller.state_dict())
     assert "Build the state as it was when it was saved." in str(e.value)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing() -> None:
+    state, saved = trained(1), trained(3).state_dict()
+    before = copy.deepcopy(state)
+    saved["params.b.c"], saved["params.a"] = torch.tensor(7.0), torch.tensor([5.0])
+    with pytest.raises(
+        InputError, match=r"leaf 'params.a' is float32\[1\] in the checkpoint, and float32\[3\] in this"
+    ):
+        state.load_state_dict(saved)
+    assert_same_bits(state, before)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("way", ["state_dict", "ltx.checkpoint"])
+def test_compiled_steps_are_counted_once_in_a_checkpoint(way: str, tmp_path: Path) -> None:
+    """They count on the communication state's clock, which is one of the leaves that are saved."""
+    train = ltx.train_step(
+        ltx.data_parallel(lambda p, x: (p * x).sum(), ltx.DDPStrategy(comm_hook=ltx.hooks.QSGD())), sgd(), donate=False
+    )
+    state = train.init(X)
+    compiled = torch.compile(train, backend="eager")
+    for _ in range(3):
+        state, _ = compiled(state, X)
+    other = train.init(X)
+    if way == "state_dict":
+        other.load_state_dict(copy.deepcopy(state.state_dict()))
+    else:
+        ltx.checkpoint.save(tmp_path, state)
+        other = ltx.checkpoint.load(tmp_path, other).state
+    assert other.step == other.sync_state.checked_step() == 3
+    for step in (4, 5):
+        other, _ = train(other, X)
+        assert other.sync_state.checked_step() == step
 
 
 @pytest.mark.parametrize("use", ["step", "state_dict", "load_state_dict"])
