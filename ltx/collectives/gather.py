@@ -15,7 +15,7 @@ import torch
 
 from ltx import tree
 from ltx.arguments import checked
-from ltx.collectives.calls import GradScale, collective, grouped, scale_gradient
+from ltx.collectives.calls import GradScale, collective, grouped, scale_gradient, tensors_of
 from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
@@ -174,7 +174,7 @@ def psum_scatter(
     """
 
     axis = grouped(axis, axis_index_groups, equal="psum_scatter")
-    scaled = scale_gradient(countable(value), axis, grad_scale, lambda n: n)
+    scaled = scale_gradient(countable(tensors_of(value, axis)), axis, grad_scale, lambda n: n)
     if splits is not None and not tiled:
         raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):

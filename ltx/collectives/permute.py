@@ -14,7 +14,7 @@ import torch
 
 from ltx import tree
 from ltx.arguments import brief, checked, is_whole, shown
-from ltx.collectives.calls import collective, grouped
+from ltx.collectives.calls import collective, grouped, tensors_of
 from ltx.collectives.futures import one_message
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
@@ -136,7 +136,7 @@ def all_to_all(
     if not tiled:
         if splits is not None:
             raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
-        value = _in_front(value, split_dim, concat_dim, axis_size(axis))
+        value = _in_front(tensors_of(value, axis), split_dim, concat_dim, axis_size(axis))
         then = partial(torch.movedim, source=0, destination=concat_dim)
         split_dim = concat_dim = 0
     even = is_even(splits, axis)

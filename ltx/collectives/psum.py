@@ -163,7 +163,7 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
     """The mean over ranks of every tensor of a tree; integers give floats.
 
     Arguments, errors and what each rank sees are those of :func:`psum`. Integer and boolean tensors give the default
-    float dtype.
+    float dtype; they are added up in int64, in which the sums of narrow ones fit.
 
     Gradient:
         The mean over ranks of the cotangents: psum(ȳ) / n.
@@ -175,7 +175,7 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
     """
     axis = grouped(axis, axis_index_groups)
     n = _count(axis, axis_index_groups)
-    value = countable(tensors_of(value, axis))
+    value = countable(tensors_of(value, axis), NARROW)
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
         return tree.map(lambda total: total / n, psum(value, axis))
     return collective("psum", value, axis, lambda x, n: (), lambda total: total / n)
@@ -227,9 +227,13 @@ def axis_size(axis: Any = None) -> int:
     return comm.resolve(axis).size
 
 
-def countable(value: Tree) -> Tree:
-    """Booleans as int64, by torch.sum's rule; backends differ in their sums of booleans."""
-    return tree.map(lambda x: x.long() if isinstance(x, torch.Tensor) and x.dtype == torch.bool else x, value)
+#: The dtypes whose sums over ranks may not fit where the mean does.
+NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+def countable(value: Tree, dtypes: Sequence[torch.dtype] = (torch.bool,)) -> Tree:
+    """Tensors of `dtypes` as int64: booleans by torch.sum's rule, as backends differ in their sums of them."""
+    return tree.map(lambda x: x.long() if isinstance(x, torch.Tensor) and x.dtype in dtypes else x, value)
 
 
 def is_sparse(x: Any) -> bool:

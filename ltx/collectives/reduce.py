@@ -18,7 +18,7 @@ from ltx.backings import unwrapped
 from ltx.collectives.calls import check_dense, check_sums, refuse_leaves, tensors_of
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import all_gather
-from ltx.collectives.psum import axis_size, pmean, psum
+from ltx.collectives.psum import NARROW, axis_size, countable, pmean, psum
 from ltx.collectives.ranks import axis_index
 from ltx.comm.operations import SUMMED
 from ltx.errors import AxisError, CollectiveError, InputError, TreeError, WeightError
@@ -99,7 +99,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
         if not isinstance(x, torch.Tensor):
             return x
         if OPS[name] is pmean and keep_dtype and not (x.is_floating_point() or x.is_complex()):
-            return torch.div(psum(x, axis), axis_size(axis), rounding_mode="trunc").to(x.dtype)
+            return torch.div(psum(countable(x, NARROW), axis), axis_size(axis), rounding_mode="trunc").to(x.dtype)
         return OPS[name](x, axis)
 
     return tree.unflatten(spec, [one(x) for x in leaves])
@@ -139,8 +139,6 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     return bool((pmin if all else pmax)(said, found))
 
 
-# What has no sums has means: they are taken in floating dtypes.
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _NOTHING = torch.empty(0)
 
 
@@ -180,6 +178,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     if not torch.compiler.is_compiling():
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
+        # What has no sums has means: they are taken in floating dtypes.
         check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else _NOTHING for x in leaves], value)
         tree.check_values(leaves, value, "weighted_mean")
     dtypes = [_sum_dtype(x.dtype) for x in leaves]

@@ -88,6 +88,24 @@ def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
             ltx.psum({"x": array})
 
 
+def test_arrays_are_what_tensors_are(ranks: Callable[[int], Any], seed: int) -> None:
+    """Also where a collective does something to its argument ahead of what all of them do."""
+    numpy = pytest.importorskip("numpy")
+    x = torch.randint(0, 9, (2, 2, 2))
+
+    def run(as_leaf: Callable[[Any], Any]) -> Any:
+        mine = x[int(ltx.axis_index())]
+        turned, flags = as_leaf(mine.numpy()), as_leaf((mine > 4).numpy())
+        return ltx.all_to_all(turned, 1, 0, tiled=False), ltx.psum_scatter(flags), ltx.pmean(flags)
+
+    for array, tensor in zip(
+        ranks(2).run(lambda: run(numpy.array)), ranks(2).run(lambda: run(torch.tensor)), strict=True
+    ):
+        for found, want in zip(array, tensor, strict=True):
+            assert found.dtype == want.dtype
+            assert torch.equal(found, want)
+
+
 def test_weighted_means_of_numbers(ranks: Callable[[int], Any]) -> None:
     def run() -> Any:
         rank = int(ltx.axis_index())

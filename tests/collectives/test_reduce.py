@@ -78,6 +78,24 @@ def test_means_of_integers(ranks: Ranks, values: list[int], mean: float, truncat
     assert kept.dtype == torch.int64
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32], ids=str)
+def test_means_of_integers_whose_sums_are_too_large(ranks: Ranks, dtype: torch.dtype, seed: int) -> None:
+    most = torch.iinfo(dtype).max
+    xs = torch.randint(most // 2 + 1, most, (2, 5), dtype=dtype)
+    mean = xs.double().mean(0)
+    want = [mean.float(), mean.float(), mean.trunc().to(dtype)]
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [ltx.pmean(x), ltx.reduce(x), ltx.reduce(x, keep_dtype=True)]
+
+    def of_sparse() -> Tensor:
+        return ltx.pmean(xs[int(ltx.axis_index())].to_sparse()).to_dense()
+
+    assert all(map(torch.equal, ranks(2).run(lambda: run(xs[int(ltx.axis_index())])).replicated(), want))
+    assert all(torch.equal(found[0], x) for found, x in zip(ltx.vmap(run)(xs), want, strict=True))
+    assert torch.equal(ranks(2).run(of_sparse).replicated(), want[0])
+
+
 @pytest.mark.full
 def test_the_gradient_of_a_product(ranks: Ranks) -> None:
     """A zero on one rank has a gradient all the same."""
