@@ -48,7 +48,8 @@ class CommHook:
             that isn't known. So it would be another one where ranks hold parts of parameters (DTensors).
         sums: whether it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
-            :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before.
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before, and one with
+            a loss scale by that.
         reads_step: whether :meth:`reduce` reads the number of steps so far, for randomness too. Without it, in a hook
             without state, ``inputs.step`` raises.
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1

@@ -57,6 +57,10 @@ class Scaled(hooks.CommHook):
     passes: bool = False
 
     @property
+    def gives_gradients(self) -> bool:  # type: ignore[override]
+        return self.hook.gives_gradients and not self.passes  # which no scale has multiplied
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 

@@ -248,7 +248,8 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
 
     With a loss scale, hooks and strategies see gradients multiplied by it. What overflows in a reduction arrives as
     inf or NaN on every rank. A hook's residual (error feedback) is in units of the scaled gradient, also after the
-    scale has changed.
+    scale has changed. :func:`ltx.train_step` refuses a scale where gradients are added to what isn't multiplied:
+    QAdam's momenta, Horovod's sums over several passes.
 
     Raises:
         StepError: `step` isn't data parallel, is of mixed precision already, or returns gradients.

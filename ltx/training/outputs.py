@@ -129,14 +129,16 @@ def unshared(values: Tree, others: Tree) -> Tree:
 
 
 class ZeroWithGradients(torch.autograd.Function):
-    """``apply(n, *params, *grads)`` is 0, with those gradients; a sum of products took twice as long as the update."""
+    """``apply(n, *params, *grads)`` is 0, with those gradients; a sum of products took twice as long as the update.
+
+    In float64, so that the loss's cotangent arrives as it is, whatever the dtypes of parameters.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(count: int, *params_and_grads: Tensor) -> Tensor:
-        zero = params_and_grads[0].new_zeros(())
-        return zero.real.clone() if zero.is_complex() else zero
+        return params_and_grads[0].new_zeros((), dtype=torch.float64)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -177,13 +179,13 @@ class GivenGradients:
     def _plus(self, loss: Any, zero: Tensor) -> Any:
         if isinstance(loss, Weighted):
             total, weight = loss.checked()
-            return Weighted(total.detach() + zero, weight)
+            return Weighted(total.detach() + zero.to(total.dtype), weight)
         if not isinstance(loss, Tensor) or loss.dim():
             raise StepError(
                 'train_step: a step with returns="grads" returns (grads, loss) with a 0-dim tensor or ltx.Weighted as '
                 f"its loss, got {tree.describe(loss) if isinstance(loss, Tensor) else brief(loss)}."
             )
-        return loss.detach() + zero
+        return loss.detach() + zero.to(loss.dtype)
 
     def _zero(self, params: Tree, grads: Tree) -> Tensor:
         """A 0 with these gradients, where there are some."""

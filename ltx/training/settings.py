@@ -71,6 +71,24 @@ def check_every(steps: Any, strategy: Strategy) -> None:
         )
 
 
+def check_loss_scale(step: DataParallel) -> None:
+    """Raise if gradients that a loss scale has multiplied would be added to what it hasn't."""
+    scale = None if step.precision is None else step.precision.loss_scale
+    if scale is None or scale == 1:
+        return
+    strategy = step.strategy
+    first, length = strategy.cycle
+    for at in (0, *range(first, first + length)):
+        hook = strategy.hook(at)
+        if hook is not None and not hook.gives_gradients:
+            raise UnsupportedError(
+                f"train_step: the loss is multiplied by loss_scale={scale!r} and gradients are divided by it once they "
+                f"are reduced, and {hook!r} of {type(strategy).__name__} adds them to what isn't multiplied. Compute "
+                "in bfloat16, which needs no loss scale, or use another strategy; for micro-batches, "
+                "ltx.accumulate(step, k)."
+            )
+
+
 @traced.at_trace_time
 def check_layout(strategy: Strategy, step: int) -> None:
     """Raise where ranks come to differ at `step` and the strategy hasn't said so.
@@ -146,6 +164,7 @@ class TrainSettings:
             object.__setattr__(self, "trainable", tuple(self.trainable))
         check_pieces(self.step, self.optimizer, self.guard)
         check_every(self.check_every, self.step.strategy)
+        check_loss_scale(self.step)
         policy_called(self.overlap).check(self.step, self.optimizer, self.guard)
 
     @property

@@ -28,6 +28,7 @@ class Weighted(NamedTuple):
 
     The value and gradient of the wrapped step are then the sum of the totals divided by the sum of the weights, over
     ranks and micro-batches, exactly; ranks may have unequal batches, and a rank without data contributes weight 0.
+    Sums, and so the value, are in float32 at least.
 
     Attributes:
         total: 0-dim floating tensor: the sum of the losses.
@@ -54,7 +55,10 @@ class Weighted(NamedTuple):
     weight: torch.Tensor | float
 
     def checked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Total and weight as 0-dim tensors of one dtype and device; the weight without gradient."""
+        """Total and weight as 0-dim tensors of one dtype and device; the weight without gradient.
+
+        In float32 at least: half precision holds few counts exactly, float16 none above 65504.
+        """
         total = self.total
         if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
             got = f"shape {list(total.shape)}, {total.dtype}" if isinstance(total, torch.Tensor) else brief(total)
@@ -63,13 +67,14 @@ class Weighted(NamedTuple):
             raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
         if isinstance(self.weight, torch.Tensor) and self.weight.is_meta and not total.is_meta:
             raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
+        dtype = torch.promote_types(total.dtype, torch.float32)
         if isinstance(self.weight, torch.Tensor):
             weight = to_device(self.weight, total.device)
         else:
-            weight = torch.full((), float(self.weight), dtype=total.dtype, device=total.device)
+            weight = torch.full((), float(self.weight), dtype=dtype, device=total.device)
         if weight.ndim != 0:
             raise StepError(f"Weighted.weight must be 0-dim, got shape {list(weight.shape)}. Sum it.")
-        return total, weight.to(total.dtype).detach()
+        return total.to(dtype), weight.to(dtype).detach()
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,27 @@ def test_what_averages_gradients_is_exact(ranks: Ranks, seed: int) -> None:
             torch.testing.assert_close(w, expected)
 
 
+def test_weights_that_half_precision_cant_hold_count_as_they_are(ranks: Ranks, seed: int) -> None:
+    """Float16 has no number above 65504, and rounds whole ones from 2049 on."""
+    weights, x = torch.tensor([70_001, 4_099]), 4096 * torch.rand(2, 3).half()
+    expected = -(weights[:, None] * (x.float() * 2**-12)).sum(0) / weights.sum()
+
+    def step(w: Tensor, x: Tensor, weight: int) -> ltx.Weighted:
+        return ltx.Weighted((w * x * (weight * 2**-12)).sum(), weight)
+
+    def run() -> tuple[Tensor, Tensor]:
+        rank = ltx.world().rank
+        mine, weight = x[rank], int(weights[rank])
+        train = ltx.train_step(ltx.data_parallel(step), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        start = torch.zeros(3, dtype=torch.half)
+        grads = torch.func.grad(ltx.data_parallel(step))(start, mine, weight)
+        return train(train.init(start), mine, weight)[0].params, -grads
+
+    for found in ranks(2).run(run):
+        for w in found:
+            torch.testing.assert_close(w, expected.half(), rtol=1e-2, atol=1e-3)
+
+
 def test_what_averages_parameters_refuses(ranks: Ranks) -> None:
     def run() -> list[str]:
         passed = []

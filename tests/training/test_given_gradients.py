@@ -223,6 +223,19 @@ def test_complex_parameters_and_none() -> None:
     assert metrics.loss.item() == 5.0
 
 
+def test_the_first_parameters_dtype_rounds_no_other_gradient() -> None:
+    """A third, the part of a micro-batch, is a number that bfloat16 doesn't have."""
+
+    def step(params: Params, x: Tensor) -> Any:
+        return grad_and_value(lambda p: p["a"].sum().float() + (p["b"] * x).sum())(params)
+
+    train = ltx.train_step(
+        ltx.accumulate(ltx.data_parallel(step, returns="grads"), 3), from_torch(torch.optim.SGD, lr=1.0)
+    )
+    state, _ = train(train.init({"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(())}), torch.ones(3))
+    torch.testing.assert_close(state.params["b"], torch.tensor(-1.0))
+
+
 def test_gradients_that_are_not_finite_are_seen() -> None:
     step = ltx.data_parallel(lambda p: ({"w": p["w"] * torch.inf}, p["w"].sum()), returns="grads")
     train = ltx.train_step(step, SGD, guard="skip")

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx.errors import StepError, StrategyError, UnsupportedError
+from ltx.strategies.qadam import QAdam
 from tests.covering import some
 from tests.strategies.test_failures import BrokenError
 from tests.strategies.test_protocol import Anchored, Gossip, LocalSGD
@@ -516,6 +517,18 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
             lambda: ltx.train_step(ltx.mixed_precision(STEP, FP16), sgd(), overlap="update"),
             StrategyError,
             "before it is known whether all gradients are finite, which DynamicLossScale(init=1024.0",
+        ),
+        *(
+            (
+                lambda strategy=strategy, scale=scale: ltx.train_step(
+                    ltx.mixed_precision(ltx.data_parallel(loss, strategy), replace(FP16, loss_scale=scale)),
+                    ltx.optim.qadam(warmup_steps=3) if isinstance(strategy, QAdam) else sgd(),
+                ),
+                UnsupportedError,
+                "adds them to what isn't multiplied",
+            )
+            for strategy in (QAdam(warmup_steps=3), ltx.HorovodStrategy(backward_passes_per_step=2))
+            for scale in (1024.0, ltx.DynamicLossScale())
         ),
         (
             lambda: ltx.train_step(ltx.mixed_precision(STEP, FP16), sgd())(
