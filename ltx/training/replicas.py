@@ -15,7 +15,7 @@ import torch
 from ltx import collectives, comm, tree
 from ltx.arguments import checked
 from ltx.placements import Placements
-from ltx.training.train_state import TrainState
+from ltx.training.train_state import TrainState, counted, updates_of
 from ltx.transforms.compare import check_leaves, digest, digests_by_rank, tensors_by_path, values
 from ltx.typing import Tree
 
@@ -35,7 +35,8 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
 
     Args:
         state: a training state, of which those parts are compared that its strategy keeps the same on all ranks
-            (``state.layout``); or a tree of tensors, all of them.
+            (``state.layout``), and with the parameters the counts of steps and of the optimizer's updates, which
+            schedules read; or a tree of tensors, all of them.
         axis: as in :func:`ltx.psum`.
 
     Raises:
@@ -51,7 +52,7 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
         ...
         ltx.errors.ReplicaDivergedError: axis 'data': leaf 'w' (float32[2]) should be the same on every rank, ...
     """
-    check_leaves(comm.resolve(axis), _replicated(state), _REPAIR)
+    check_leaves(comm.resolve(axis), [*_replicated(state), *_counts(state)], _REPAIR)
 
 
 @checked("src")
@@ -78,9 +79,9 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
         tensor([1., 1., 1.])
     """
     found = comm.resolve(axis)
-    leaves = _replicated(state)
+    leaves, counts = _replicated(state), _counts(state)
     if src is None:
-        by_rank = digests_by_rank(found, leaves)
+        by_rank = digests_by_rank(found, [*leaves, *counts])
         if not any(len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)):
             return state
         most, count = Counter(map(tuple, by_rank)).most_common(1)[0]
@@ -94,17 +95,17 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
         same = placements.placed(same)
     by_path = {path: leaf.detach() for (path, _), leaf in zip(leaves, same, strict=True)}
     everything, spec = tree.flatten(state)
-    return cast(
-        State,
-        tree.unflatten(
-            spec, [by_path.get(path, x) for path, x in zip(tree.leaf_paths(state), everything, strict=True)]
-        ),
-    )
+    filled = [by_path.get(path, x) for path, x in zip(tree.leaf_paths(state), everything, strict=True)]
+    synced = tree.unflatten(spec, filled)
+    if counts:
+        synced = counted(synced, *collectives.broadcast_object([int(count) for _, count in counts], src, axis))
+    return cast(State, synced)
 
 
 def fingerprint(state: TrainState) -> str:
     """Equal on ranks whose replicated parts have the same bits. It doesn't communicate."""
-    digests = "".join(f"{path} {digest(values(leaf))}" for path, leaf in _replicated(state))
+    leaves = [*_replicated(state), *_counts(state)]
+    digests = "".join(f"{path} {digest(values(leaf))}" for path, leaf in leaves)
     return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
 
@@ -117,3 +118,16 @@ def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
         part for part in ("params", "buffers", "opt_state", "sync_state") if getattr(state.layout, part) == "replicated"
     } | {"loss_scale", "frozen"}
     return [(path, leaf) for path, leaf in tensors_by_path(state) if path.partition(".")[0] in parts]
+
+
+def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
+    """The counts of a training state that should be the same on every rank.
+
+    None where ranks have parameters of their own, and may have taken their own numbers of steps; and on simulated
+    ranks, which share the structure that has them.
+    """
+    if not isinstance(state, TrainState) or state.layout.params != "replicated":
+        return []
+    if torch._C._are_functorch_transforms_active():
+        return []
+    return [("step", torch.tensor(state.step)), ("updates", torch.tensor(updates_of(state)))]

@@ -183,10 +183,11 @@ class TrainStep(TrainSettings):
         Ranks that come from a checkpoint or from an interrupt may come from different steps.
         """
         axis_comm = axis.comm or axis.threads
+        layout = self.step.strategy.layout
         first = (
             axis_comm is not None
             and not axis_comm.compared.has(TrainStep, None)
-            and self.step.strategy.layout.params == "replicated"
+            and "replicated" in (layout.params, layout.sync_state)
         )
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)

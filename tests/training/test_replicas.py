@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import DonatedStateError, ReplicaDivergedError, StrategyError
+from ltx.training.train_state import counted
 from ltx.transforms.compare import digest, values
 
 Ranks = Callable[[int], ltx.Pool]
@@ -64,6 +65,43 @@ def test_the_odd_ones_out_are_named_and_mended(n: int, odd: list[int], said: str
     assert said in text
     assert f"ltx.sync_params(state, src={right}), or train.broadcast(state, src={right}) for all" in text
     assert all(same == (right not in odd) for _, same in results)
+
+
+def test_ranks_that_count_other_steps_are_named_and_mended(ranks: Ranks) -> None:
+    """A schedule of the learning rate would read another number on each, and the parameters drift apart."""
+
+    def on_a_rank() -> str:
+        schedule = ltx.optim.from_torch(torch.optim.SGD, lr=lambda updates: 0.1 * (updates + 1))
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), schedule, donate=False, check_every=1)
+        state, x = train.init(torch.ones(2)), torch.ones(2)
+        if int(ltx.axis_index()) == 1:
+            state = counted(state, 5, 3)
+        with pytest.raises(ReplicaDivergedError) as error:
+            train(state, x)
+        synced = ltx.sync_params(state, src=1)
+        assert (synced.step, synced.sync_state.step, synced.opt_state.count) == (5, 5, 3)
+        ltx.check_replicas(train(synced, x)[0])
+        return str(error.value)
+
+    (text,) = set(ranks(2).run(on_a_rank))
+    assert text.startswith("axis 'data': leaf 'step' (int64[]) should be the same on every rank, and differs on rank 1")
+    assert "So do 1 more: 'updates'." in text
+
+
+def test_the_first_step_compares_what_is_common_beside_parameters(on_new_axis: Callable[..., Any]) -> None:
+    """Ranks of DiLoCo have parameters of their own, and go on from one anchor, or would differ for good."""
+
+    def on_a_rank() -> str:
+        train = trainer(ltx.DiLoCoStrategy(period=2), donate=False)
+        state = start(train)
+        if int(ltx.axis_index()) == 1:
+            state.sync_state.leaves["b"]["anchor"].add_(1.0)
+        with pytest.raises(ReplicaDivergedError) as error:
+            train(state, torch.ones(5000))
+        return str(error.value)
+
+    (text,) = set(on_new_axis(on_a_rank))
+    assert "leaf 'sync_state.leaves.b.anchor' (float32[]) should be the same on every rank" in text
 
 
 def test_what_is_each_ranks_own_stays(ranks: Ranks) -> None:
