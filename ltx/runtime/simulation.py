@@ -21,7 +21,7 @@ from ltx.collectives import rank_seed
 from ltx.errors import AxisError, UnsupportedError
 from ltx.runtime.per_rank import PerRank
 from ltx.simulated import mapped_arguments, mapped_size
-from ltx.training.guard import random_states, set_random_states
+from ltx.training.randomness import random_states, set_random_states
 from ltx.transforms.closure_check import reached_from
 from ltx.transforms.recompute import functional_calls_of_torch
 from ltx.transforms.swap import set_placed_aside, version_of

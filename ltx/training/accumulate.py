@@ -23,6 +23,7 @@ from ltx.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
 from ltx.gradients.planning import tracked
 from ltx.training.outputs import as_loss, loss_in
 from ltx.training.pending_step import leaf_like
+from ltx.training.randomness import drawn_again, random_states
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.plain_autograd import gradients
@@ -98,6 +99,7 @@ class _Call:
         self._structure: tuple[Any, list[Any]] = (None, [])
         self._positions: list[int] = []  # of tensors among the leaves
         self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
+        self.drawn: list[torch.Tensor] = []  # of what random numbers were drawn
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
         """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
@@ -113,7 +115,7 @@ class _Call:
             given, named = tree.unflatten(self.spec, filled)
             args, kwargs = list(given), dict(zip(self.names, named, strict=True))
             if self.step.carry is not None and carry is not None:
-                args[self.step.carry] = carry
+                args[self.step.carry] = tree.detached(carry)
             part = self._one(self.step.fn(*args, **kwargs))
             carry = part.carry
             parts.append(part)
@@ -162,6 +164,7 @@ class _Call:
         # All tensors are arguments of the Function, since it unwraps what it is given and nothing else.
         self._positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.wanted = tuple(self._positions.index(i) for i in inputs)
+        self.drawn = random_states()
         outs = MicroBatches.apply(self, *(self.leaves[i] for i in self._positions))
         raise_priority(outs[0], ACCUMULATE_PRIORITY)
         spec, others = self._structure
@@ -197,7 +200,7 @@ class _Call:
         at = [tensors[i] for i in self.wanted]
         if torch._C._are_functorch_transforms_active():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
-            return list(found), parts[-1]._replace(total=value, carry=tree.detached(parts[-1].carry))
+            return list(found), parts[-1]._replace(total=value)
         leaves = [leaf_like(x) for x in at]
         try:
             with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
@@ -248,7 +251,9 @@ class MicroBatches(Function):
                     here[i] = tensor
                 return call(here)[1 : 1 + len(wanted)]
 
-            again = torch.func.vjp(gradient, *(tensors[i] for i in call.wanted))[1](tuple(cotangents))
+            with drawn_again(call.drawn):
+                pull = torch.func.vjp(gradient, *(tensors[i] for i in call.wanted))[1]
+            again = pull(tuple(cotangents))
             found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
         by_position = dict(zip(call.wanted, found, strict=True))
         return (None, *(by_position.get(i) for i in range(ctx.inputs)))
@@ -294,15 +299,16 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
             split along dim 0 into that many chunks, equal ones unless the step is Weighted; 0-dim tensors and other
             leaves go to each as they are. :mod:`ltx.tree` says which containers are looked into.
         carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the
-            second output of each is what the next one is given there. The last one's is returned.
+            second output of each is what the next one is given there, as a constant. The last one's is returned.
 
     Returns:
         A step with the same arguments: the mean over the micro-batches (or the Weighted sums), then the other outputs,
         each stacked along a new dimension 0 of size `steps`.
 
     Gradient:
-        Of the mean over micro-batches, to any order. Second derivatives compute the micro-batches again. In forward
-        mode (jvp, hessian), inside a compiled graph and under vmap within an outer grad all graphs are held.
+        Of the mean over micro-batches, to any order; what is carried from one to the next has none. Second derivatives
+        compute the micro-batches again. In forward mode (jvp, hessian), inside a compiled graph and under vmap within
+        an outer grad all graphs are held.
 
     Raises:
         StepError: the batch doesn't split evenly, or the step returns no loss.

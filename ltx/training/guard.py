@@ -20,6 +20,7 @@ from ltx.optim.base import chosen
 from ltx.strategies.update import StepInfo, Updated
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.placed_state import on_any_rank
+from ltx.training.randomness import drawn_again
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.compare import with_ranks
@@ -80,19 +81,6 @@ def not_finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([x.double() for x in largest]).isfinite().all().logical_not()
 
 
-def random_states() -> list[torch.Tensor]:
-    """torch's default generators: the CPU's, and the current CUDA device's if there is one in use."""
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]
-
-
-def set_random_states(states: Sequence[torch.Tensor]) -> None:
-    """Inverse of :func:`random_states`."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
-
-
 def not_finite_error(
     train: TrainSettings,
     state: TrainState,
@@ -107,8 +95,7 @@ def not_finite_error(
     `states`: the generators' before the step; `factor`: the loss scale.
     """
     paths = tree.leaf_paths(state.trained)
-    with torch.random.fork_rng([torch.cuda.current_device()] if len(states) > 1 else []):
-        set_random_states(states)
+    with drawn_again(states):
         own = _own_gradients(train, state, batch, info, factor)
     axis_comm, threads, simulated = info.axis.comm, info.axis.threads, info.axis.simulated
     if axis_comm or threads:

@@ -20,10 +20,10 @@ from ltx.training.guard import (
     loss_scale_of,
     next_state,
     not_finite_error,
-    random_states,
     should_raise,
 )
 from ltx.training.outputs import Batch, arguments_of, outputs_of
+from ltx.training.randomness import random_states
 from ltx.training.replicas import check_replicas
 from ltx.training.settings import TrainSettings, check_layout, refuse_in_graph
 from ltx.training.train_state import Metrics, TrainState

@@ -31,13 +31,13 @@ from ltx.training.guard import (
     next_state,
     not_finite_error,
     probes,
-    random_states,
     runs_ahead,
     should_raise,
 )
 from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
 from ltx.training.overlap import StepStart
 from ltx.training.pending_step import PendingStep
+from ltx.training.randomness import random_states
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.marking import marks_on_wire

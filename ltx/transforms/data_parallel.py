@@ -25,7 +25,7 @@ from ltx.transforms.compare import check_in_debug, check_params_once
 from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.placed import check_placements, local_parts, placed, whole_scalars
 from ltx.transforms.recompute import in_step
-from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, StepSettings, refuse_gradients
+from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, StepSettings, averaged, refuse_gradients
 from ltx.transforms.sync_gradients import sync_gradients
 from ltx.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
@@ -198,7 +198,8 @@ class DataParallel(StepSettings):
             return output
         if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
             grads, _ = sync_gradients(output[0], self.strategy, axis=self.axis)
-            return (grads, *output[1:])
+            rest = output[1:]
+            return (grads, *(averaged(rest, self.axis) if self.outputs == "mean" else rest))
         return sync_gradients(output, self.strategy, axis=self.axis)[0]
 
 
@@ -247,7 +248,7 @@ def data_parallel(
             in the step of what should be a mean. "mean": floating tensors of all that the step returns, aux and buffers
             included, are averaged over the ranks, and in forward mode so are their tangents.
         returns: "grads" for a step that itself returns gradients (JAX's habit in ``pmap``): the returned tree, or the
-            first element of a returned tuple, is reduced, and the rest is passed on.
+            first element of a returned tuple, is reduced; the rest is passed on, or averaged with ``outputs="mean"``.
 
     Returns:
         A :class:`DataParallel`: a function with `step_fn`'s signature and value, also usable as a decorator

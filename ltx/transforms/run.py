@@ -114,6 +114,13 @@ class StepSettings:
             raise StrategyError(
                 f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {brief(self.strategy)}."
             )
+        inside = getattr(self.fn, "argnums", self.argnums)  # of ltx.accumulate around a plain step
+        if self.argnums not in (inside, (inside,)):
+            raise StepError(
+                f"data_parallel: the step takes argument {brief(inside)} for its parameters, and argnums="
+                f"{brief(self.argnums)}, so it would split the parameters and leave the batch whole. Wrap the plain "
+                f"step first: ltx.accumulate(ltx.data_parallel(step, argnums={brief(self.argnums)}), steps)."
+            )
         if self.outputs not in ("local", "mean"):
             raise StrategyError(f'outputs must be "local" or "mean", got {brief(self.outputs)}.')
         if self.returns not in ("value", "grads"):
@@ -199,6 +206,16 @@ class Marked:
         return tree.unflatten(spec, leaves)
 
 
+def averaged(values: Tree, axis: Any) -> Tree:
+    """`values` with the mean over ranks of floating tensors."""
+    leaves, spec = tree.flatten(values)
+    floating = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if floating:
+        for i, x in zip(floating, collectives.pmean([leaves[i] for i in floating], axis), strict=True):
+            leaves[i] = x
+    return tree.unflatten(spec, leaves)
+
+
 @dataclass(frozen=True)
 class Run:
     """One call of a step, before its value is made.
@@ -231,14 +248,7 @@ class Run:
 
     def averaged(self, values: Tree) -> Tree:
         """`values` with the mean over ranks of floating tensors, if outputs are means."""
-        if not self.mean:
-            return values
-        leaves, spec = tree.flatten(values)
-        floating = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        if floating:
-            for i, x in zip(floating, collectives.pmean([leaves[i] for i in floating], self.axis), strict=True):
-                leaves[i] = x
-        return tree.unflatten(spec, leaves)
+        return averaged(values, self.axis) if self.mean else values
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
         total, weight = output.checked()

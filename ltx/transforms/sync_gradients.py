@@ -118,8 +118,10 @@ def _reduce_sparse(hook: CommHook, axis: Any, grads: dict[str, torch.Tensor]) ->
             f"sync_gradients: leaf {next(iter(grads))!r} is sparse, and {hook!r} combines whole tensors. Use "
             "x.to_dense()."
         )
-    factor = hook.derivative_scale(comm.resolve(axis).size)
-    return [psum(x, axis) * factor for x in grads.values()]
+    found = comm.resolve(axis)
+    among = hook.within(found) or found
+    factor = hook.derivative_scale(among.size)
+    return [psum(x, among) * factor for x in grads.values()]
 
 
 def _reduce(

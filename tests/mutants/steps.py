@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         name="transforms: accumulate starts each micro-batch anew",
         file="training/accumulate.py",
-        old="                args[self.step.carry] = carry\n",
+        old="                args[self.step.carry] = tree.detached(carry)\n",
         new="                pass\n",
         breaks="batch norm's buffers have seen the last micro-batch alone",
         tests=("tests/training/test_accumulate.py",),

@@ -272,6 +272,16 @@ def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
     return state.params, expected
 
 
+def test_sparse_gradients_stay_within_nodes_too(ranks: Ranks) -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        mine = torch.zeros(4).index_fill(0, torch.tensor(ltx.world().rank), 1.0)
+        grads, _ = ltx.sync_gradients([mine, mine.to_sparse()], ltx.LocalSGDStrategy(4, subgroup=2))
+        return grads[0], grads[1].to_dense()
+
+    for rank, (dense, sparse) in enumerate(ranks(4).run(run)):
+        assert sparse.tolist() == dense.tolist() == ([0.5, 0.5, 0, 0] if rank < 2 else [0, 0, 0.5, 0.5])
+
+
 @pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(1), ltx.DiLoCoStrategy(1, 1.0, 0.0)], ids=["SGD", "DiLoCo"])
 def test_parameters_of_all_kinds(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
     for params, expected in ranks(2).run(of_all_kinds, strategy):

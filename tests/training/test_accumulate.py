@@ -104,6 +104,18 @@ def test_second_derivatives_on_real_ranks(nesting: str, ranks: Ranks, seed: int)
     assert_close(ranks(2).run(hvp_on_a_rank, nesting, seed).replicated(), expected, 1e-12)
 
 
+def test_second_derivatives_draw_the_same_random_numbers(seed: int) -> None:
+    """Dropout keeps what it kept: of w^3 the second derivative is 6 w where the first is 3 w^2."""
+    step = ltx.accumulate(lambda w, x: torch.nn.functional.dropout(w**3 * x, 0.5).sum(), 3)
+    w, x = torch.rand(50) + 0.5, torch.ones(6, 50)
+    w.requires_grad_()
+    (first,) = torch.autograd.grad(step(w, x), w, create_graph=True)
+    drawn = torch.get_rng_state()
+    (second,) = torch.autograd.grad(first.sum(), w)
+    torch.testing.assert_close(second, 2 * first / w)
+    assert torch.get_rng_state().equal(drawn)
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +207,36 @@ def test_the_carry_goes_from_one_micro_batch_to_the_next(seed: int) -> None:
     torch.testing.assert_close(carried["1.running_var"], module[1].running_var)
 
 
+def by_backward(f: Callable[..., Tensor], w: Tensor, *others: Tensor) -> Tensor:
+    w = w.clone().requires_grad_()
+    (found,) = torch.autograd.grad(f(w, *others), w)
+    return found
+
+
+CARRYING: dict[str, Callable[..., Tensor]] = {
+    "backward": by_backward,
+    "grad": lambda f, w, h, x: grad(f)(w, h, x),
+    "jvp": lambda f, w, h, x: jvp(lambda w: f(w, h, x), (w,), (torch.ones(()),))[1],
+    "vmap": lambda f, w, h, x: torch.vmap(grad(f), in_dims=(None, None, 0))(w, h, x[None])[0],
+    "compile": lambda f, w, h, x: torch.compile(grad(f), backend="eager", fullgraph=True)(w, h, x),
+}
+
+
+@pytest.mark.parametrize("way", CARRYING)
+def test_the_carry_is_a_constant_to_the_next_micro_batch(way: str, seed: int) -> None:
+    def step(w: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(w * h + x.mean())
+        return h.square(), h
+
+    w, first, x = torch.rand(()), torch.rand(()), torch.rand(6)
+    h, expected = first, torch.zeros(())
+    for part in x.split(2):
+        expected = expected + grad(lambda w, h=h, part=part: step(w, h, part)[0])(w) / 3
+        h = step(w, h, part)[1]
+    found = CARRYING[way](lambda *args: ltx.accumulate(step, 3, carry=1)(*args)[0], w, first, x)
+    torch.testing.assert_close(found, expected)
+
+
 def test_weighted_chunks_may_be_unequal(seed: int) -> None:
     x, w = torch.randn(7, 3), torch.randn(3)
     step = ltx.data_parallel(lambda w, x: ltx.Weighted((w * x).square().sum(), len(x)))
@@ -237,6 +279,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         StepError,
         "accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; got a tensor "
         "of shape [2].",
+    ),
+    "parameters elsewhere": (
+        lambda: ltx.data_parallel(ltx.accumulate(lambda x, w: (w * x).mean(), 2), argnums=1),
+        StepError,
+        "data_parallel: the step takes argument 0 for its parameters, and argnums=1, so it would split the parameters "
+        "and leave the batch whole. Wrap the plain step first: ltx.accumulate(ltx.data_parallel(step, argnums=1), "
+        "steps).",
     ),
     "no carry": (
         lambda: ltx.accumulate(mean, 2, carry=1)(torch.ones(()), torch.ones(4)),

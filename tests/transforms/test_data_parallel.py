@@ -187,6 +187,8 @@ def test_steps_that_return_gradients() -> None:
     first, value = reduced(torch.func.grad_and_value(scaled))
     assert first["b"].tolist() == [(2 * MEAN).tolist()] * 2
     assert value.tolist() == [8.0, 21.0]
+    _, mean = on_two(ltx.data_parallel(torch.func.grad_and_value(scaled), returns="grads", outputs="mean"), AB)
+    assert mean.tolist() == [14.5, 14.5]
     blocked = ltx.block_backward_sync(ltx.data_parallel(grads, returns="grads"))
     assert on_two(blocked, AB)["a"].tolist() == [[1.0, 2.0], [3.0, 5.0]]
 
