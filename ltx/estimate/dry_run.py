@@ -158,6 +158,7 @@ class Gradients:
 
     def buckets(self, hook: hooks.CommHook, entries: States, step: int) -> tuple[BucketExplanation, ...]:
         """What a step with `hook` issues for its gradients."""
+        hook = hook.at(step)
         states = [hook.states_of(entries.get(self.paths[i], {})) for i in self.wanted]
         paths, plan, kinds, alike = [self.paths[i] for i in self.wanted], self.plan(hook, states, step), [], {}
         for bucket in plan.buckets:

@@ -194,12 +194,14 @@ def make_plan(
 
     Args:
         owner: the strategy.
+        hook: it, or a schedule of which that of `step` is in force (:meth:`CommHook.at`).
         arrival: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
-        step: the number of steps so far; only stateful hooks read it.
+        step: the number of steps so far.
         structure: that of the tree the tensors come from.
         compare: False inside a graph, where ranks can't wait for each other.
         background: for the background channel, on which a hook has one phase.
     """
+    hook = hook.at(step)
     # Once it has traced several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
     shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
     leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))

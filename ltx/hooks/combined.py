@@ -11,10 +11,11 @@ from ltx.arguments import brief, check_whole, checked
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket, leaves_of
 from ltx.gradients.comm_hook import CommHook, around
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms, drive_within
+from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Terms, drive_within
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.plain import AllReduce
+from ltx.tree import describe
 
 _EXACT = AllReduce()
 
@@ -38,10 +39,21 @@ class After(CommHook):
         return tuple(dict.fromkeys((*self.first.state_names, *self.hook.state_names)))
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        return {**self.first.init(param, path), **self.hook.init(param, path)}
+        first, later = self.first.init(param, path), self.hook.init(param, path)
+        for name in first.keys() & later.keys():  # one tensor for both
+            before, behind = describe(first[name]), describe(later[name])
+            if before != behind:
+                raise StrategyError(
+                    f"after: {self.first!r} keeps {name!r} of parameter {path!r} as {before}, with which {self.hook!r} "
+                    f"goes on from step {self.step} on, and has {behind}. Give both the fields that it follows from."
+                )
+        return {**first, **later}
 
     def at(self, step: int) -> CommHook:
         return self.first.at(step) if step < self.step else self.hook.at(step)
+
+    def cast(self, dtype: torch.dtype) -> CommHook:
+        return replace(self, hook=cast(self.hook, dtype), first=cast(self.first, dtype))
 
     @property
     def constant_after(self) -> int | None:
@@ -49,18 +61,16 @@ class After(CommHook):
         return None if last_change is None else max(self.step, last_change)
 
     def with_error_feedback(self) -> CommHook | None:
-        fed = self.hook.with_error_feedback()
-        return None if fed is None else replace(self, hook=fed)
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        assert isinstance(inputs.step, int)  # no graph holds a schedule
-        return self.at(inputs.step).reduce(inputs)
+        first, later = self.first.with_error_feedback(), self.hook.with_error_feedback()
+        fed = replace(self, hook=later or self.hook, first=first or self.first)
+        return fed if first or later else None
 
 
 def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
     """Warm-up: `first` (the exact mean if None) at the synchronised steps before `step`, `hook` from then on.
 
-    A step with such a hook needs communication state, be it only for the count of steps.
+    A step with such a hook needs communication state, be it only for the count of steps. What both hooks keep under one
+    name, such as a residual, is one tensor, with which `hook` goes on.
 
     Example:
         >>> import ltx
@@ -86,7 +96,8 @@ class Chain(LossyHook):
                 f"chain: {self.hook!r} asks for no sum that {self.inner!r} could make: what it sends is its own. "
                 "Put a hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first."
             )
-        if not self.inner.averages:
+        # The sums of shares that are divided already; others divide themselves, or go on with what they are given.
+        if not self.inner.averages or self.inner.scale(2) != 1 / 2:
             raise StrategyError(f"chain: {self.inner!r} makes no sums, so it can't make those of {self.hook!r}.")
         if self.inner.state_names:
             raise StrategyError(
@@ -213,7 +224,16 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
     if not inner:
         return hook
     first, *others = inner
-    return Chain(hook, chain(first, *others))
+    return _chained(hook, chain(first, *others))
+
+
+def _chained(hook: CommHook, inner: CommHook) -> CommHook:
+    # A schedule of chains, so that none of them is refused only at the step from which on it would be in force.
+    if isinstance(hook, After):
+        return replace(hook, hook=_chained(hook.hook, inner), first=_chained(hook.first, inner))
+    if isinstance(inner, After):
+        return replace(inner, hook=_chained(hook, inner.hook), first=_chained(hook, inner.first))
+    return Chain(hook, inner)
 
 
 _HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: BF16()}
