@@ -9,15 +9,15 @@ from __future__ import annotations
 import fcntl
 import io
 import os
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TextIO
 
-from ltx.runtime.show import LiveLine
+from ltx.runtime.show import LiveLine, write
 
 # As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
 _PIPE_BYTES = 1 << 20
@@ -55,7 +55,7 @@ class Output:
         for fd, (rank, stream) in list(self._sources.items()):
             written = self._begun.pop(fd, b"") + self._read(fd)
             *lines, rest = written.split(b"\n")
-            if finish and rest:
+            if rest and (finish or fd not in self._sources):  # nothing follows: its process is gone
                 lines, rest = [*lines, rest], b""
             if rest:
                 self._begun[fd] = rest.rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
@@ -125,7 +125,8 @@ def together(messages: Iterable[Printed]) -> Iterator[Printed]:
 class Writer(io.TextIOBase):
     """A worker's ``sys.stdout`` or ``sys.stderr``: whole lines are delivered, the last one when the call is over.
 
-    A line with a carriage return, which is about to be written over, is delivered as it changes.
+    A line with a carriage return, which is about to be written over, is delivered as it changes. Threads may write at
+    once. A fork of the worker, such as a data loader's, writes to the pipe: the way to the driver is the worker's own.
 
     Args:
         stream: "stdout" or "stderr".
@@ -137,9 +138,11 @@ class Writer(io.TextIOBase):
 
     def __init__(self, stream: str, fd: int, deliver: Callable[[Any], None]):
         self._stream, self._fd, self._deliver = stream, fd, deliver
+        self._lock = threading.RLock()  # a finaliser that prints may come in the middle of a write
         self._begun = ""
         self._live = False  # whether the driver shows the line that has begun
         self._told_s = 0.0  # when it was last told of it
+        self._pipe: TextIO | None = None  # in a fork
 
     def writable(self) -> bool:
         return True
@@ -147,7 +150,26 @@ class Writer(io.TextIOBase):
     def fileno(self) -> int:
         return self._fd
 
+    def in_fork(self) -> None:
+        """This process is a fork of the worker now."""
+        self._begun, self._live = "", False  # the worker delivers what it has begun
+        raw = io.FileIO(self._fd, "w", closefd=False)
+        self._pipe = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+
+    def flush(self) -> None:
+        if self._pipe is not None:
+            self._pipe.flush()
+
     def write(self, text: str) -> int:
+        if self._pipe is not None:
+            return self._pipe.write(text)
+        with self._lock:
+            self._write(text)
+        return len(text)
+
+    def _write(self, text: str) -> None:
         lines, newline, rest = (self._begun + text).rpartition("\n")
         self._begun = _last(rest) + "\r" * rest.endswith("\r")
         ended = (lines + newline).split("\n")[:-1]
@@ -159,25 +181,21 @@ class Writer(io.TextIOBase):
         if "\r" in rest and time.monotonic() - self._told_s > _PAUSE_S:
             self._live, self._told_s = True, time.monotonic()
             self._deliver(Line(self._stream, _last(rest), False))
-        return len(text)
 
     def finish(self) -> None:
         """The call is over: deliver also a line that hasn't ended."""
-        begun, self._begun = self._begun, ""
-        if self._live:
-            self._deliver(Line(self._stream, _last(begun), True))
-            self._live = False
-        elif begun:
-            self._deliver(Printed(self._stream, begun))
+        with self._lock:
+            begun, self._begun = self._begun, ""
+            if self._live:
+                self._deliver(Line(self._stream, _last(begun), True))
+                self._live = False
+            elif begun:
+                self._deliver(Printed(self._stream, begun))
 
 
 def _print(lines: list[str], rank: int, stream: str) -> None:
-    if not lines:
-        return
-    target = sys.stdout if stream == "stdout" else sys.stderr
-    with suppress(ValueError):  # closed
-        target.write("".join(f"[rank {rank}] {_last(line)}\n" for line in lines))
-        target.flush()
+    if lines:
+        write(stream, "".join(f"[rank {rank}] {_last(line)}\n" for line in lines))
 
 
 def _last(line: str) -> str:

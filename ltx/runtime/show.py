@@ -44,7 +44,7 @@ class Shown:
         label = "" if rank is None else f"[rank {rank}] "
         labelled = {**self.bundle, "text/plain": label + self.bundle["text/plain"]}
         if not in_notebook():
-            print(labelled["text/plain"], flush=True)
+            write("stdout", labelled["text/plain"] + "\n")
             return
         display = _ipython_display()
         if label and len(labelled) > 1:  # then the text isn't what is seen
@@ -75,7 +75,7 @@ def show(*values: Any, rank: int | None = None) -> None:
         if outbox is None:
             seen.shown(None, 1, {})
         else:
-            sys.stdout.flush()  # what was printed before is shown before
+            print(end="", flush=True)  # what was printed before is shown before; there may be no stdout
             outbox(seen)
 
 
@@ -161,6 +161,16 @@ def progress(iterable: Iterable[T], *, total: int | None = None, label: str = ""
         deliver(Progress(label, done, total, True))
 
 
+def write(stream: str, text: str) -> None:
+    """Write to ``sys.stdout`` or ``sys.stderr`` what it can take: text of workers must not fail, or be lost, here."""
+    target = getattr(sys, stream)
+    if target is None or getattr(target, "closed", False):
+        return
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    target.flush()
+
+
 class LiveLine:
     """A line of ``sys.stdout`` or ``sys.stderr`` that is written over; in a notebook a display that is updated."""
 
@@ -178,11 +188,10 @@ class LiveLine:
                 self._handle = display(bundle, raw=True, display_id=True)
             else:
                 self._handle.update(bundle, raw=True)
-        elif target.isatty():
-            target.write(f"\r\x1b[K{line}" + "\n" * finished)
-            target.flush()
+        elif target is not None and target.isatty():
+            write(self._stream, f"\r\x1b[K{line}" + "\n" * finished)
         elif finished:  # a log: once
-            print(line, file=target, flush=True)
+            write(self._stream, f"{line}\n")
 
 
 class Bar:

@@ -55,6 +55,7 @@ def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None 
         connection: this process' end.
         inherited: (function, arguments) of the call that a fork does.
     """
+    os.set_inheritable(connection.fileno(), False)  # else the driver would see its end only with that of a command
     setup: Setup = receive(connection)()
     sys.path[:] = setup.sys_path
     loop = _WorkerLoop(connection, inherited)
@@ -68,8 +69,11 @@ def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None 
     gc.freeze()
     gc.enable()
     show.outbox = loop.send
+    os.register_at_fork(after_in_child=loop.in_fork)
     if setup.shows_output:
-        sys.stdout, sys.stderr = Writer("stdout", 1, loop.send), Writer("stderr", 2, loop.send)
+        sys.stdout, sys.stderr = (Writer(name, fd, loop.send) for fd, name in ((1, "stdout"), (2, "stderr")))
+        for writer in (sys.stdout, sys.stderr):
+            os.register_at_fork(after_in_child=writer.in_fork)
     loop.send(Ready())
     # A thread of its own reads, so that the end of the driver is seen while a call runs or hangs in a collective.
     threading.Thread(target=loop.read, name="ltx-worker-reader", daemon=True).start()
@@ -151,6 +155,11 @@ class _WorkerLoop:
             self._raised = self.running
             raise KeyboardInterrupt
 
+    def in_fork(self) -> None:
+        """In a fork, such as a data loader's worker: the connection is the parent's, and ends with the parent."""
+        show.outbox = None
+        self._connection.close()
+
     def send(self, message: Any) -> None:
         self._deliver(pack(message))
 
@@ -163,7 +172,10 @@ class _WorkerLoop:
             reply = pack(failure_of(error, cancelled=True))
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # broken or closed: no reason to lose the answer
-                stream.finish() if isinstance(stream, Writer) else stream.flush()
+                if isinstance(stream, Writer):
+                    stream.finish()
+                elif stream is not None:
+                    stream.flush()
         self._deliver(reply)
 
     def _reply(self, call: Call, load: Callable[[], Any]) -> Message:
@@ -204,7 +216,7 @@ class _WorkerLoop:
             self._delivering = shields
             try:
                 message.send(self._connection)
-            except OSError:  # the driver is gone
+            except OSError:  # the driver is gone, or this is a fork that goes on in the worker's place
                 os._exit(1)
             finally:
                 message.close()
