@@ -55,7 +55,8 @@ def collect(
         with suppress(KeyboardInterrupt):  # who interrupts again has had enough
             _be_patient(workers, waiting, answers, grace_s)
         kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
-        raise CallInterruptedError(_where(name, answers, ranks, kept), kept) from None
+        places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in ranks)
+        raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
 
 
 def _gather(
@@ -107,14 +108,11 @@ def _receive(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], e
     return {rank: answer for rank, answer in came.items() if not isinstance(answer, At)}
 
 
-def _where(name: str, answers: dict[int, Any], ranks: Sequence[int], kept: bool) -> str:
-    places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in ranks)
-    after = "The workers keep their state." if kept else "The workers were ended; the next run starts new ones."
-    return f"{name} was interrupted: {places}. {after}"
-
-
-_ENDED = "The workers were ended, with what they had kept; the next run starts new ones."
-_KEPT = "The workers keep their state, and the next run begins with a new world."
+def what_became_of_workers(kept: bool) -> str:
+    """What a pool says of its workers after a call that failed or was interrupted."""
+    if kept:
+        return "The workers keep their state, and the next run begins with a new world."
+    return "The workers were ended, with what they had kept; the next run starts new ones."
 
 
 def failure_error(
@@ -130,7 +128,7 @@ def failure_error(
         timeout_s: how long it could take.
         kept: whether the workers are still there; None if nobody expects it.
     """
-    after = "" if kept is None else _KEPT if kept else _ENDED
+    after = "" if kept is None else what_became_of_workers(kept)
     # An ended process comes first: peers that fail because of it, in whatever words, do so after it. What says itself
     # that it comes of a peer's failure is last; one that gave up when it was asked to doesn't count.
     silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]

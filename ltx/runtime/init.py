@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ltx import comm
 from ltx import tree as trees
-from ltx.arguments import brief, checked, seconds
+from ltx.arguments import brief, checked, seconds, shown
 from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import TreeError, WorldError
 from ltx.runtime.environments import Placement
@@ -43,6 +43,7 @@ from ltx.runtime.launchers import (
     placement_from_env,
 )
 from ltx.runtime.world import Session, World, abandon, forget, process, settings_of_world, shutdown, world, world_of
+from ltx.strategies import Strategy
 from ltx.typing import Tree
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -54,7 +55,7 @@ _LET_GO_S = 2.0
 
 @checked("backend")
 def init(
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     *,
     backend: str | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -101,8 +102,8 @@ def init(
         The world, which is a context manager too.
 
     Raises:
-        WorldError: the environment is malformed, the ranks can't meet, the mesh doesn't fit, a world with other
-            arguments is up already, or this process is a fork of a rank's.
+        WorldError: `strategy` isn't one, the environment is malformed, the ranks can't meet, the mesh doesn't fit, a
+            world with other arguments is up already, or this process is a fork of a rank's.
 
     Example:
         >>> import torch, ltx
@@ -292,13 +293,18 @@ def _let_go(held: list[Any]) -> None:
 
 
 def _asked_settings(
-    strategy: Any,
+    strategy: Strategy | None,
     backend: str | None,
     timeout: timedelta | float,
     mesh: Mapping[str, int] | None,
     heartbeat: timedelta | float,
 ) -> dict[str, Any]:
     """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise WorldError(
+            f"ltx.init: strategy must be an ltx.Strategy or None, got {shown(strategy)}. Name other arguments: "
+            'backend="gloo", mesh={"node": 2, "data": 4}, timeout=60.'
+        )
     if timeout is DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
         timeout = getattr(strategy, "timeout", None) or DEFAULT_TIMEOUT
     if mesh is not None and not isinstance(mesh, Mapping):

@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 from ltx.arguments import checked, is_whole, seconds, whole
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import inherited_call, name_of, pack_call
-from ltx.runtime.collecting import collect, failure_error
+from ltx.runtime.collecting import collect, failure_error, what_became_of_workers
 from ltx.runtime.messages import Failure, Message, Result
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.starting import StartMethod, starter
 from ltx.runtime.worker_group import WorkerGroup
 from ltx.runtime.world import POOL_VARIABLE, cores
+from ltx.strategies import Strategy
 
 T = TypeVar("T")
 
@@ -191,6 +192,7 @@ class Pool:
             workers.failed = not all(isinstance(answers.get(rank), Result) for rank in ranks)
         except CallInterruptedError as interrupt:
             kept = workers.failed = interrupt.kept
+            interrupt.args = (f"{interrupt} {what_became_of_workers(kept)}",)
             raise
         finally:
             call.close()
@@ -240,7 +242,7 @@ def check_size(caller: str, n: object) -> int:
     return whole(f"{caller}: the number of workers", n, 1, WorkerError)
 
 
-@checked("fn", "timeout")
+@checked("fn", "timeout", "strategy")
 def launch(
     fn: Callable[..., T],
     nprocs: int,
@@ -248,7 +250,7 @@ def launch(
     start_method: StartMethod | None = None,
     timeout: timedelta | float | None = None,
     threads: int | None = None,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
 ) -> list[T]:
     """Start `nprocs` processes on this machine, call ``fn(*args)`` on each, end them, and return what each returned.
 
@@ -296,6 +298,9 @@ def launch(
         complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))
         if complete:
             workers.stop()
+    except CallInterruptedError as interrupt:
+        interrupt.kept = False
+        raise
     finally:
         call.close()
         workers.finish_output()

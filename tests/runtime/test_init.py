@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -123,20 +122,21 @@ def test_second_call_with_other_arguments_says_which(old: dict[str, Any], new: d
     init(**new)
 
 
-@dataclass
-class _Strategy:
-    process_group_backend: str | None = None
-    timeout: timedelta | None = None
-
-
 def test_process_fields_of_a_strategy() -> None:
-    init(_Strategy("mpi", timedelta(seconds=7)))
+    strategy = ltx.DDPStrategy(process_group_backend="mpi", timeout=timedelta(seconds=7))
+    init(strategy)
     assert world().backend == "mpi"
     with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=7\) and now"):
         init(timeout=timedelta(seconds=8))
-    assert init(_Strategy()) is world()
+    assert init(strategy) is world()
     shutdown()
-    assert init(_Strategy("mpi"), backend="gloo").backend == "gloo", "the argument goes before the field"
+    assert init(strategy, backend="gloo").backend == "gloo", "the argument goes before the field"
+
+
+@pytest.mark.parametrize("given", ["gloo", {"node": 1, "data": 1}, 30, ltx.DDPStrategy])
+def test_first_arguments_that_are_no_strategy(given: object) -> None:
+    with pytest.raises(WorldError, match=r"ltx.init: strategy must be an ltx.Strategy or None, got .*: backend="):
+        init(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("timeout", ["30", True, 0, math.nan, math.inf, timedelta(0), timedelta(seconds=-1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
+from ltx.errors import ArgumentError, CallFailedError, CallInterruptedError, CallTimeoutError, WorkerError
 from ltx.runtime.pool import Pool
 from tests.covering import some
 
@@ -103,6 +104,21 @@ def test_a_time_limit() -> None:
     assert time.monotonic() - began < 10
 
 
+def test_an_interrupt_says_nothing_of_workers_that_are_gone() -> None:
+    def interrupts() -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(50)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs may ignore it
+    try:
+        with pytest.raises(CallInterruptedError, match=r"interrupts was interrupted: rank 0 was at [^;]*") as caught:
+            ltx.launch(interrupts, 1, start_method="fork")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "The workers" not in str(caught.value)
+    assert not caught.value.kept
+
+
 def test_nothing_is_left() -> None:
     gc.collect()  # what earlier tests have left is no gain of this one
     sockets = len(os.listdir("/proc/self/fd"))
@@ -138,6 +154,8 @@ def test_arguments_that_are_none_of_it(ranks: Callable[[int], Pool]) -> None:
         WorkerError, match=r"ltx\.launch: the number of workers must be a whole number of at least 1, got 0"
     ):
         ltx.launch(print, 0)
+    with pytest.raises(ArgumentError, match=r"launch: strategy must be Strategy or None, got 'fork' of type str"):
+        ltx.launch(print, 1, strategy="fork")  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match=r"ltx.launch: threads must be a whole number of at least 1, got 0"):
         ltx.launch(print, 1, threads=0)
 
