@@ -47,7 +47,6 @@ class Rule:
         arguments: the operation's arguments, from `static`.
         keeps_strides: the value, of x's shape, has x's memory layout on that rank (channels last, for example). What is
             sent is contiguous, because ranks' tensors may have different layouts.
-        adds: `after` adds up what an operation has only moved, so dtypes without sums are refused, as for a psum.
     """
 
     name: str
@@ -60,12 +59,11 @@ class Rule:
     batched: Callable[[Static], Static] = lambda static: static
     arguments: Callable[[Static], Static] = lambda static: ()
     keeps_strides: bool = False
-    adds: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether nothing is computed with the data, so that it may travel as bytes."""
-        return not self.adds and self.operation is not None and OPERATIONS[self.operation].moves
+        return self.operation is not None and OPERATIONS[self.operation].moves
 
 
 RULES: dict[str, Rule] = {}

@@ -35,7 +35,7 @@ from ltx.arguments import check_whole
 from ltx.comm.bits import view_as
 from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.gradients.reduction import BucketInput
-from ltx.hooks.lossy import CompressedAllReduce, as_bytes, from_bytes
+from ltx.hooks.lossy import CompressedAllReduce, from_message, to_message
 from ltx.hooks.noise import key_of, uniform
 
 _BAGUA_EPSILON = 1e-7
@@ -80,7 +80,7 @@ class EightBitHook(CompressedAllReduce):
         # int8, because torch converts to it eight times faster than to uint8.
         codes = (scaled - grid.offset).clamp(-128, 127).to(torch.int8)
         head = torch.cat([grid.centre.view(k, -1), grid.step.view(k, -1)], 1)
-        return torch.cat([as_bytes(head), as_bytes(codes.view(k, m))], 1)
+        return torch.cat([to_message(head), to_message(codes.view(k, m))], 1)
 
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         return self._in_chunks(rows, keep=True)
@@ -108,7 +108,7 @@ class EightBitHook(CompressedAllReduce):
                     code.copy_(scaled.round_().sub_(offset).clamp_(-128, 127))
                     if keep:  # from the codes: what isn't finite has any
                         chunk.sub_(scaled.copy_(code).mul_(step).add_(centre))
-            message[:head].copy_(as_bytes(grids.view(-1)))
+            message[:head].copy_(to_message(grids.view(-1)))
         return messages
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
@@ -119,7 +119,7 @@ class EightBitHook(CompressedAllReduce):
                 for _ in self.decoded_in_turn(message, m, dtype, row):
                     pass
             return rows
-        grid, start = from_bytes(messages, 0, 2 * count, dtype)
+        grid, start = from_message(messages, 0, 2 * count, dtype)
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
         codes = view_as(messages[:, start:], torch.int8).to(dtype).view(k * count, -1)
         scaled = codes.mul_(step)
@@ -143,7 +143,7 @@ class EightBitHook(CompressedAllReduce):
         """
         count = self.groups(m)
         width = m // count
-        grid, start = from_bytes(message[None], 0, 2 * count, dtype)
+        grid, start = from_message(message[None], 0, 2 * count, dtype)
         centre, step = grid.view(2, count, 1)
         codes = message[start:].view(torch.int8).view(count, width)
         memory = torch.empty(min(m, CHUNK), dtype=dtype) if row is None else row
@@ -300,9 +300,9 @@ class QSGD(CompressedAllReduce):
         scaled = blocks.abs() * (self.levels / torch.where(norms == 0, 1, norms))[..., None]
         drawn = uniform(key, rows.numel(), rows.dtype).view_as(blocks)
         levels = torch.floor(scaled + drawn).clamp(max=self.levels).copysign(blocks)
-        return torch.cat([as_bytes(norms), view_as(levels.to(torch.int8), torch.uint8).view(k, m)], 1)
+        return torch.cat([to_message(norms), view_as(levels.to(torch.int8), torch.uint8).view(k, m)], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
-        norms, start = from_bytes(messages, 0, m // self.block, dtype)
+        norms, start = from_message(messages, 0, m // self.block, dtype)
         levels = view_as(messages[:, start:], torch.int8).to(dtype).view(-1, m // self.block, self.block)
         return (levels * (norms / self.levels)[..., None]).view(-1, m)

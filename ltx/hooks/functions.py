@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx.arguments import brief, name_of
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
-from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, as_bytes, from_bytes
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, from_message, to_message
 from ltx.tree import describe
 
 Compress = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
@@ -46,13 +46,13 @@ class FromFunctions(LossyHook):
                 )
         # Decompressed before it is sent: the channel may overwrite the buffer.
         mine = self._decompressed(given, inputs.flat) if feedback else None
-        message = torch.cat([as_bytes(part.reshape(1, -1)) for part in parts], 1)[0]
+        message = torch.cat([to_message(part.reshape(1, -1)) for part in parts], 1)[0]
         messages = yield CollectiveRequest("all_gather", message)
         total = torch.zeros_like(inputs.flat)
         for rank in range(1 if messages.is_meta else inputs.axis_size):
             row, start, found = messages[rank : rank + 1], 0, []
             for part in parts:
-                values, start = from_bytes(row, start, part.numel(), part.dtype)
+                values, start = from_message(row, start, part.numel(), part.dtype)
                 found.append(values.reshape(part.shape))
             total = total + self._decompressed(tuple(found) if isinstance(given, tuple) else found[0], inputs.flat)
 

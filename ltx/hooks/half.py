@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
-from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, as_bytes, from_bytes
+from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, from_message, to_message
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -36,10 +36,10 @@ class HalfHook(CompressedAllReduce):
         return 2 if self.error_feedback else 1
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
-        return as_bytes(rows.to(self.short))
+        return to_message(rows.to(self.short))
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
-        return from_bytes(messages, 0, m, self.short)[0].to(dtype)
+        return from_message(messages, 0, m, self.short)[0].to(dtype)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if self.error_feedback:

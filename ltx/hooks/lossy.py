@@ -31,7 +31,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ltx.arguments import checked
-from ltx.comm.bits import view_as
+from ltx.comm.bits import as_bytes, view_as
 from ltx.errors import StrategyError
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.packing import is_plain, unpack
@@ -240,12 +240,12 @@ class CompressedAllReduce(LossyHook):
         return CompressionResult(total[:numel], own, inputs.states, remainder)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def to_message(numbers: torch.Tensor) -> torch.Tensor:
     """The bytes of the last dimension."""
-    return view_as(tensor.contiguous(), torch.uint8)
+    return as_bytes(numbers).flatten(-2)
 
 
-def from_bytes(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """`count` numbers of `dtype` from byte `start` of each message, and where they end."""
     end = start + count * dtype.itemsize
     part = messages[:, start:end]

@@ -17,7 +17,7 @@ import torch
 from ltx.arguments import check_whole
 from ltx.errors import StrategyError
 from ltx.gradients.packing import CHUNK, chunks, is_plain
-from ltx.hooks.lossy import CompressedAllReduce, as_bytes, from_bytes
+from ltx.hooks.lossy import CompressedAllReduce, from_message, to_message
 
 #: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.
 _BITS = {
@@ -58,7 +58,7 @@ class OneBit(CompressedAllReduce):
         if is_plain(rows):
             return self._in_chunks(rows, keep=False)
         sizes = rows.view(rows.shape[0], -1, self.block).abs().mean(-1)
-        return torch.cat([as_bytes(sizes), packed(torch.signbit(rows))], 1)
+        return torch.cat([to_message(sizes), packed(torch.signbit(rows))], 1)
 
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         return self._in_chunks(rows, keep=True)
@@ -86,11 +86,11 @@ class OneBit(CompressedAllReduce):
                 bits[some].copy_(gathered.view(torch.uint8)[:, 7::8])
                 if keep:
                     chunk.addcmul_(signs, sizes[some], value=-1)
-            message[:head].copy_(as_bytes(sizes.view(-1)))
+            message[:head].copy_(to_message(sizes.view(-1)))
         return messages
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
-        sizes, start = from_bytes(messages, 0, m // self.block, dtype)
+        sizes, start = from_message(messages, 0, m // self.block, dtype)
         if is_plain(messages):
             table = _signs(messages.device, dtype)
             rows = torch.empty((len(messages), m // self.block, self.block), dtype=dtype)

@@ -37,7 +37,8 @@ class AllReduce(CommHook):
 class Noop(CommHook):
     """No communication, to measure what a step would take if it cost nothing. Ranks go on with their own gradients.
 
-    For training with local gradients use ``ltx.block_backward_sync``. ``noop_hook`` of torch.distributed.
+    For training with local gradients use ``ltx.block_backward_sync``, whose derivatives are local too: of what isn't a
+    mean over ranks they raise. ``noop_hook`` of torch.distributed.
 
     Example:
         >>> import torch, ltx
@@ -47,6 +48,7 @@ class Noop(CommHook):
     """
 
     exact: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     sums: ClassVar[bool] = False
 

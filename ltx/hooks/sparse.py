@@ -19,7 +19,7 @@ from ltx.arguments import brief
 from ltx.errors import StrategyError
 from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
-from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, as_bytes, from_bytes
+from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, from_message, to_message
 from ltx.hooks.noise import key_of, uniform
 
 #: Rows of at least this many numbers are sampled, every so many of them; a prime, so that all columns are sampled.
@@ -74,12 +74,12 @@ class TopK(CompressedAllReduce):
         return torch.topk(rows.abs(), count, dim=1, sorted=False).indices
 
     def _message(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return torch.cat([as_bytes(rows.gather(1, places)), as_bytes(places.int())], 1)
+        return torch.cat([to_message(rows.gather(1, places)), to_message(places.int())], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         count = self._count(m)
-        values, start = from_bytes(messages, 0, count, dtype)
-        places, _ = from_bytes(messages, start, count, torch.int32)
+        values, start = from_message(messages, 0, count, dtype)
+        places, _ = from_message(messages, start, count, torch.int32)
         return values.new_zeros((messages.shape[0], m)).scatter(1, places.long(), values)
 
     def _count(self, m: int) -> int:

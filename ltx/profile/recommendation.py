@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ltx import hooks
+from ltx import hooks, tree
 from ltx.axis import DEFAULT_NAME, Axis
-from ltx.errors import AxisError, StrategyError
+from ltx.errors import AxisError, OptimError, StrategyError
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
+from ltx.estimate.requests import meta
 from ltx.optim import Optimizer, qadam
 from ltx.profile.step_plan import Cost, plan
 from ltx.strategies import DDPStrategy, Strategy
@@ -138,7 +139,7 @@ def recommend(
     Returns:
         A tuple of :class:`Recommendation`: `strategy`, `cost`, `effect`, `reason`. Those whose steps take within 2% of
         the fastest count as equally fast, then those within 2% of the fastest of the rest, and so on. What doesn't work
-        on so many ranks is left out.
+        on so many ranks, or with complex parameters where there are some, is left out.
 
     Raises:
         InputError: a number that can't be; a `device` that this machine lacks.
@@ -155,11 +156,23 @@ def recommend(
     network |= {"send_s": send_s, "device": device}
     return Recommendations(
         _ranked(
-            Recommendation(c.strategy, plan(c.strategy, params, optimizer=c.optimizer, **network), c.effect, c.reason)
+            Recommendation(c.strategy, cost, c.effect, c.reason)
             for c in candidates
-            if _works(c.strategy, world)
+            if _works(c.strategy, world) and (cost := _cost(c, params, network)) is not None
         )
     )
+
+
+def _cost(candidate: Candidate, params: Tree, network: dict[str, Any]) -> Cost | None:
+    """What :func:`plan` says; None where it works but for complex parameters."""
+    try:
+        return plan(candidate.strategy, params, optimizer=candidate.optimizer, **network)
+    except (StrategyError, OptimError):
+        if not any(x.is_complex() for x in tree.flatten(params)[0]):
+            raise
+        real = tree.map(lambda x: meta(x.shape, x.real.dtype if x.is_complex() else x.dtype), params)
+        plan(candidate.strategy, real, optimizer=candidate.optimizer, **network)  # raises what isn't about them
+        return None
 
 
 def _works(strategy: Strategy, world: int) -> bool:

@@ -115,8 +115,8 @@ def _reduce_sparse(hook: CommHook, axis: Any, grads: dict[str, torch.Tensor]) ->
     """Horovod's way with sparse gradients: indices and values are gathered. Nothing is compressed."""
     if not hook.averages:
         raise UnsupportedError(
-            f"sync_gradients: leaf {next(iter(grads))!r} is sparse, and {hook!r} combines whole tensors. Use "
-            "x.to_dense()."
+            f"sync_gradients: leaf {next(iter(grads))!r} is sparse, and of sparse gradients the mean is taken, which "
+            f"{hook!r} doesn't give. Use x.to_dense()."
         )
     found = comm.resolve(axis)
     among = hook.within(found) or found

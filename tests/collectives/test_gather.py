@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx import comm
-from ltx.collectives.calls import collective
-from ltx.collectives.linear import RULES, Rule, add_rule
-from ltx.errors import AxisError, UnsupportedError
+from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]
@@ -101,25 +98,3 @@ def test_dimensions(dim: int, tiled: bool, seed: int) -> None:
     assert torch.equal(gathered[1], join(xs.unbind(), dim))
     scattered = ltx.vmap(lambda x: ltx.psum_scatter(ltx.all_gather(x, dim=dim, tiled=tiled), dim=dim, tiled=tiled))(xs)
     torch.testing.assert_close(scattered, 3 * xs)
-
-
-def test_a_rule_that_adds_what_was_gathered_takes_dtypes_that_have_sums() -> None:
-    moved = RULES["all_gather"]
-    assert moved.moves
-    assert not replace(moved, adds=True).moves
-    add_rule(
-        Rule(
-            name="the sum of what was gathered",
-            operation="all_gather",
-            stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
-            transpose=lambda shape, static: ("psum", ()),
-            adds=True,
-        )
-    )
-    try:
-        with pytest.raises(UnsupportedError, match="which has no sums"):
-            ltx.vmap(lambda x: collective("the sum of what was gathered", x, None, lambda x, n: ()))(
-                torch.tensor([[200], [200]]).to(torch.uint16)
-            )
-    finally:
-        del RULES["the sum of what was gathered"]

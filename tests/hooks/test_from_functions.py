@@ -54,6 +54,17 @@ def test_with_error_feedback_nothing_is_lost_for_good(ranks: Ranks, seed: int) -
     assert torch.equal(fed[0][0], fed[1][0])
 
 
+def test_messages_that_are_views_of_others_conjugated_or_negated(ranks: Ranks, seed: int) -> None:
+    x = torch.randn(2, 7)
+    for compress, decompress in (
+        (lambda x: torch.complex(x, 2 * x).conj(), lambda message, numel: (message.real - message.imag) / 3),
+        (lambda x: torch.complex(x, 2 * x).conj().imag, lambda message, numel: message / -2),
+    ):
+        strategy = ltx.DDPStrategy(comm_hook=from_functions(compress, decompress))
+        found = ranks(2).run(lambda s=strategy: ltx.sync_gradients(x[ltx.world().rank], s)[0])
+        torch.testing.assert_close(found.replicated(), x.mean(0))
+
+
 def test_messages_whose_length_depends_on_the_values_are_refused(ranks: Ranks, seed: int) -> None:
     def run() -> str:
         hook = from_functions(lambda x: x[x > 0], lambda message, numel: message.new_zeros(numel))

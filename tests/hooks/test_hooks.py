@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.errors import StrategyError
+from ltx.errors import StrategyError, UnsupportedError
 from ltx.strategies.bagua import SumReduce
 from ltx.strategies.horovod_hooks import Scaled
 from ltx.strategies.nodes import AmongNodes, ByNode, WithinNode
@@ -115,6 +115,18 @@ def test_hooks_without_sums_have_none_to_hand_on() -> None:
         with pytest.raises(StrategyError, match="asks for no sum that ByteGrad"):
             hooks.chain(hook, hooks.ByteGrad())
     assert hooks.cast(hooks.Noop(), torch.bfloat16) == hooks.Noop()
+
+
+def test_what_is_no_mean_has_no_derivative_and_no_sparse_form(seed: int) -> None:
+    """Either would communicate, where Noop is there to measure a step that doesn't."""
+    strategy, w, x = ltx.DDPStrategy(comm_hook=hooks.Noop()), torch.randn(5), torch.randn(2)
+    step = ltx.data_parallel(lambda w, x: (w**3).sum() * x, strategy)
+    gradients = ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(w, x)
+    torch.testing.assert_close(gradients, 3 * w**2 * x[:, None])
+    with pytest.raises(UnsupportedError, match=r"Noop\(\) isn't a mean of gradients.*block_backward_sync"):
+        ltx.vmap(torch.func.hessian(step), in_dims=(None, 0))(w, x)
+    with pytest.raises(UnsupportedError, match=r"the mean is taken, which Noop\(\) doesn't give"):
+        ltx.sync_gradients({"table": torch.eye(3).to_sparse()}, strategy)
 
 
 def test_a_chain_is_what_its_first_hook_is() -> None:

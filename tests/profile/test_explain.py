@@ -549,6 +549,11 @@ def test_errors() -> None:
     cases: list[tuple[type[Exception], str, Any]] = [
         (UnsupportedError, "ReadsValues() can't be run on shapes alone: bucket 0 took", _step(ReadsValues())),
         (UnsupportedError, "Foreign() can't be explained", _step(Foreign())),
+        (
+            UnsupportedError,
+            ", NoneType) communicates over a process group of torch.distributed, so what it sends isn't known ahead",
+            _step(hooks.from_torch(lambda state, bucket: None)),
+        ),
         (UnsupportedError, "ReadsParameters() can't be run on shapes alone: the first", _step(ReadsParameters())),
         (StrategyError, "AsksForMore() asks for more than 1 collectives in bucket 0", _step(AsksForMore())),
         (StrategyError, "CollectiveRequest('pmax', ...): expected one of 'psum', ", _step(AsksForTheLargest())),

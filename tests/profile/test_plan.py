@@ -396,6 +396,16 @@ def test_what_doesnt_work_on_so_many_ranks_is_left_out() -> None:
     assert [len(recommended(1.0, world=n, candidates=candidates)) for n in (2, 3)] == [2, 1]
 
 
+def test_what_doesnt_take_complex_parameters_is_left_out() -> None:
+    network: dict[str, Any] = {"world": N, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": 1.0}
+    params = {"a": torch.empty(50, 50, dtype=torch.complex64), "b": torch.empty(50)}
+    strategies = [r.strategy for r in recommend(params, **network)]
+    assert {ltx.DDPStrategy(), ltx.ZeroStrategy(), ltx.LocalSGDStrategy(period=8)} <= set(strategies)
+    assert not {ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=4)), ltx.DiLoCoStrategy(period=30)} & set(strategies)
+    with pytest.raises(StrategyError, match=re.escape("Picky trains with lr=0.5 alone.")):
+        recommend(params, candidates=[Candidate(Picky(), "exact", "for another reason")], **network)
+
+
 def test_recommendations_as_a_table() -> None:
     shown = [c for c in CANDIDATES if c.strategy in (ltx.DDPStrategy(), ltx.DDPStrategy(comm_hook="bf16"))]
     lines = str(recommended(0.01, candidates=shown)).splitlines()
