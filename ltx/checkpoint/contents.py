@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,26 +179,3 @@ def digest(encoded: Encoded) -> str:
 def _bytes(tensor: torch.Tensor) -> bytes:
     x = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)  # without NumPy
-
-
-def random_states() -> dict[str, Any]:
-    """The default generators of this process: torch's, Python's, NumPy's if it is loaded."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (str(name), [int(key) for key in keys], int(rest[0]), int(rest[1]), float(rest[2]))
-    return states
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Inverse of :func:`random_states`."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        import numpy
-
-        numpy.random.set_state(states["numpy"])

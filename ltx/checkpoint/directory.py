@@ -4,23 +4,19 @@ A checkpoint is written to a hidden directory beside the others, with a manifest
 SHA-256, and renamed when all of it has reached the disk. What a crash leaves behind has no name that anybody looks for;
 what the disk spoils later doesn't match its manifest.
 
-Nobody replaces or removes another run's checkpoints, or uses a directory twice. A run is what goes on from its own
-checkpoints, through as many processes as it takes: who loads one continues its run.
+Nobody replaces or removes another run's checkpoints. A run is what goes on from its own checkpoints, through as many
+processes as it takes: who loads one continues its run.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import socket
-import time
 import uuid
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -196,8 +192,6 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-_LOCK = ".in-use"
-
 # The run that this process' checkpoints in a directory belong to: of a whole process, as the files are. Checkpoints
 # from before runs had names belong to the run "".
 _runs: dict[Path, str] = {}
@@ -212,92 +206,3 @@ def continue_run(base: Path, run: str | None) -> None:
     """From now on this process' checkpoints in `base` belong to `run`."""
     if run is not None:
         _runs[base] = run
-
-
-class Hold:
-    """A directory that this process' run uses: for as long as any of its processes holds it, no other run can.
-
-    The lock is the operating system's, on a file in the directory, so it ends with the process, however that ends.
-    Forks don't have it.
-
-    Args:
-        base: the directory.
-        token: what tells the run from all others, which its processes tell one another.
-        first: this process begins the run; those that come after it share its hold.
-
-    Raises:
-        CheckpointError: another run uses the directory, or it can't be written to.
-    """
-
-    def __init__(self, base: Path, token: str, first: bool):
-        self.token = token
-        self._path = base / _LOCK
-        self._file: int | None = None
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            self._open()
-        except OSError as error:
-            if first:
-                raise CheckpointError(f"{base} can't be written to: {type(error).__name__}: {error}") from error
-            return  # this rank's part of a checkpoint tells, if it can't be written either
-        try:
-            self._lock(first)
-            while not self._is_there():  # the last holder has removed it meanwhile
-                self._open()
-                self._lock(first)
-        except OSError as error:
-            assert self._file is not None
-            begun = _begun(os.pread(self._file, 1000, 0))
-            os.close(self._file)
-            self._file = None
-            if first and error.errno in (errno.EACCES, errno.EAGAIN):
-                raise CheckpointError(
-                    f"{base} is in use by another run, begun by {begun}. Wait for its end, or give another directory. "
-                    "If that process is gone, another rank of its run is left."
-                ) from error
-            if first:
-                warnings.warn(
-                    f"{base} can't be locked against a second run ({error}). Give no two runs the same directory.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-
-    def _open(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def _is_there(self) -> bool:
-        assert self._file is not None
-        with suppress(FileNotFoundError):
-            return os.stat(self._path).st_ino == os.fstat(self._file).st_ino
-        return False
-
-    def _lock(self, first: bool) -> None:
-        assert self._file is not None
-        if first:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(who).encode(), 0)
-        fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-    def release(self) -> None:
-        """This process uses the directory no longer. The last of its run removes the lock's file."""
-        if self._file is not None:
-            with suppress(OSError):  # another process holds it too
-                # In two steps: else of two that release it at once each finds the other's share, and it stays.
-                fcntl.lockf(self._file, fcntl.LOCK_UN)
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_there():
-                    os.unlink(self._path)
-            os.close(self._file)
-            self._file = None
-
-
-def _begun(written: bytes) -> str:
-    try:
-        who = json.loads(written)
-        return f"process {who['pid']} on {who['host']} at {who['since']}"
-    except (ValueError, LookupError, TypeError):  # it is just beginning
-        return "a process that hasn't told its name"

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint import metadata as dcp
 from ltx import tree
 from ltx.arguments import brief, checked
 from ltx.checkpoint import directory, storage
-from ltx.checkpoint.contents import Leaf, check_state, decode, leaves_of, name_on, set_random_states
+from ltx.checkpoint.contents import Leaf, check_state, decode, leaves_of, name_on
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.errors import CheckpointError, InputError
+from ltx.training.random_states import set_random_states
 from ltx.training.train_state import TrainState, counted
 
 T = TypeVar("T")

@@ -17,11 +17,12 @@ import torch
 from ltx import comm
 from ltx.arguments import checked, whole
 from ltx.checkpoint import directory, storage
-from ltx.checkpoint.contents import Encoded, check_state, digest, encode, leaves_of, name_on, random_states, shared_out
+from ltx.checkpoint.contents import Encoded, check_state, digest, encode, leaves_of, name_on, shared_out
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together, refuse, said_of
 from ltx.comm import HostCopy
 from ltx.errors import CheckpointError, InputError
+from ltx.training.random_states import random_states
 from ltx.training.train_state import TrainState, updates_of
 
 

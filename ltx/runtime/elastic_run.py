@@ -25,6 +25,7 @@ from ltx.errors import (
     WorldError,
 )
 from ltx.runtime.environments import Placement
+from ltx.runtime.hold import Hold
 from ltx.runtime.init import reform
 from ltx.runtime.membership import Membership, begin_run
 from ltx.runtime.world import World, abandon, process, settings_of_world, world
@@ -61,7 +62,7 @@ class _Way:
     settings: dict[str, Any]
     place: Placement
     membership: Membership | None = None
-    hold: Any = None  # on the directory of the snapshots
+    hold: Hold | None = None  # on the directory of the snapshots
     has_state: bool = True  # false for a newcomer until its peers have given it theirs
     begun: bool = False  # has looked for a snapshot to start from
     saved: int = -1  # the step of the last snapshot
@@ -126,14 +127,14 @@ class ElasticRun:
         token, failure = os.urandom(8).hex(), None
         try:
             if rank == 0:
-                way.hold = directory.Hold(self._base, token, first=True)
+                way.hold = Hold(self._base, token, first=True)
         except CheckpointError as error:
             failure = error
         token, said = collectives.broadcast_object((token, failure and str(failure)), 0, self.axis)
         if said:
             raise failure or CheckpointError(said)
         if rank > 0:
-            way.hold = directory.Hold(self._base, token, first=False)
+            way.hold = Hold(self._base, token, first=False)
 
     @property
     def _base(self) -> Path:
@@ -269,7 +270,7 @@ class ElasticRun:
         told = list(collectives.all_gather_object(mine, self.axis))
         if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
             (token, run), *_ = theirs
-            way.hold = directory.Hold(self._base, token, first=False)
+            way.hold = Hold(self._base, token, first=False)
             directory.continue_run(self._base, run)
         return told
 

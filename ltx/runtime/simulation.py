@@ -21,7 +21,7 @@ from ltx.collectives import rank_seed
 from ltx.errors import AxisError, UnsupportedError
 from ltx.runtime.per_rank import PerRank
 from ltx.simulated import mapped_arguments, mapped_size
-from ltx.training.randomness import random_states, set_random_states
+from ltx.training.random_states import set_random_states, torch_states
 from ltx.transforms.closure_check import reached_from
 from ltx.transforms.recompute import functional_calls_of_torch
 from ltx.transforms.swap import set_placed_aside, version_of
@@ -89,7 +89,7 @@ def simulate(
         turns = comm.Turns(inputs.size, _set_aside)
         modes, shared = _modes(), _written_from(f)
         seed = int(torch.randint(2**62, (), device="cpu"))
-        states, reopen = random_states(), set_opened_aside()
+        states, reopen = torch_states(), set_opened_aside()
 
         def one_rank(rank: int) -> Any:
             members = tuple(range(inputs.size))
@@ -152,7 +152,7 @@ def _set_aside() -> Callable[[], None]:
             "that other ranks use too, and calls a collective meanwhile. Write ltx.functional_call, which takes the "
             "same arguments."
         )
-    states, reopen, put_back = random_states(), set_opened_aside(), set_placed_aside()
+    states, reopen, put_back = torch_states(), set_opened_aside(), set_placed_aside()
 
     def come_back() -> None:
         set_random_states(states)

@@ -23,7 +23,7 @@ from ltx.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
 from ltx.gradients.planning import tracked
 from ltx.training.outputs import as_loss, loss_in
 from ltx.training.pending_step import leaf_like
-from ltx.training.randomness import drawn_again, random_states
+from ltx.training.random_states import drawn_again, torch_states
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.plain_autograd import gradients
@@ -99,7 +99,7 @@ class _Call:
         self._structure: tuple[Any, list[Any]] = (None, [])
         self._positions: list[int] = []  # of tensors among the leaves
         self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
-        self.drawn: list[torch.Tensor] = []  # of what random numbers were drawn
+        self.drawn: dict[str, Any] = {}  # of what random numbers were drawn
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
         """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
@@ -164,7 +164,7 @@ class _Call:
         # All tensors are arguments of the Function, since it unwraps what it is given and nothing else.
         self._positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.wanted = tuple(self._positions.index(i) for i in inputs)
-        self.drawn = random_states()
+        self.drawn = torch_states()
         outs = MicroBatches.apply(self, *(self.leaves[i] for i in self._positions))
         raise_priority(outs[0], ACCUMULATE_PRIORITY)
         spec, others = self._structure

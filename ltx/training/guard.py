@@ -20,7 +20,7 @@ from ltx.optim.base import chosen
 from ltx.strategies.update import StepInfo, Updated
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.placed_state import on_any_rank
-from ltx.training.randomness import drawn_again
+from ltx.training.random_states import drawn_again
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.compare import with_ranks
@@ -87,7 +87,7 @@ def not_finite_error(
     batch: Batch,
     info: StepInfo,
     reduced: Sequence[torch.Tensor],
-    states: Sequence[torch.Tensor],
+    states: dict[str, Any],
     factor: Any,
 ) -> NotFiniteError:
     """The error of a step whose `reduced` gradients aren't finite; the same on every rank. All ranks call this.

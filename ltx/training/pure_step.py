@@ -23,7 +23,7 @@ from ltx.training.guard import (
     should_raise,
 )
 from ltx.training.outputs import Batch, arguments_of, outputs_of
-from ltx.training.randomness import random_states
+from ltx.training.random_states import torch_states
 from ltx.training.replicas import check_replicas
 from ltx.training.settings import TrainSettings, check_layout, refuse_in_graph
 from ltx.training.train_state import Metrics, TrainState
@@ -48,7 +48,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         strategy.check_axis(axis)
     info = StepInfo(sync.checked_step(), axis)
     check_layout(strategy, info.step)
-    drawn = random_states() if train.guard == "raise" else []
+    drawn = torch_states() if train.guard == "raise" else {}
     stateful = bool(sync.leaves) or strategy.stateful
     loss_scale = loss_scale_of(train, state)
     others: list[Any] = []

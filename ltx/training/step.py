@@ -37,7 +37,7 @@ from ltx.training.guard import (
 from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
 from ltx.training.overlap import StepStart
 from ltx.training.pending_step import PendingStep
-from ltx.training.randomness import random_states
+from ltx.training.random_states import torch_states
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import Metrics, TrainState
 from ltx.transforms.marking import marks_on_wire
@@ -88,7 +88,7 @@ class Step:
 
     def run(self) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics."""
-        drawn = random_states() if self.train.guard == "raise" else []
+        drawn = torch_states() if self.train.guard == "raise" else {}
         forward = self._forward()
         work = self._second_half(forward)
         if forward.schedule is None:
@@ -271,7 +271,7 @@ class Step:
         work: Backward,
         done: BackwardResult,
         mean: torch.Tensor,
-        drawn: list[torch.Tensor],
+        drawn: dict[str, Any],
     ) -> tuple[TrainState, Metrics]:
         """Check that gradients are finite, run the optimizer and the strategy's part, and commit."""
         train, state, info = self.train, self.state, self.info

@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: torch's generator isn't restored",
-        file="checkpoint/contents.py",
+        file="training/random_states.py",
         old='    torch.set_rng_state(states["torch"])\n',
         new="",
         breaks="dropout goes on with other numbers",
@@ -152,8 +152,8 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: Python's generator isn't restored",
-        file="checkpoint/contents.py",
-        old='    random.setstate(states["python"])\n',
+        file="training/random_states.py",
+        old='    if "python" in states:\n        random.setstate(states["python"])\n',
         new="",
         breaks="what a data loader shuffles goes on with other numbers",
         tests=("tests/checkpoint/test_resume.py::test_generators_go_on_where_there_are_as_many_ranks",),
