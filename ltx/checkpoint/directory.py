@@ -10,6 +10,7 @@ processes as it takes: who loads one continues its run.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
+_REPLACED = re.compile(r"\.replaced_(step_\d{8,})\..+")
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
@@ -48,13 +50,44 @@ def step_path(path: Path, step: int) -> Path:
 
 def steps(path: Path) -> list[int]:
     """The steps of which there is a checkpoint, the latest first. Whether they are whole is another question."""
+    put_back(path)
+    return sorted((int(found[1]) for name in _names(path) if (found := _STEP.fullmatch(name))), reverse=True)
+
+
+def _names(path: Path) -> list[str]:
     try:
-        names = os.listdir(path)
+        return os.listdir(path)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:  # not a directory, not readable, not a name
         raise CheckpointError(f"checkpoint: {shown(os.fspath(path))} can't be read as a directory: {error}") from error
-    return sorted((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), reverse=True)
+
+
+def put_back(path: Path) -> None:
+    """Give checkpoints their names back whose replacement was cut off halfway (see :func:`commit`).
+
+    Anybody may, at any time, since nobody can tell from another machine whether that process lives: one that does finds
+    the name taken, and begins again.
+
+    Raises:
+        CheckpointError: one can't be given its name, as where this process mustn't write.
+    """
+    for name in _names(path):
+        set_aside = _REPLACED.fullmatch(name)
+        if set_aside is None:
+            continue
+        aside, final = path / name, path / set_aside[1]
+        if final.exists():  # the new one has its name, so the old one must not come back, should that be removed
+            _remove(aside)
+            continue
+        try:
+            os.rename(aside, final)
+        except OSError as error:
+            if aside.exists() and not final.exists():
+                raise CheckpointError(
+                    f"the checkpoint {final.name} was set aside to be replaced, is in {aside}, and can't be given its "
+                    f"name back: {error}. If the process that did so has ended, rename it to {final}"
+                ) from error
 
 
 def hidden(path: Path, what: str) -> Path:
@@ -74,25 +107,39 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Give `temporary` the name of a checkpoint, once all of it is on the disk. One of that name is replaced."""
+    """Give `temporary` the name of a checkpoint, once all of it is on the disk. One of that name is replaced.
+
+    No rename that all file systems have replaces a directory that isn't empty. So the old one gets a hidden name first,
+    which says what it was: whatever ends this process in between, who looks next puts it back (:func:`put_back`).
+    """
     sealed = dict(manifest, digest=_digest(manifest))
     with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(sealed, file, indent=1)
     for name in (*manifest["files"], MANIFEST):
         _to_disk(temporary / name)
     _to_disk(temporary)
-    replaced = hidden(final.parent, "old")
-    with suppress(FileNotFoundError):
-        os.rename(final, replaced)
     try:
-        os.rename(temporary, final)
-    except OSError:
-        with suppress(FileNotFoundError):
-            os.rename(replaced, final)
+        while not _renamed(temporary, final):  # the old one has the name, or has been given it back
+            with suppress(FileNotFoundError):
+                os.rename(final, hidden(final.parent, f"replaced_{final.name}"))
+    except BaseException:
+        with suppress(CheckpointError):  # who looks next is told
+            put_back(final.parent)
         raise
     _to_disk(final.parent)
-    discard(replaced)
+    put_back(final.parent)  # the old one's end
     sweep(final.parent)
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """Whether `source` has got the name `target`, which it hasn't if that is taken."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
@@ -102,10 +149,15 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
     """
     before = [step for step in steps(path) if step < committed and run_of(step_path(path, step)) == run]
     for step in before[keep - 1 :]:
-        going = hidden(path, "old")
-        with suppress(OSError):  # another thread's
-            os.rename(step_path(path, step), going)  # at once: one half removed would look incomplete
-        discard(going)
+        _remove(step_path(path, step))
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory that somebody looks for: at once, since one half removed would look incomplete."""
+    going = hidden(directory.parent, "old")
+    with suppress(OSError):  # another has removed it
+        os.rename(directory, going)
+    discard(going)
 
 
 def sweep(path: Path) -> None:

@@ -170,6 +170,7 @@ def begin_saving(
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
             final = directory.step_path(base, state.step)
+            directory.put_back(base)
             directory.check_replaceable(final, directory.run_in(base))
             temporary = directory.hidden(base, final.name)
             temporary.mkdir()

@@ -24,13 +24,14 @@ Trouble = tuple[str, str] | None
 
 
 def said_of(error: BaseException) -> tuple[str, str]:
-    """`error` in the words of its cause: torch's writer hides why a file can't be written."""
+    """`error` for the other ranks; another library's in the words of its cause: torch's writer hides the disk's."""
+    if isinstance(error, LtxError):
+        return type(error).__name__, message_of(error)
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    told, ours = cause or error, isinstance(error, LtxError) and cause is None
-    kind = type(error).__name__ if ours else CheckpointError.__name__
-    return kind, message_of(error) if ours else f"{type(told).__name__}: {message_of(told)}"
+    told = cause or error
+    return CheckpointError.__name__, f"{type(told).__name__}: {message_of(told)}"
 
 
 def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: str = "") -> None:
