@@ -28,6 +28,8 @@ from ltx.errors import CheckpointError, InputError
 
 MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
+#: What is raised for a file that isn't there. Other errors of the system's may have nothing to do with the file.
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced_(step_\d{8,})\..+")
@@ -147,7 +149,7 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
 
     Those of other runs stay, and those that are ahead.
     """
-    before = [step for step in steps(path) if step < committed and run_of(step_path(path, step)) == run]
+    before = [step for step in steps(path) if step < committed and _is_of(run, step_path(path, step))]
     for step in before[keep - 1 :]:
         _remove(step_path(path, step))
 
@@ -174,10 +176,10 @@ def discard(directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest; raises CheckpointError if there is none that is whole."""
+    """The manifest; raises CheckpointError if there is none that is whole, and OSError if that can't be known."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
+    except (*MISSING, ValueError) as error:
         raise CheckpointError(f"{directory / MANIFEST} can't be read: {error}") from error
     expected = manifest.pop("digest", None) if isinstance(manifest, dict) else None
     found = _digest(manifest)
@@ -189,11 +191,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def run_of(directory: Path) -> str | None:
-    """The run that saved a checkpoint; None if there is no manifest that is whole."""
+    """The run that saved a checkpoint; None if there is no manifest that is whole. Raises OSError as above."""
     try:
         return str(read_manifest(directory).get("run", ""))
     except CheckpointError:
         return None
+
+
+def _is_of(run: str, directory: Path) -> bool:
+    try:
+        return run_of(directory) == run
+    except OSError:
+        return False
 
 
 def check_replaceable(directory: Path, run: str | None) -> None:
@@ -207,7 +216,7 @@ def check_replaceable(directory: Path, run: str | None) -> None:
 
 
 def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What is wrong with the files `names`: nothing, if they are what was written."""
+    """What is wrong with the files `names`: nothing, if they are what was written. Raises OSError as above."""
     problems = []
     for name in names:
         expected, file = manifest["files"][name], directory / name
@@ -217,7 +226,7 @@ def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -
                 problems.append(f"{file}: expected {expected['bytes']} bytes, found {size}")
             elif (found := sha256(file)) != expected["sha256"]:
                 problems.append(f"{file}: expected SHA-256 {expected['sha256']}, found {found}")
-        except OSError as error:
+        except MISSING as error:
             problems.append(f"{file}: {error}")
     return problems
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
 
 from ltx import tree
 from ltx.arguments import brief, checked
 from ltx.checkpoint import directory, storage
-from ltx.checkpoint.contents import Leaf, check_state, decode, leaves_of, name_on
+from ltx.checkpoint.contents import Leaf, check_state, leaves_of, name_on
+from ltx.checkpoint.opened import Opened, open_checkpoint
 from ltx.checkpoint.storage import Piece
-from ltx.checkpoint.together import Together, refuse, said_of
+from ltx.checkpoint.together import Together
 from ltx.errors import CheckpointError, InputError
 from ltx.training.random_states import set_random_states
 from ltx.training.train_state import TrainState, counted
@@ -42,43 +42,6 @@ class Restored:
     data: Any
     step: int
     path: Path
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint whose files are what was written, as this rank reads it."""
-
-    path: Path
-    manifest: dict[str, Any]
-    metadata: dcp.Metadata
-    rank: int
-    size: int
-
-    @property
-    def saved_ranks(self) -> int:
-        """How many ranks saved it."""
-        return int(self.manifest["ranks"])
-
-    def has(self, name: str) -> bool:
-        return name in self.metadata.state_dict_metadata
-
-    def like(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """(shape, dtype) of what is saved under `name`."""
-        entry = self.metadata.state_dict_metadata[name]
-        assert isinstance(entry, dcp.TensorStorageMetadata)
-        return entry.size, entry.properties.dtype
-
-    def structure(self, name: str) -> Any:
-        """What :func:`ltx.checkpoint.contents.encode` made of a structure."""
-        names = {"": name}
-        while self.has(f"{name}.{len(names) - 1}"):
-            names[str(len(names) - 1)] = f"{name}.{len(names) - 1}"
-        pieces = {}
-        for part, full in names.items():
-            shape, dtype = self.like(full)
-            pieces[part] = Piece.whole(full, torch.empty(shape, dtype=dtype))
-        storage.read(self.path, self.metadata, list(pieces.values()))
-        return decode({part: piece.tensor for part, piece in pieces.items()})
 
 
 @checked("path")
@@ -134,20 +97,36 @@ def load(
         A :class:`Restored`: ``.state``, ``.data``, ``.step``, ``.path``.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none that is whole; on every rank.
+        CheckpointError: there is no checkpoint, or none that is whole; or a rank couldn't read one for a reason that
+            says nothing of the checkpoint, such as want of memory; on every rank.
         InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; names leaf and way out.
     """
-    together, base = Together("checkpoint.load", axis), Path(os.path.abspath(path))
+    together = Together("checkpoint.load", axis)
+    with together.leaving():
+        return _load(together, Path(os.path.abspath(path)), state, step, data, rng, per_rank)
+
+
+def _load(
+    together: Together,
+    base: Path,
+    state: TrainState,
+    step: int | None,
+    data: Literal["own", "all"],
+    rng: bool | Literal["same ranks"],
+    per_rank: Literal["refuse", "mean"],
+) -> Restored:
     found: list[int] = _all(together, "the steps", lambda: _wanted(base, state, step, data, per_rank))[0]
     passed_over: list[str] = []
     for at in found:
-        directory_of_step, problems = directory.step_path(base, at), list[str]()
-        opened = _attempt(together, "the files", partial(_open, directory_of_step, together), problems)
+        path, problems = directory.step_path(base, at), list[str]()
+        opened = _attempt(
+            together, "the files", path, partial(open_checkpoint, path, together.rank, together.size), problems
+        )
         if not problems:
             assert opened is not None
             plan = _checked(together, partial(_plan, opened, state, per_rank, data, bool(rng)))
             # All of it before the ranks' last exchange: afterwards one of them may remove the checkpoint.
-            found_in = _attempt(together, "the tensors", partial(_read, opened, state, plan, data), problems)
+            found_in = _attempt(together, "the tensors", path, partial(_read, opened, state, plan, data), problems)
             if not problems:
                 assert found_in is not None
                 restored, drawn = found_in
@@ -155,25 +134,23 @@ def load(
                 if drawn is not None:
                     set_random_states(drawn)
                 elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
-                    warnings.warn(
-                        f"checkpoint.load: random number generators were saved by {opened.saved_ranks} ranks, and here "
-                        f"are {together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed(seed)"
-                        ')), and say so with rng=False, or with rng="same ranks".',
-                        RuntimeWarning,
-                        stacklevel=3,
+                    _warn(
+                        f"random number generators were saved by {opened.saved_ranks} ranks, and here are "
+                        f"{together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed(seed))), "
+                        'and say so with rng=False, or with rng="same ranks".'
                     )
                 return restored
         passed_over += problems
         if together.rank == 0:
-            warnings.warn(
-                f"checkpoint.load: the checkpoint of step {at} isn't whole, and is passed over: {'; '.join(problems)}.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            _warn(f"the checkpoint of step {at} isn't whole, and is passed over: {'; '.join(problems)}.")
     asked = "" if step is None else f" of step {step}"
     if not found:
         raise CheckpointError(f"there is no checkpoint{asked} under {base}.")
     raise CheckpointError(f"no checkpoint{asked} under {base} is whole: {'; '.join(passed_over)}.")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"checkpoint.load: {text}", RuntimeWarning, stacklevel=5)  # at the caller's line
 
 
 #: What this rank reads: for each leaf of the state one piece, or all ranks' to be averaged; and whether the generators.
@@ -191,14 +168,7 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
 
 def _all(together: Together, what: str, make: Callable[[], T]) -> list[T]:
     """What `make` gives on every rank, JSON; one error on all of them if it fails on any."""
-    mine, failure = None, None
-    try:
-        mine = make()
-    except Exception as error:
-        failure = error
-    posts = together.exchange(what, [mine, said_of(failure) if failure else None])
-    refuse([trouble for _, trouble in posts], failure, "checkpoint.load")
-    return [value for value, _ in posts]
+    return together.exchange(what, make, "checkpoint.load")
 
 
 def _checked(together: Together, make: Callable[[], T]) -> T:
@@ -208,34 +178,28 @@ def _checked(together: Together, make: Callable[[], T]) -> T:
     return made[0]
 
 
-def _attempt(together: Together, what: str, make: Callable[[], T], problems: list[str]) -> T | None:
-    """What `make` gives; what it raises, on whichever rank, is a problem of the checkpoint's, appended on all ranks."""
-    made, mine = None, []
-    try:
-        made = make()
-    except CheckpointError as error:
-        mine = [str(error)]
-    except Exception as error:
-        mine = [f"rank {together.rank}: {type(error).__name__}: {error}"]
-    for texts in together.exchange(what, mine):
+def _attempt(together: Together, what: str, path: Path, make: Callable[[], T], problems: list[str]) -> T | None:
+    """What `make` gives; a CheckpointError, on whichever rank, is a problem of the checkpoint's, appended on all ranks.
+
+    Others say something of this process or its machine and nothing of the checkpoint, so all ranks raise them: to go
+    back to an older one would lose what was trained since.
+    """
+    made: list[T] = []
+
+    def tried() -> list[str]:
+        try:
+            made.append(make())
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    after = " It may be whole, so it isn't passed over. Load it again once that is mended, or give the step of another."
+    for texts in together.exchange(what, tried, f"checkpoint.load: {path} can't be read", after):
         problems += [text for text in texts if text not in problems]
-    return made
+    return made[0] if made else None
 
 
-def _open(path: Path, together: Together) -> _Opened:
-    """The checkpoint in `path`, of which this rank has verified its share of files."""
-    manifest = directory.read_manifest(path)
-    names = sorted(manifest["files"])
-    if problems := directory.verify(path, manifest, names[together.rank :: together.size]):
-        raise CheckpointError("; ".join(problems))
-    metadata = storage.read_metadata(path)
-    for index, where in metadata.storage_data.items():
-        if where.relative_path not in manifest["files"]:
-            raise CheckpointError(f"{path}: {index.fqn!r} is in {where.relative_path!r}, which isn't in the manifest")
-    return _Opened(path, manifest, metadata, together.rank, together.size)
-
-
-def _plan(opened: _Opened, state: TrainState, per_rank: str, data: str, rng: bool) -> _Plan:
+def _plan(opened: Opened, state: TrainState, per_rank: str, data: str, rng: bool) -> _Plan:
     """What to read for each leaf; raises InputError where the checkpoint doesn't fit."""
     leaves = leaves_of(state)
     _check_leaves(opened, leaves)
@@ -249,7 +213,7 @@ def _plan(opened: _Opened, state: TrainState, per_rank: str, data: str, rng: boo
     return pieces, rng and bool(opened.manifest["rng"]) and same_size
 
 
-def _check_leaves(opened: _Opened, leaves: Sequence[Leaf]) -> None:
+def _check_leaves(opened: Opened, leaves: Sequence[Leaf]) -> None:
     saved = set()
     for name in opened.metadata.state_dict_metadata:
         owner, _, path = name.partition(".")
@@ -268,7 +232,7 @@ def _check_leaves(opened: _Opened, leaves: Sequence[Leaf]) -> None:
             )
 
 
-def _pieces(opened: _Opened, leaf: Leaf, per_rank: str) -> list[Piece]:
+def _pieces(opened: Opened, leaf: Leaf, per_rank: str) -> list[Piece]:
     if opened.has(leaf.path):  # one value, of which this rank wants all or a part
         shape, dtype = opened.like(leaf.path)
         _check_like(opened, leaf, shape, dtype)
@@ -291,7 +255,7 @@ def _pieces(opened: _Opened, leaf: Leaf, per_rank: str) -> list[Piece]:
     return [Piece.whole(name, torch.empty_like(leaf.tensor)) for name in (names if averaged else names[:1])]
 
 
-def _check_like(opened: _Opened, leaf: Leaf, shape: torch.Size, dtype: torch.dtype) -> None:
+def _check_like(opened: Opened, leaf: Leaf, shape: torch.Size, dtype: torch.dtype) -> None:
     here = leaf.size
     if leaf.kind == "sharded" and len(shape) == 1:
         # Both are the whole, padded for as many ranks as there were.
@@ -312,7 +276,7 @@ def _room(leaf: Leaf) -> torch.Tensor:
     return leaf.tensor.detach().clone() if leaf.kind == "sharded" else torch.empty_like(leaf.tensor)
 
 
-def _read(opened: _Opened, state: TrainState, plan: _Plan, data: str) -> tuple[Restored, dict[str, Any] | None]:
+def _read(opened: Opened, state: TrainState, plan: _Plan, data: str) -> tuple[Restored, dict[str, Any] | None]:
     """What is read, and this rank's random number generators."""
     by_leaf, rng = plan
     single = [pieces[0] for pieces in by_leaf if len(pieces) == 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 import warnings
@@ -16,12 +15,13 @@ import torch
 
 from ltx import comm
 from ltx.arguments import checked, whole
-from ltx.checkpoint import directory, storage
+from ltx.checkpoint import directory
 from ltx.checkpoint.contents import Encoded, check_state, digest, encode, leaves_of, name_on, shared_out
+from ltx.checkpoint.job import Job
 from ltx.checkpoint.storage import Piece
-from ltx.checkpoint.together import Together, refuse, said_of
+from ltx.checkpoint.together import Together
 from ltx.comm import HostCopy
-from ltx.errors import CheckpointError, InputError
+from ltx.errors import InputError
 from ltx.training.random_states import random_states
 from ltx.training.train_state import TrainState, updates_of
 
@@ -40,83 +40,6 @@ class _Contents:
         """Equal where ranks agree on what is common."""
         text = repr([(p.name, str(p.tensor.dtype), list(p.size)) for p in self.common])
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Job:
-    """A save that all ranks have agreed on, ready to be written."""
-
-    together: Together
-    temporary: Path
-    final: Path
-    pieces: list[Piece]
-    manifest: dict[str, Any]
-    keep: int | None
-    failure: Exception | None = None  # why this rank can't write its part
-
-    def run(self) -> Path:
-        """Write, on all ranks; raises CheckpointError on all of them if one fails."""
-        try:
-            if self.failure is not None:
-                raise self.failure
-            written = storage.write(self.temporary, self.together.rank, self.pieces)
-            files = directory.describe(self.temporary, {entry[5] for entry in written})
-            said = {"written": written, "files": files}
-        except Exception as error:
-            said = {"error": said_of(error)[1]}
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        if problem := self._conclude(said):
-            raise CheckpointError(
-                f"the checkpoint of step {self.manifest['step']} wasn't saved to {self.final}: {problem}. Earlier ones "
-                "are as they were."
-            )
-        return self.final
-
-    def give_up(self, error: BaseException) -> None:
-        """Tell the peers that this rank writes nothing."""
-        self._conclude({"error": said_of(error)[1]})
-
-    def _conclude(self, said: dict[str, Any]) -> str:
-        """What went wrong on some rank; "" if nothing did, and the checkpoint is there."""
-        try:
-            texts = self.together.gather(json.dumps(said))
-            if texts is None:
-                return self.together.tell(None)
-        except BaseException:
-            if self.together.rank == 0:
-                directory.discard(self.temporary)
-            raise
-        try:
-            problem = self._commit([json.loads(text) for text in texts])
-        except Exception as error:
-            problem = f"rank 0: {said_of(error)[1]}"
-        if problem:
-            directory.discard(self.temporary)
-        return self.together.tell(problem)
-
-    def _commit(self, by_rank: Sequence[dict[str, Any]]) -> str:
-        """On rank 0: make a checkpoint of what the ranks have written."""
-        if failed := [f"rank {rank}: {said['error']}" for rank, said in enumerate(by_rank) if "error" in said]:
-            return "; ".join(failed)
-        files: dict[str, Any] = {}
-        for rank, said in enumerate(by_rank):
-            for name, described in said["files"].items():
-                written = self.temporary / name
-                size = written.stat().st_size if written.exists() else None
-                if size != described["bytes"]:
-                    return (
-                        f"rank {rank} has written {written}, {described['bytes']} bytes, and rank 0 sees "
-                        f"{'no such file' if size is None else f'{size} bytes'}: all ranks need the same file system"
-                    )
-                files[name] = described
-        storage.write_metadata(self.temporary, [said["written"] for said in by_rank])
-        files |= directory.describe(self.temporary, [storage.METADATA])
-        directory.commit(self.temporary, self.final, {**self.manifest, "files": files})
-        if self.keep is not None:
-            directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
-        return ""
 
 
 def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _Contents:
@@ -156,45 +79,52 @@ def begin_saving(
     operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any
 ) -> Job:
     """What the ranks agree on before anything is written."""
-    base, temporary = Path(os.path.abspath(path)), None
+    base = Path(os.path.abspath(path))
     together = Together(operation, axis, base)
-    contents: _Contents | None = None
-    failure: Exception | None = None
-    try:
+    made = list[_Contents]()
+    temporary = list[Path]()
+
+    def offer() -> dict[str, Any]:
+        """What the other ranks are to know of what this one saves."""
         if keep is not None:
             whole("checkpoint: keep", keep, 1, besides="None (all) or ")
         directory.check_name(path)
         if together.comm is not None:  # a state that the device couldn't complete isn't worth keeping
             comm.read_last_summary(together.comm)
         contents = _contents(state, together, data, rng)
+        made.append(contents)
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
             final = directory.step_path(base, state.step)
             directory.put_back(base)
             directory.check_replaceable(final, directory.run_in(base))
-            temporary = directory.hidden(base, final.name)
-            temporary.mkdir()
-    except Exception as error:
-        failure = error
-    mine = {
-        "error": said_of(failure) if failure else None,
-        "run": directory.run_in(base),
-        "to": [str(base), contents.manifest["step"] if contents else -1],
-        "common": contents.digest if contents else "",
-        "data": digest(contents.data) if contents else "",
-        "temporary": temporary.name if temporary else "",
-    }
+            temporary.append(directory.hidden(base, final.name))
+            temporary[0].mkdir()
+        return {
+            "run": directory.run_in(base),
+            "to": [str(base), contents.manifest["step"]],
+            "common": contents.digest,
+            "data": digest(contents.data),
+            "temporary": temporary[0].name if temporary else "",
+        }
+
     try:
-        by_rank = together.exchange("", mine)
-        troubles = [said["error"] for said in by_rank]
-        refuse(troubles, failure, "the checkpoint wasn't saved", " Earlier ones are as they were.")
-        assert contents is not None
-        _check_same(by_rank)
+        failed, after = "the checkpoint wasn't saved", " Earlier ones are as they were."
+        by_rank = together.exchange("", offer, failed, after)
+        with together.leaving():
+            _check_same(by_rank)
+            return _agreed(together, base, made[0], by_rank, keep)
     except BaseException:
         together.let_go()
-        if temporary is not None:
-            directory.discard(temporary)
+        for directory_of_it in temporary:
+            directory.discard(directory_of_it)
         raise
+
+
+def _agreed(
+    together: Together, base: Path, contents: _Contents, by_rank: Sequence[dict[str, Any]], keep: int | None
+) -> Job:
+    """This rank's part of what the ranks have told one another."""
     # Of the first that knows it: a newcomer to a run doesn't.
     run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
     directory.continue_run(base, run)
@@ -233,11 +163,13 @@ def save(
     """Save a training state, so that :func:`load` goes on from it bit for bit. Every rank calls it.
 
     The checkpoint is there whole or not at all: it is written to a hidden directory, each file with its SHA-256 in a
-    manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. What is the same on all ranks
-    (``state.layout``) is written once, about as much by each rank; what is each rank's own, by that rank; sharded
-    optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools can read them. When
-    the process that hosts the ranks' store has ended they exchange values through a file in `path`, so their state can
-    be saved.
+    manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. One that this run has
+    saved under that name before is replaced.
+
+    What is the same on all ranks (``state.layout``) is written once, about as much by each rank; what is each rank's
+    own, by that rank; sharded optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose
+    tools can read them. When the process that hosts the ranks' store has ended they exchange values through a file in
+    `path`, so their state can be saved.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ltx.checkpoint.directory import MISSING
 from ltx.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -157,8 +158,14 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(directory: Path) -> dcp.Metadata:
     """What is in the checkpoint; raises CheckpointError for what isn't DCP's metadata."""
     try:
-        metadata = _Unpickler(io.BytesIO((directory / METADATA).read_bytes())).load()
-    except Exception as error:
+        written = (directory / METADATA).read_bytes()
+    except MISSING as error:
+        raise CheckpointError(f"{directory / METADATA} can't be read: {error}") from error
+    try:
+        metadata = _Unpickler(io.BytesIO(written)).load()
+    except MemoryError:
+        raise
+    except Exception as error:  # of bytes that are no pickle an unpickler may raise anything
         raise CheckpointError(f"{directory / METADATA} can't be read: {error}") from error
     if not isinstance(metadata, dcp.Metadata):
         raise CheckpointError(f"{directory / METADATA} holds a {type(metadata).__name__}, not DCP's metadata.")
@@ -197,7 +204,10 @@ class _Loading(LoadPlanner):
 
 
 def read(directory: Path, metadata: dcp.Metadata, pieces: Sequence[Piece]) -> None:
-    """Fill the tensors of `pieces`, each with what of its name lies there, whoever has written it."""
+    """Fill the tensors of `pieces`, each with what of its name lies there, whoever has written it.
+
+    Raises CheckpointError where a file is missing or isn't what a checkpoint holds.
+    """
     by_name = {piece.name: piece for piece in pieces}
     items: list[ReadItem] = []
     for piece in pieces:
@@ -207,5 +217,8 @@ def read(directory: Path, metadata: dcp.Metadata, pieces: Sequence[Piece]) -> No
         items.extend(create_read_items_for_chunk_list(piece.name, entry, [wanted]))
     reader = FileSystemReader(directory)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    with torch.no_grad():
-        reader.read_data(LoadPlan(items), _Loading(by_name)).wait()
+    try:
+        with torch.no_grad():
+            reader.read_data(LoadPlan(items), _Loading(by_name)).wait()
+    except (*MISSING, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{directory}: what is in its files can't be read: {error}") from error

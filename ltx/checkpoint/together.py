@@ -6,18 +6,20 @@ Ranks that save because the store is gone exchange values through a file in the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ltx import comm, errors
 from ltx.axis import Axis
+from ltx.comm.signature import Post
 from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError, message_of
 
-# How long rank 0 waits for the others to have heard what it tells them.
-_HEARD_S = 10.0
+T = TypeVar("T")
 
+# How long rank 0 waits for the others to have heard what it tells them; and if that is why it raises.
+_HEARD_S, _LEAVING_S = 10.0, 1.0
 
 #: What went wrong on a rank, to be told to the others: the name of the error's class, and text. None if nothing did.
 Trouble = tuple[str, str] | None
@@ -27,11 +29,11 @@ def said_of(error: BaseException) -> tuple[str, str]:
     """`error` for the other ranks; another library's in the words of its cause: torch's writer hides the disk's."""
     if isinstance(error, LtxError):
         return type(error).__name__, message_of(error)
-    cause: BaseException | None = error
+    cause: BaseException | None = error if isinstance(error, Exception) else None
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     told = cause or error
-    return CheckpointError.__name__, f"{type(told).__name__}: {message_of(told)}"
+    return CheckpointError.__name__, ": ".join(filter(None, (type(told).__name__, message_of(told))))
 
 
 def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: str = "") -> None:
@@ -63,6 +65,9 @@ def _refusal(by_rank: Sequence[Trouble], what: str, after: str) -> LtxError | No
 class Together:
     """One call of a checkpoint's function, on all ranks of an axis.
 
+    A rank that raises tells its peers so wherever they might wait for it, and waits for none of them: nobody waits for
+    one that has raised, whatever that was, an interrupt too.
+
     Args:
         operation: what is called.
         folder: one that all ranks see. If the store is gone, they exchange values through a file in it.
@@ -86,68 +91,163 @@ class Together:
         self._folder = folder
         self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.store_exchange
         self._place = "" if self._exchange is None else self._exchange.new_place()
-        self._exchanges = 0
+        self._exchanges = 0  # that are over
+        self._owed = {"outcome"} if self.rank == 0 else {"parts", "heard"}
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value`, which is JSON, on every rank. For the thread that trains.
+    def exchange(self, what: str, make: Callable[[], T], failed: str, after: str = "") -> list[T]:
+        """What `make` gives on every rank, which is JSON, on every rank. For the thread that trains.
+
+        If it raises on a rank, all raise one error. `failed`: what didn't go well then; `after`: what to know besides.
 
         Raises:
             RankMismatchError: peers are at something else, or at another `what`.
         """
+        with self.leaving():
+            mine, failure = None, None
+            try:
+                mine = make()
+            except Exception as error:
+                failure = error
+            posts = self._collect([what, mine, said_of(failure) if failure else None])
+            refuse([trouble for *_, trouble in posts], failure, failed, after)
+            if any(theirs != what for theirs, *_ in posts):
+                values = {rank: theirs for rank, (theirs, *_) in enumerate(posts)}
+                raise comm.mismatch(f"of {self.operation}", "what is done", values, "call the same on every rank")
+            return [value for _, value, _ in posts]
+
+    def _collect(self, post: list[Any]) -> list[list[Any]]:
+        """Every rank's post at the place of the next exchange."""
         if self.comm is None:
-            return [value]
-        self._exchanges += 1
-        place = f"{self._place}/{self._exchanges}"
+            return [post]
+        place = f"{self._place}/{self._exchanges + 1}"
         try:
-            return self.comm.negotiation.exchange_values(comm.Signature(self.operation, (), what), value, place)
+            posts = self.comm.negotiation.exchange_values(self._signature, post, place)
         except StoreGoneError:
             if self._folder is None:
                 raise
+            posts = self._through_file(self._folder).exchange(place, post, self.operation)
+        self._exchanges += 1
+        return posts
+
+    @property
+    def _signature(self) -> comm.Signature:
+        return comm.Signature(self.operation, ())
+
+    def _through_file(self, folder: Path) -> comm.StoreExchange:
+        """An exchange for when the store is gone."""
+        assert self.comm is not None
+        assert self._exchange is not None
+        if self._exchange is not self.comm.store_exchange:
+            return self._exchange  # another of this rank's on the file would be counted as another rank's
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
-                f"{said_of(error)[1]}"
+                f"{self.operation}: the ranks' store is gone, and they can't use {folder} instead: {said_of(error)[1]}"
             ) from error
-        # Through a file, for when the store is gone.
         name = hashlib.sha1(f"{self.comm.label} of {self.comm.heartbeat.world}".encode()).hexdigest()[:12]
-        self._exchange = self.comm.store_exchange.in_file(self._folder / f".ltx-exchange-{name}", self.comm.lost)
-        told = self._exchange.exchange(place, [what, value], self.operation)
-        if any(theirs != what for theirs, _ in told):
-            values = {rank: theirs for rank, (theirs, _) in enumerate(told)}
-            raise comm.mismatch(f"of {self.operation}", "what is done", values, "call the same on every rank")
-        return [value for _, value in told]
+        self._exchange = self.comm.store_exchange.in_file(folder / f".ltx-exchange-{name}", self.comm.lost)
+        return self._exchange
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Surrounds what this rank does when its peers wait for it: they are told what it raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def leave(self, error: BaseException) -> None:
+        """Do no more of this call because of `error`, and tell the peers wherever they might wait for this rank."""
+        if self.comm is None or self._exchange is None or not self._owed:
+            return
+        told = said_of(error)
+        # Peers may have been through the exchange in which this rank is, and be in the next one.
+        places = [f"{self._place}/{self._exchanges + ahead}" for ahead in (1, 2)]
+        post = ["", None, told]
+        troubles = [told if rank == self.rank else None for rank in range(self.size)]
+        last_words = {"parts": [None, told], "heard": True, "outcome": troubles}
+        with suppress(LtxError):  # this rank can't reach its peers, and they see that
+            try:
+                for place in places:
+                    self.comm.negotiation.announce(place, Post(self._signature, post))
+                self._exchange.has(places[0], [self.rank])  # a store that is gone shows when it is read
+            except StoreGoneError:
+                if self._folder is None:
+                    raise
+                exchange = self._through_file(self._folder)
+                for place in places:
+                    exchange.announce(place, post)
+            for what in sorted(self._owed):
+                self._announce(what, last_words[what])
 
     def let_go(self) -> None:
         """Nobody will be told anything more. The last rank that lets go of a file in place of the store removes it."""
         self._exchange = None
 
-    def gather(self, text: str) -> list[str] | None:
-        """On rank 0 every rank's text; None on the others, whom :meth:`tell` tells the outcome. For any thread."""
-        if self._exchange is None:
-            return [text]
-        place, others = f"{self._place}/parts", range(1, self.size)
-        if self.rank > 0:
-            self._exchange.announce(place, text)
-            return None
-        texts = self._exchange.collect(place, self.operation, others)
-        self._exchange.forget(place, others)
-        return [text, *texts]
+    def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
+        """Have rank 0 `decide` on what `make` gives on every rank, which is JSON. For any thread.
 
-    def tell(self, text: str | None) -> str:
-        """Rank 0's text, on every rank."""
+        If either raises, all raise one error. `failed`, `after`: as for :meth:`exchange`.
+        """
+        patience_s = _LEAVING_S
+        try:
+            with self.leaving():
+                mine, failure = None, None
+                try:
+                    mine = make()
+                except Exception as error:
+                    failure = error
+                part = (mine, said_of(failure) if failure else None)
+                troubles = self._decided(part, decide) if self.rank == 0 else self._told(part)
+            patience_s = _HEARD_S
+        finally:
+            self._wait_until_heard(patience_s)
+            self.let_go()
+        refuse(troubles, failure, failed, after)
+
+    def tell(self, troubles: Sequence[Trouble]) -> None:
+        """On rank 0: tell the others what went wrong, by rank."""
+        self._announce("outcome", troubles)
+
+    def _decided(self, part: tuple[Any, Trouble], decide: Callable[[list[Any]], None]) -> list[Trouble]:
+        parts = [part, *self._parts()]
+        troubles = [trouble for _, trouble in parts]
+        if not any(troubles):
+            try:
+                decide([value for value, _ in parts])
+            except Exception as error:
+                troubles[0] = said_of(error)
+        self.tell(troubles)
+        return troubles
+
+    def _told(self, part: tuple[Any, Trouble]) -> list[Trouble]:
+        assert self._exchange is not None
+        self._announce("parts", part)
+        (troubles,) = self._exchange.collect(f"{self._place}/outcome", self.operation, [0])
+        self._announce("heard", True)
+        return list(troubles)
+
+    def _parts(self) -> list[tuple[Any, Trouble]]:
         if self._exchange is None:
-            return text or ""
-        exchange, outcome, heard = self._exchange, f"{self._place}/outcome", f"{self._place}/heard"
-        if self.rank > 0:
-            (told,) = exchange.collect(outcome, self.operation, [0])
-            exchange.announce(heard, True)
-            return str(told)
-        exchange.announce(outcome, text or "")
-        with suppress(LtxError):  # rank 0 may end next, and the store with it
+            return []
+        place, others = f"{self._place}/parts", range(1, self.size)
+        parts = self._exchange.collect(place, self.operation, others)
+        self._exchange.forget(place, others)
+        return [(value, trouble) for value, trouble in parts]
+
+    def _wait_until_heard(self, patience_s: float) -> None:
+        """On rank 0, which may end next, and the store with it."""
+        if self._exchange is None or self.rank > 0:
+            return
+        with suppress(LtxError):
             others = range(1, self.size)
-            exchange.collect(heard, self.operation, others, _HEARD_S)
-            exchange.forget(outcome, [0])
-            exchange.forget(heard, others)
-        return text or ""
+            self._exchange.collect(f"{self._place}/heard", self.operation, others, patience_s)
+            self._exchange.forget(f"{self._place}/outcome", [0])
+            self._exchange.forget(f"{self._place}/heard", others)
+
+    def _announce(self, what: str, value: Any) -> None:
+        if self._exchange is not None:
+            self._exchange.announce(f"{self._place}/{what}", value)
+            self._owed.discard(what)

@@ -254,8 +254,8 @@ def test_nothing_is_read_after_the_last_exchange(ranks: Ranks, tmp_path: Path) -
             if int(ltx.axis_index()) == 1:
                 exchange = Together.exchange
 
-                def exchanges(together: Together, what: str, value: Any) -> list[Any]:
-                    values = exchange(together, what, value)
+                def exchanges(together: Together, what: str, *args: Any) -> list[Any]:
+                    values = exchange(together, what, *args)
                     if what == "the tensors":
                         ltx.barrier("removed")
                     return values

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.errors import RankMismatchError
+from ltx.checkpoint import saving, storage
+from ltx.errors import CheckpointError, RankMismatchError
 from tests.forks import Ranks
 from tests.runtime.elastic_training import make, values
 
@@ -86,6 +89,32 @@ def test_steps_go_on_and_are_saved(how: str, tmp_path: Path) -> None:
     finally:
         world.close()
     assert sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000005"]
+
+
+@pytest.mark.parametrize("place", [(saving, "_contents"), (storage, "write")], ids=["before they agree", "writing"])
+def test_who_is_interrupted_tells_it(place: tuple[Any, str], tmp_path: Path) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def before() -> Any:
+        train, state = make(donate=False)
+        return steps(train, state, 2)
+
+    def after(state: Any) -> str:
+        began = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            if ltx.world().rank == 1:
+                patch.setattr(*place, interrupted)
+            with pytest.raises((CheckpointError, KeyboardInterrupt)) as raised:
+                ltx.checkpoint.save(tmp_path, state)
+        assert time.monotonic() - began < 5
+        return f"{raised.type.__name__}: {raised.value}"
+
+    told = without_store(before, after)
+    assert told.pop(1) == "KeyboardInterrupt: "
+    for said in told:
+        assert re.match(r"CheckpointError: the checkpoint .*wasn't saved.*: rank 1: KeyboardInterrupt", said)
+    assert os.listdir(tmp_path) == []
 
 
 def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:

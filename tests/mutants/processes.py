@@ -126,8 +126,8 @@ MUTANTS = (
     Mutant(
         name="checkpoint: no rename",
         file="checkpoint/saving.py",
-        old="            temporary = directory.hidden(base, final.name)\n",
-        new="            temporary = final\n",
+        old="            temporary.append(directory.hidden(base, final.name))\n",
+        new="            temporary.append(final)\n",
         breaks="a process that dies while it writes leaves half a checkpoint in the place of a whole one",
         tests=(
             "tests/checkpoint/test_torn.py",
@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         name="checkpoint: another run's are removed",
         file="checkpoint/directory.py",
-        old="if step < committed and run_of(step_path(path, step)) == run]",
+        old="if step < committed and _is_of(run, step_path(path, step))]",
         new="if step < committed]",
         breaks="keep= removes checkpoints of others",
         tests=("tests/checkpoint/test_runs.py::test_another_runs_checkpoints_stay",),
@@ -192,9 +192,9 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: a rank's failure isn't told",
-        file="checkpoint/saving.py",
-        old='            return "; ".join(failed)\n',
-        new='            by_rank = [said for said in by_rank if "error" not in said]\n',
+        file="checkpoint/together.py",
+        old="        troubles = [trouble for _, trouble in parts]\n",
+        new="        parts = [x for x in parts if x[0]]\n        troubles: list[Trouble] = [None for _ in parts]\n",
         breaks="a checkpoint without a rank's part gets its name",
         tests=("tests/checkpoint/test_failures.py::test_a_full_disk_on_one_rank_is_the_same_error_on_all",),
     ),

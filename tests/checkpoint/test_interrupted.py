@@ -1,0 +1,225 @@
+"""A rank that is interrupted while all of them save or load: its peers raise at once, and are told who and why."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.checkpoint import directory, loading, saving, storage
+from ltx.checkpoint.together import Together
+from ltx.comm.store_exchange import StoreExchange
+from ltx.errors import CheckpointError, LtxError, PeerLostError
+from tests.forks import Ranks
+
+Pools = Callable[[int], ltx.Pool]
+
+TRAIN = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+
+
+def states() -> tuple[Any, Any]:
+    """Those of two steps."""
+    first = TRAIN.init(torch.ones(100))
+    return TRAIN(TRAIN.init(torch.ones(100)), torch.ones(100))[0], first
+
+
+class Interrupts:
+    """A place in which a rank is interrupted: before what is done there, or just after."""
+
+    def __init__(self, owner: Any, name: str, after: bool = False, at: str = ""):
+        self._owner, self._name, self._after, self._at = owner, name, after, at
+
+    def put(self, patch: pytest.MonkeyPatch, error: BaseException) -> None:
+        done = getattr(self._owner, self._name)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            if not any(isinstance(arg, str) and arg.endswith(self._at) for arg in args) and self._at:
+                return done(*args, **kwargs)
+            if self._after:
+                done(*args, **kwargs)
+            raise error
+
+        patch.setattr(self._owner, self._name, interrupted)
+
+
+PLACES = {
+    "before they agree": Interrupts(saving, "_contents"),
+    "waiting to agree": Interrupts(StoreExchange, "collect", at="/1"),
+    "agreed": Interrupts(Together, "_collect", after=True),
+    "before it writes": Interrupts(storage, "write"),
+    "written": Interrupts(storage, "write", after=True),
+}
+ONLY_RANK_0 = {
+    "waiting for parts": Interrupts(StoreExchange, "collect", at="/parts"),
+    "has all parts": Interrupts(StoreExchange, "collect", at="/parts", after=True),
+    "before it has its name": Interrupts(directory, "commit"),
+}
+CASES = [(place, rank) for place in PLACES for rank in (0, 1)] + [(place, 0) for place in ONLY_RANK_0]
+
+
+def after_an_interrupt(
+    place: Interrupts, interrupted: int, error: BaseException, call: Callable[[], Any]
+) -> tuple[str, float]:
+    """What `call` raises on this rank, and the seconds that took."""
+    with pytest.MonkeyPatch.context() as patch:
+        if int(ltx.axis_index()) == interrupted:
+            place.put(patch, error)
+        began = time.monotonic()
+        try:
+            call()
+        except BaseException as raised:
+            return f"{type(raised).__name__}: {raised}", time.monotonic() - began
+        return "", time.monotonic() - began
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["KeyboardInterrupt", "SystemExit"])
+@pytest.mark.parametrize(("place", "interrupted"), CASES)
+def test_in_a_save(place: str, interrupted: int, error: BaseException, ranks: Pools, tmp_path: Path) -> None:
+    def on_a_rank() -> tuple[str, float]:
+        state, first = states()
+        ltx.checkpoint.save(tmp_path, first)
+        at = (PLACES | ONLY_RANK_0)[place]
+        told = after_an_interrupt(at, interrupted, error, lambda: ltx.checkpoint.save(tmp_path, state))
+        ltx.barrier()
+        assert ltx.checkpoint.load(tmp_path, first).step == 0
+        ltx.checkpoint.save(tmp_path, state)
+        return told
+
+    results = list(ranks(3).run(on_a_rank))
+    kind = type(error).__name__
+    assert results.pop(interrupted)[0].startswith(kind)
+    for said, took in results:
+        assert said.startswith("CheckpointError: the checkpoint ")
+        assert re.search(rf"wasn't saved.*: rank {interrupted}: {kind}", said)
+        assert took < 5
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step_00000000", "step_00000001"]
+
+
+TOO_LATE = [
+    (Interrupts(StoreExchange, "collect", at="/outcome"), 1),
+    (Interrupts(directory, "commit", after=True), 0),
+    (Interrupts(StoreExchange, "collect", at="/heard"), 0),
+]
+
+
+@pytest.mark.parametrize(("place", "interrupted"), TOO_LATE, ids=["has told its part", "has its name", "has told"])
+def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int, ranks: Pools, tmp_path: Path) -> None:
+    def on_a_rank() -> tuple[str, float]:
+        state, _ = states()
+        return after_an_interrupt(place, interrupted, KeyboardInterrupt(), lambda: ltx.checkpoint.save(tmp_path, state))
+
+    results = list(ranks(3).run(on_a_rank))
+    assert results.pop(interrupted)[0] == "KeyboardInterrupt: "
+    assert all(said == "" and took < 5 for said, took in results)
+    assert [file.name for file in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Pools, tmp_path: Path) -> None:
+    """From which elastic training goes on."""
+    place = Interrupts(StoreExchange, "collect", at="/parts")
+    error = PeerLostError("rank 0: the process of rank 2 is gone")
+
+    def on_a_rank() -> tuple[str, float]:
+        state, _ = states()
+        return after_an_interrupt(place, 0, error, lambda: ltx.checkpoint.save(tmp_path, state))
+
+    for said, took in ranks(3).run(on_a_rank):
+        assert said.startswith("PeerLostError: ")
+        assert str(error) in said
+        assert took < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_while_its_copies_are_made(ranks: Pools, tmp_path: Path) -> None:
+    place = Interrupts(saving, "HostCopy")
+
+    def on_a_rank() -> list[tuple[str, float]]:
+        def call() -> None:
+            with warnings.catch_warnings(action="ignore"):
+                ltx.checkpoint.save_async(tmp_path, states()[0]).result()
+
+        return [after_an_interrupt(place, interrupted, KeyboardInterrupt(), call) for interrupted in range(2)]
+
+    for on_rank, told in enumerate(ranks(2).run(on_a_rank)):
+        for interrupted, (said, took) in enumerate(told):
+            if on_rank == interrupted:
+                assert said == "KeyboardInterrupt: "
+            else:
+                assert f"wasn't saved to {tmp_path}" in said
+                assert f"rank {interrupted}: KeyboardInterrupt" in said
+            assert took < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("interrupted", [0, 1])
+@pytest.mark.parametrize(
+    "place",
+    [
+        Interrupts(loading, "_wanted"),
+        Interrupts(StoreExchange, "collect", at="/2"),
+        Interrupts(Together, "exchange", after=True, at="what fits"),
+        Interrupts(loading, "_read"),
+    ],
+    ids=["the steps", "waiting", "between", "the tensors"],
+)
+def test_in_a_load(place: Interrupts, interrupted: int, ranks: Pools, tmp_path: Path) -> None:
+    def on_a_rank() -> tuple[str, float]:
+        state, first = states()
+        ltx.checkpoint.save(tmp_path, state)
+        told = after_an_interrupt(place, interrupted, KeyboardInterrupt(), lambda: ltx.checkpoint.load(tmp_path, first))
+        assert ltx.checkpoint.load(tmp_path, first).step == 1
+        return told
+
+    results = list(ranks(3).run(on_a_rank))
+    assert results.pop(interrupted)[0] == "KeyboardInterrupt: "
+    for said, took in results:
+        assert re.match(rf"CheckpointError: checkpoint\.load.*: rank {interrupted}: KeyboardInterrupt", said)
+        assert took < 5
+
+
+def test_a_warning_that_is_an_error_on_rank_0(ranks: Pools, tmp_path: Path) -> None:
+    """It alone warns, between two exchanges."""
+
+    def on_a_rank() -> str:
+        state, first = states()
+        ltx.checkpoint.save(tmp_path, first)
+        ltx.checkpoint.save(tmp_path, state)
+        ltx.barrier()
+        if int(ltx.axis_index()) == 0:
+            (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
+        ltx.barrier()
+        began = time.monotonic()
+        with warnings.catch_warnings(action="error"), pytest.raises((RuntimeWarning, LtxError)) as raised:
+            ltx.checkpoint.load(tmp_path, first)
+        assert time.monotonic() - began < 5
+        return f"{raised.type.__name__}: {raised.value}"
+
+    own, told = ranks(2).run(on_a_rank)
+    assert own.startswith("RuntimeWarning: checkpoint.load: the checkpoint of step 1 isn't whole")
+    assert told.startswith("CheckpointError: checkpoint.load")
+    assert "rank 0: RuntimeWarning: checkpoint.load: the checkpoint of step 1 isn't whole" in told
+
+
+def test_the_store_may_end_with_who_is_interrupted(started: Callable[..., Ranks], tmp_path: Path) -> None:
+    def body(tell: Callable[[Any], None]) -> Any:
+        state, _ = states()
+        ltx.psum(torch.ones(3))
+        if ltx.world().rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                Interrupts(storage, "write").put(patch, SystemExit(0))
+                ltx.checkpoint.save(tmp_path, state)
+        with pytest.raises(CheckpointError, match=r"wasn't saved to .*: rank 0: SystemExit"):
+            ltx.checkpoint.save(tmp_path, state)
+        return "told"
+
+    world = started(2, body, held_by="rank 0")
+    assert world.told(1) == "told"
