@@ -123,12 +123,13 @@ def encode(value: Any, what: str) -> Encoded:
     """`value` as tensors: dicts with string keys, lists, tuples, tensors, and what JSON has.
 
     Raises:
-        InputError: it holds something else.
+        InputError: it holds something else, or a tensor that isn't all in its bytes: sparse, quantized, nested, ...
     """
     tensors: list[torch.Tensor] = []
 
     def walk(node: Any, path: str) -> Any:
         if isinstance(node, torch.Tensor):
+            check_plain(path, node)
             tensors.append(node.detach())
             return {_TAG: "tensor", "at": len(tensors) - 1}
         if node is None or type(node) in (bool, int, float, str):
@@ -147,6 +148,31 @@ def encode(value: Any, what: str) -> Encoded:
     text = json.dumps(walk(value, what)).encode()
     encoded = {"": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     return encoded | {str(i): tensor for i, tensor in enumerate(tensors)}
+
+
+def check_plain(what: str, tensor: torch.Tensor) -> None:
+    """Raise unless `tensor`, called `what`, is all in its bytes: another could be written, and never be read again."""
+    if found := _kind_of(tensor):
+        raise InputError(
+            f"checkpoint: {what} is {found}, and a checkpoint holds the values of plain tensors. Give one of those: "
+            "to_dense() of a sparse one, dequantize() of a quantized one, unbind() of a nested one, to_local() of a "
+            "DTensor, as_subclass(torch.Tensor) of another class. What is on the meta device has no values."
+        )
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """What a tensor is that isn't plain; "" of one that is."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}, a class of tensors of its own"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor inside of a transform of torch.func"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of the layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})"
+    return "a tensor on the meta device" if tensor.is_meta else ""
 
 
 def decode(encoded: Encoded) -> Any:

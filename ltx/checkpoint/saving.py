@@ -16,7 +16,7 @@ import torch
 from ltx import comm
 from ltx.arguments import checked, whole
 from ltx.checkpoint import directory
-from ltx.checkpoint.contents import Encoded, check_state, digest, encode, leaves_of, name_on, shared_out
+from ltx.checkpoint.contents import Encoded, check_plain, check_state, digest, encode, leaves_of, name_on, shared_out
 from ltx.checkpoint.job import Job
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together
@@ -51,6 +51,7 @@ def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _C
         )
     rank, own, common = together.rank, [], []
     for leaf in leaves_of(state):
+        check_plain(f"leaf {leaf.path!r}", leaf.tensor)
         if leaf.kind == "sharded" and leaf.ranks > 1:
             own.append(Piece(leaf.path, leaf.tensor, leaf.size, leaf.offsets))
         elif leaf.kind == "per_rank":
