@@ -8,13 +8,14 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ltx import comm
-from ltx.arguments import checked, whole
+from ltx.arguments import checked, seconds, whole
 from ltx.checkpoint import directory
 from ltx.checkpoint.contents import Encoded, check_plain, check_state, digest, encode, leaves_of, name_on, shared_out
 from ltx.checkpoint.job import Job
@@ -231,15 +232,19 @@ class Saving:
         """Whether :meth:`result` would return or raise at once."""
         return not self._thread.is_alive()
 
-    def result(self, timeout_s: float | None = None) -> Path:
+    def result(self, timeout_s: timedelta | float | None = None) -> Path:
         """The directory of the checkpoint, once it is there on all ranks; what went wrong is raised, as by save.
+
+        Args:
+            timeout_s: how long to wait at most: seconds or a timedelta; None is without limit.
 
         Raises:
             TimeoutError: it isn't there within `timeout_s`.
         """
-        self._thread.join(timeout_s)
+        limit_s = None if timeout_s is None else seconds("Saving.result: timeout_s", timeout_s, zero=True)
+        self._thread.join(None if limit_s is None else min(limit_s, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
-            raise TimeoutError(f"the checkpoint isn't saved within {timeout_s:g} s.")
+            raise TimeoutError(f"the checkpoint isn't saved within {limit_s:g} s.")
         if self._error is not None:
             raise self._error
         assert self._path is not None

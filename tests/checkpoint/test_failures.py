@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -342,11 +343,14 @@ def test_it_returns_before_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     train = trainer()
     saving = ltx.checkpoint.save_async(tmp_path, start(train))
     assert not saving.done
-    with pytest.raises(TimeoutError, match=re.escape("isn't saved within 0.01 s")):
-        saving.result(timeout_s=0.01)
+    for limit in (0.01, timedelta(seconds=0.01)):
+        with pytest.raises(TimeoutError, match=re.escape("isn't saved within 0.01 s")):
+            saving.result(timeout_s=limit)
+    with pytest.raises(InputError, match=re.escape("Saving.result: timeout_s must be a number of seconds or a")):
+        saving.result(-1)
     assert ltx.checkpoint.latest(tmp_path) is None
     may_write.set()
-    assert saving.result() == ltx.checkpoint.latest(tmp_path)
+    assert saving.result(timedelta(days=365 * 500)) == ltx.checkpoint.latest(tmp_path)
     assert saving.done
 
 
