@@ -22,7 +22,6 @@ from ltx.checkpoint.job import Job
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together
 from ltx.comm import HostCopy
-from ltx.errors import InputError
 from ltx.training.random_states import random_states
 from ltx.training.train_state import TrainState, updates_of
 
@@ -45,11 +44,7 @@ class _Contents:
 
 def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _Contents:
     check_state("checkpoint", state)
-    if getattr(state.pending, "mean", state.pending) is not None:
-        raise InputError(
-            f"checkpoint: {state.layout.strategy} has an exchange under way between two steps, which a file can't "
-            "hold. Finish it first, on all ranks: state = train.finish(state)."
-        )
+    state.check_finished("checkpoint")
     rank, own, common = together.rank, [], []
     for leaf in leaves_of(state):
         check_plain(f"leaf {leaf.path!r}", leaf.tensor)

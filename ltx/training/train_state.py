@@ -136,6 +136,14 @@ class TrainState:
                 "keep an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
             )
 
+    def check_finished(self, what: str) -> None:
+        """Raise InputError if the strategy has something under way: it would be lost, or be added to other values."""
+        if getattr(self.pending, "mean", self.pending) is not None:
+            raise InputError(
+                f"{what}: {self.layout.strategy} has an exchange under way between two steps, which a file can't "
+                "hold. Finish it first, on all ranks: state = train.finish(state)."
+            )
+
     @property
     def seen(self) -> tuple[str, ...]:
         """The parts whose tensors the user may hold."""
@@ -186,6 +194,7 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
         self.check_owned()
+        self.check_finished("state_dict")
         tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
         if any(map(is_dtensor, tensors.values())) and tree.flatten(self.sync_state.leaves)[0]:
             raise UnsupportedError(
@@ -286,7 +295,8 @@ class Metrics:
     """What a step reports.
 
     Attributes:
-        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step); the same on every rank.
+        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank; over those
+            that share gradients in this step, as of a node, or this rank's own, where not all do.
         aux: what the step returned besides; None without `has_aux`. It is this rank's own, unless the step takes the
             mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``; with ``data_parallel(outputs="mean")``
             floating tensors in it are means over ranks, like the loss.

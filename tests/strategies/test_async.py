@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import CollectiveTimeoutError, PeerLostError, StrategyError, UnsupportedError, WorkerError
+from ltx.errors import CollectiveTimeoutError, InputError, PeerLostError, StrategyError, UnsupportedError, WorkerError
 from ltx.strategies.async_averaging import AsyncAveraging, Round
 from tests.strategies.problem import loss as problem_loss
 from tests.strategies.problem import make_problem
@@ -289,6 +289,27 @@ def test_a_peer_that_begins_no_round(on_new_axis: OnNewAxis) -> None:
         return steps
 
     assert on_new_axis(run, timeout_s=1.0).rank(0) > 1
+
+
+def test_a_state_with_a_round_under_way_gives_and_takes_no_state_dict(ranks: Ranks) -> None:
+    """What the round comes to would be lost, or be added to other parameters than it is of."""
+
+    def run() -> bool:
+        train, x = trainer(AsyncAveraging(schedule=(2, 2))), torch.tensor(1.0 + ltx.world().rank)
+        state, _ = train(train.init(start()), x)
+        saved = train.init(start()).state_dict()
+        for use in (state.state_dict, lambda: state.load_state_dict(saved)):
+            with pytest.raises(
+                InputError, match=r"^state_dict: AsyncAveraging\(.* exchange under way between two steps"
+            ):
+                use()
+        state = train.finish(state)
+        expected = went(state)
+        other = train.init(start())
+        other.load_state_dict(state.state_dict())
+        return all(torch.equal(went(other)[name], x) for name, x in expected.items())
+
+    assert list(ranks(2).run(run)) == [True, True]
 
 
 def test_simulated_ranks_have_no_clock() -> None:
