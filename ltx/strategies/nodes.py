@@ -19,7 +19,7 @@ import torch
 
 from ltx.arguments import check_fields, check_whole
 from ltx.axis import Axis, inner, outer
-from ltx.errors import StrategyError
+from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.buckets import Bucket, leaves_of
 from ltx.gradients.comm_hook import around
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within, sum_of_shares
@@ -177,6 +177,15 @@ class WithinNode(CommHook):
 
     def scale(self, axis_size: int) -> float:
         return 1.0 if axis_size == 1 else 1.0 / self.ranks
+
+    def derivative_scale(self, axis_size: int) -> float:
+        if axis_size > self.ranks:
+            raise UnsupportedError(
+                f"second derivatives count a reduction as the sum over all {axis_size} ranks, and {self!r} is the mean "
+                f"over a node of {self.ranks}. Take them of ltx.block_backward_sync(step), or with a strategy without "
+                "nodes."
+            )
+        return super().derivative_scale(axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         assert inputs.axis is not None

@@ -272,6 +272,22 @@ def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
     return state.params, expected
 
 
+def test_second_derivatives_of_a_nodes_mean_are_refused(ranks: Ranks) -> None:
+    """They would be those of the mean over all ranks, beside first ones of the node's."""
+
+    def run() -> float:
+        step = ltx.data_parallel(lambda w, x: x * w**2, ltx.LocalSGDStrategy(4, subgroup=2))
+        w, x = torch.tensor(1.0), torch.tensor(10.0 ** ltx.world().rank)
+        for derivative in (torch.func.grad(torch.func.grad(step)), torch.func.hessian(step)):
+            with pytest.raises(
+                UnsupportedError, match=r"all 4 ranks, and WithinNode\(ranks=2\) is the mean over a node"
+            ):
+                derivative(w, x)
+        return torch.func.grad(step)(w, x).item()
+
+    assert list(ranks(4).run(run)) == [11.0, 11.0, 1100.0, 1100.0]
+
+
 def test_sparse_gradients_stay_within_nodes_too(ranks: Ranks) -> None:
     def run() -> tuple[Tensor, Tensor]:
         mine = torch.zeros(4).index_fill(0, torch.tensor(ltx.world().rank), 1.0)
