@@ -8,7 +8,6 @@ autograd up to the marker, and from there as reductions complete.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -92,14 +91,14 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
             return torch.func.grad_and_value(scalar, argnums, has_aux)(*args, **kwargs)
         if not isinstance(argnums, int):
             raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
-        steps = sync_state.checked_step()
+        sync_state.checked_step()  # raises for one that was used before
         filled = list(args)
         filled[argnums] = Synced(args[argnums], sync_state)
         synced, value = torch.func.grad_and_value(scalar, argnums, has_aux)(*filled, **kwargs)
         state = synced.sync_state
         if torch.compiler.is_compiling():  # the clock has counted: a step in the structure would be compiled anew
             return (synced.params, state), value
-        return (synced.params, replace(state, clock=torch.zeros_like(state.clock), step=steps + 1)), value
+        return (synced.params, state.clock_read()), value
 
     return transformed
 

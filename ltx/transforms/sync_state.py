@@ -62,6 +62,11 @@ class SyncState:
             )
         return self.step + int(max(clock))
 
+    def clock_read(self) -> SyncState:
+        """This state with its steps counted in the structure."""
+        steps = self.step + int(max(_numbers(self.clock)))
+        return replace(self, step=steps, clock=torch.zeros_like(self.clock))
+
     def advanced(self, leaves: dict[str, LeafState] | None = None) -> SyncState:
         """The state after one more step, its steps counted in the structure; with other `leaves`, if given."""
         leaves, step = self.leaves if leaves is None else leaves, self.checked_step() + 1
