@@ -110,23 +110,30 @@ def launch(arguments: Sequence[str]) -> int:
     if "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=None)  # a number before torch 2.12
     parsed = parser.parse_args(list(arguments))
+    if parsed.standalone and parsed.nnodes not in _ONE:
+        parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
     if parsed.standalone or _is_local(parsed):
         agent.register(_tell_join if os.environ.get("LTX_KEY") else None)
         parsed.standalone, parsed.rdzv_backend = False, agent.LOOPBACK_RENDEZVOUS
-        parsed.rdzv_endpoint, parsed.rdzv_id = f"127.0.0.1:{parsed.master_port or 0}", uuid.uuid4().hex
+        parsed.rdzv_endpoint = f"127.0.0.1:{parsed.master_port or 0}"
+        if parsed.rdzv_id == parser.get_default("rdzv_id"):
+            parsed.rdzv_id = uuid.uuid4().hex
     elif parsed.master_port is None:
         parsed.master_port = DEFAULT_PORT  # of several machines, which have to know it
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
-    if parsed.nnodes in {"1", "1:1"}:
+    if parsed.nnodes in _ONE:
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle
     logs = None
     if parsed.log_dir is None:
         logs = tempfile.TemporaryDirectory(prefix="ltx_run_")
         parsed.log_dir = logs.name
+    earlier = set(Path(parsed.log_dir).glob("*"))
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
-        print(failures.told_failures(Path(parsed.log_dir), error.failures), file=sys.stderr)
+        runs = set(Path(parsed.log_dir).glob("*")) - earlier
+        mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
+        print(failures.told_failures(mine, error.failures), file=sys.stderr)
         return 1
     except RendezvousError as error:  # the launchers of several machines: this one's ranks have been ended
         print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
@@ -140,6 +147,10 @@ def launch(arguments: Sequence[str]) -> int:
     return 0
 
 
+#: What --nnodes says of one machine.
+_ONE = ("1", "1:1")
+
+
 def _tell_join(port: int) -> None:
     print(f"ltx run: processes with the same LTX_KEY may join: LTX_JOIN=127.0.0.1:{port}", file=sys.stderr, flush=True)
 
@@ -147,7 +158,7 @@ def _tell_join(port: int) -> None:
 def _is_local(parsed: argparse.Namespace) -> bool:
     """Whether nothing asks for another machine."""
     return (
-        parsed.nnodes in {"1", "1:1"}
+        parsed.nnodes in _ONE
         and parsed.rdzv_backend == "static"
         and not parsed.rdzv_endpoint
         and parsed.master_addr == "127.0.0.1"

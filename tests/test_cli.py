@@ -61,6 +61,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "the following arguments are required: COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
         (["run"], "the following arguments are required: training_script"),
+        (["run", "--standalone", "--nnodes", "2", "script.py"], "--standalone is of one machine, and --nnodes=2 of"),
         (["demo", "--ranks", "0"], "argument --ranks: expected an integer of at least 1, got 0"),
         (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
         (["demo", "--steps", "-1"], "argument --steps: expected an integer of at least 1, got -1"),
@@ -83,6 +84,16 @@ def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) ->
     assert parsed.training_script_args == ["-n", "7", "--help"]
     assert parsed.rdzv_backend == "ltx-loopback"
     assert not parsed.module
+
+
+@pytest.mark.parametrize("backend", [[], ["--standalone"], ["--nnodes", "2"]])
+def test_the_id_of_a_run_is_kept(backend: list[str], launched: list[argparse.Namespace]) -> None:
+    ltx.cli.main(["run", *backend, "--rdzv-id", "job7", "script.py"])
+    ltx.cli.main(["run", "script.py"])
+    ltx.cli.main(["run", "script.py"])
+    given, *made = [parsed.rdzv_id for parsed in launched]
+    assert given == "job7"
+    assert len({"none", *made}) == 3, "runs at once on one machine have ids of their own"
 
 
 def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Namespace]) -> None:
@@ -193,6 +204,15 @@ def test_run_names_the_rank_whose_exception_came_first(tmp_path: Path) -> None:
     assert "\nOther ranks: rank 0 raised DeadlockDetectedError: " in said
     assert "FAILED" not in done.stderr  # the launcher's block
     assert "Root Cause" not in done.stderr
+
+
+@pytest.mark.full
+def test_the_failure_of_an_earlier_run_is_not_told_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys, ltx\nwith ltx.init():\n    raise ValueError(sys.argv[1])\n")
+    logs = ("--log-dir", "logs", "--rdzv-id", "job7")
+    for said, options in (("first", ("--max-restarts", "1")), ("second", ())):
+        done = run_ltx("run", *logs, *options, "script.py", said, cwd=tmp_path)
+        assert f"ltx run: rank 0 raised ValueError: {said} (" in done.stderr
 
 
 @pytest.mark.parametrize(

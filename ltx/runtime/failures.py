@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,15 +162,16 @@ def note_uncaught(then: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-def told_failures(logs: Path, failures: Mapping[int, Any]) -> str:
+def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
     """What to say of a run that failed: the first failure, and the others' in a line.
 
     Args:
-        logs: where the launcher has the ranks leave word.
+        runs: where the launcher had the ranks of this run leave word. A ``--log-dir`` has those of earlier runs too.
         failures: torch's, by rank: of those that had ended when the launcher looked.
     """
     ended = {rank: Ended(exit_text(failure.exitcode)) for rank, failure in failures.items()}
-    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    attempts = [path for run in runs for path in run.glob("attempt_*")]
+    attempts.sort(key=lambda path: int(path.name.rpartition("_")[2]))
     for file in attempts[-1].glob("*/error.json") if attempts else ():
         with suppress(OSError, ValueError, LookupError, TypeError):
             message = json.loads(file.read_text())["message"]
