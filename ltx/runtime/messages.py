@@ -135,20 +135,35 @@ _SIZE = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Message:
-    """Pickled objects with their buffers: those of tensors' storages, and `others`. It can be sent more than once."""
+    """Pickled objects with their buffers: those of tensors' storages, and `others`. It can be sent more than once.
+
+    Shared memory is made with it, not on the way: that there is no more is an error of who makes it (an OSError), and no
+    sign that the other end is gone.
+    """
 
     pickled: bytes
     storages: Sequence[Any] = ()
     others: Sequence[Any] = ()
-    _shared: list[int] = field(default_factory=list)
+    _shared: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        views = self._views()
+        if _MAY_SHARE and sum(view.nbytes for view in views) > INLINE_BYTES:
+            self._shared.append(_written(views))
+
+    def __enter__(self) -> Message:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _views(self) -> list[memoryview]:
+        return [*self.storages, *self.others, memoryview(self.pickled)]
 
     def send(self, connection: Connection) -> None:
         """Write it to `connection`. Raises OSError if the other end is closed."""
-        views = [*self.storages, *self.others, memoryview(self.pickled)]
+        views, shares = self._views(), bool(self._shared)
         sizes = [view.nbytes for view in views]
-        shares = _MAY_SHARE and sum(sizes) > INLINE_BYTES
-        if shares and not self._shared:
-            self._shared.append(_written(views))
         head = [_COUNTS.pack(len(self.storages), len(self.others), shares), *map(_SIZE.pack, sizes)]
         connection.send_bytes(b"".join([*head, *([] if shares else views)]))
         if shares:

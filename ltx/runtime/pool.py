@@ -146,8 +146,8 @@ class Pool:
         __tracebackhide__ = True
         with self._lock:
             number, limit_s = self._next(name_of(fn)), self._limit_s(timeout_s)
-            call = pack_call(number, fn, args, kwargs)
-            answers = self._do(number, call, range(self._size), name_of(fn), limit_s)
+            with pack_call(number, fn, args, kwargs) as call:
+                answers = self._do(number, call, range(self._size), name_of(fn), limit_s)
             return PerRank(answers[rank].value for rank in range(self._size))
 
     def run_on(
@@ -162,8 +162,8 @@ class Pool:
             raise WorkerError(f"rank {rank}: {self!r} has the ranks 0 to {self._size - 1}.")
         with self._lock:
             number, limit_s = self._next(name_of(fn)), self._limit_s(timeout_s)
-            call = pack_call(number, fn, args, kwargs)
-            value: T = self._do(number, call, [rank], name_of(fn), limit_s)[rank].value
+            with pack_call(number, fn, args, kwargs) as call:
+                value: T = self._do(number, call, [rank], name_of(fn), limit_s)[rank].value
             return value
 
     def _limit_s(self, timeout_s: timedelta | float | None) -> float | None:
@@ -195,7 +195,6 @@ class Pool:
             interrupt.args = (f"{interrupt} {what_became_of_workers(kept)}",)
             raise
         finally:
-            call.close()
             workers.finish_output()
             if not kept:
                 self._drop()
@@ -292,19 +291,19 @@ def launch(
     # A fork has the function already, and all that it refers to.
     call = pack_call(1, fn, args, {}) if method != "fork" else inherited_call(1)
     handed = (fn, args) if method == "fork" else None
-    workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
-    try:
-        answers = collect(workers, 1, call, range(nprocs), name_of(fn), limit_s)
-        complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))
-        if complete:
-            workers.stop()
-    except CallInterruptedError as interrupt:
-        interrupt.kept = False
-        raise
-    finally:
-        call.close()
-        workers.finish_output()
-        workers.kill()
+    with call:
+        workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
+        try:
+            answers = collect(workers, 1, call, range(nprocs), name_of(fn), limit_s)
+            complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))
+            if complete:
+                workers.stop()
+        except CallInterruptedError as interrupt:
+            interrupt.kept = False
+            raise
+        finally:
+            workers.finish_output()
+            workers.kill()
     if not complete:
         raise failure_error(name_of(fn), answers, range(nprocs), nprocs, limit_s, kept=None)
     return [answers[rank].value for rank in range(nprocs)]

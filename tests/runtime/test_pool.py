@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.errors import WorkerError
+from ltx.errors import CallFailedError, WorkerError
 from ltx.runtime.init import init
 from ltx.runtime.output import Output, open_pipe
 from ltx.runtime.pool import Pool
@@ -263,6 +264,18 @@ def test_show_and_progress(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert [line for line in out.splitlines() if "rank 1" in line] == ["[rank 1] before", "[rank 1] {'rank': 1}"]
     assert re.fullmatch(r"steps \|#{30}\| 3/3 [\d.]+/s", err.strip()), "once, not once for each rank"
+
+
+@pytest.mark.full
+def test_a_result_that_there_is_no_file_for() -> None:
+    def open_all() -> torch.Tensor:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1,) * 2)
+        return torch.ones(100_000)
+
+    with Pool(1) as pool:
+        pool.run(torch.ones, 2)
+        with pytest.raises(CallFailedError, match=r"raised OSError: pickling the result, .*: \[Errno 24\] Too many open"):
+            pool.run(open_all)
 
 
 def test_one_rank_alone(ranks: Ranks) -> None:
