@@ -35,11 +35,8 @@ from ltx.runtime.world import World, process, world_of
 Mesh = tuple[tuple[str, int], ...]
 
 
-def adopted_world(placement: Placement, backend: str | None, told: bool) -> World:
-    """The world of a process group that the user has initialised; the environment may know more than the group.
-
-    `told`: the caller of ``ltx.init`` said where this process is, so that must agree.
-    """
+def adopted_world(placement: Placement, backend: str | None) -> World:
+    """The world of a process group that the user has initialised; raises unless what ``ltx.init`` was told agrees."""
     rank, size, used = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     if used == "undefined":  # several, by device
         used = str(dist.get_backend_config())
@@ -49,13 +46,11 @@ def adopted_world(placement: Placement, backend: str | None, told: bool) -> Worl
             f"backend={backend!r}. Leave backend out to use what is there, or destroy that process group first."
         )
     if (placement.rank, placement.size) != (rank, size):
-        if told:
-            raise WorldError(
-                f"rank {rank}: torch.distributed is initialised already with {size} ranks, and ltx.init was asked for "
-                f"rank={placement.rank}, size={placement.size}. Leave these out to use what is there, or destroy that "
-                "process group first."
-            )
-        placement = Placement("user", rank, size, local_rank=rank, local_size=size)
+        raise WorldError(
+            f"rank {rank}: torch.distributed is initialised already with {size} ranks, and ltx.init was asked for "
+            f"rank={placement.rank}, size={placement.size}. Leave these out to use what is there, or destroy that "
+            "process group first."
+        )
     return world_of(replace(placement, launcher="user"), backend=used)
 
 

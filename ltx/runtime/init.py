@@ -206,7 +206,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
             else placement_from_env(os.environ)
         )
         if dist.is_initialized():
-            world = adopted_world(placement, asked.get("backend"), told="placement" in asked)
+            world = adopted_world(placement, asked.get("backend"))
         else:
             world = world_of(placement, backend=asked.get("backend"))
         mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))

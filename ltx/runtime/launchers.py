@@ -7,6 +7,7 @@ Everything here is a pure function of the environment variables it is given. A n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ltx.arguments import brief, is_whole
@@ -62,20 +63,20 @@ def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> 
     """Where a process is whose process group exists: what `environ` adds to its `rank` and `size`.
 
     Launchers of other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for
-    GROUP_RANK. What they leave out the group knows.
+    GROUP_RANK. What they leave out the group knows. One that contradicts the group isn't of it: ranks may have been
+    numbered anew. LOCAL_RANK alone says which device is whose.
     """
-    try:
-        return placement_from_env(environ)
-    except WorldError:
-        known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
-        if "NODE_RANK" in environ:
-            known |= {"GROUP_RANK": environ["NODE_RANK"]}
-    try:
-        return placement_from_env({**environ, **known})
-    except WorldError:
-        local_rank = environ.get("LOCAL_RANK", "")
-        local = int(local_rank) if local_rank.isdecimal() and int(local_rank) <= rank else rank
-        return Placement("user", rank, size, local_rank=local, local_size=size)
+    known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    if "NODE_RANK" in environ:
+        known |= {"GROUP_RANK": environ["NODE_RANK"]}
+    for said in (environ, {**environ, **known}):
+        with suppress(WorldError):
+            found = placement_from_env(said)
+            if (found.rank, found.size) == (rank, size):
+                return found
+    local_rank = environ.get("LOCAL_RANK", "")
+    local = int(local_rank) if local_rank.isdecimal() and int(local_rank) <= rank else rank
+    return Placement("user", rank, size, local_rank=local, local_size=size)
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:

@@ -137,8 +137,8 @@ _SIZE = struct.Struct("<q")
 class Message:
     """Pickled objects with their buffers: those of tensors' storages, and `others`. It can be sent more than once.
 
-    Shared memory is made with it, not on the way: that there is no more is an error of who makes it (an OSError), and no
-    sign that the other end is gone.
+    Shared memory is made with it, not on the way: that there is no more is an OSError of who makes it, and no sign that
+    the other end is gone.
     """
 
     pickled: bytes

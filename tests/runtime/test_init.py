@@ -203,6 +203,11 @@ def test_where_a_group_is_and_the_environment_says_half() -> None:
     fabric = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
     found = placement_beside_group({**fabric, "LOCAL_RANK": "1", "NODE_RANK": "1"}, 3, 4)
     assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
+    found = placement_beside_group({"LOCAL_RANK": "1"}, 3, 4)  # by which its launcher says which device is whose
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
+    torchrun = {**fabric, "RANK": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}  # of another world
+    found = placement_beside_group(torchrun, 3, 4)
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 0)
     found = placement_beside_group({"WORLD_SIZE": "4", "LOCAL_RANK": "nonsense"}, 3, 4)
     assert (found.rank, found.size, found.local_rank) == (3, 4, 3)
 

@@ -274,7 +274,7 @@ def test_a_result_that_there_is_no_file_for() -> None:
 
     with Pool(1) as pool:
         pool.run(torch.ones, 2)
-        with pytest.raises(CallFailedError, match=r"raised OSError: pickling the result, .*: \[Errno 24\] Too many open"):
+        with pytest.raises(CallFailedError, match=r"raised OSError: pickling the result, .*: \[Errno 24\] Too many"):
             pool.run(open_all)
 
 
