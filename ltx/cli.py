@@ -101,7 +101,7 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from ltx.runtime import agent, failures
-    from ltx.runtime.environments import DEFAULT_PORT
+    from ltx.runtime.placement import DEFAULT_PORT
 
     parser = torchrun.get_args_parser()
     parser.prog = "ltx run"

@@ -28,10 +28,11 @@ import torch.distributed as dist
 
 from ltx import collectives
 from ltx.errors import LtxError
-from ltx.runtime.environments import Placement, why_no_slurm_task
 from ltx.runtime.init import init
 from ltx.runtime.launchers import LAUNCHERS, launcher_of, placement_from_env
+from ltx.runtime.placement import Placement
 from ltx.runtime.pool import Pool
+from ltx.runtime.slurm import why_no_slurm_task
 from ltx.runtime.world import cores, world, world_of
 
 _SMALL_SHM = 256 << 20

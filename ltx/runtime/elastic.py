@@ -10,7 +10,7 @@ from datetime import timedelta
 from ltx.arguments import seconds, whole
 from ltx.errors import InputError, StrategyError, UnsupportedError
 from ltx.runtime.elastic_run import Batch, ElasticRun, ones_own
-from ltx.runtime.environments import Placement
+from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, settings_of_world
 from ltx.runtime.world import world as current_world
 from ltx.training.data import DataPosition

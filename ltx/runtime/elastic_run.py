@@ -24,10 +24,10 @@ from ltx.errors import (
     ReplicaDivergedError,
     WorldError,
 )
-from ltx.runtime.environments import Placement
 from ltx.runtime.hold import Hold
 from ltx.runtime.init import reform
 from ltx.runtime.membership import Membership, begin_run
+from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, abandon, process, settings_of_world, world
 from ltx.training.data import DataPosition
 from ltx.training.replicas import fingerprint

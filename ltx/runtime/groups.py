@@ -27,8 +27,9 @@ from ltx.comm.backends import HOST_BLOCKING
 from ltx.comm.process_groups import connect_limit, set_error_handling
 from ltx.comm.store_exchange import StoreExchange, poll_until
 from ltx.errors import WorldError
-from ltx.runtime.environments import LOOPBACK, Placement, is_loopback, loopback_listener
 from ltx.runtime.launchers import UNSURE
+from ltx.runtime.loopback import LOOPBACK, is_loopback, loopback_listener
+from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, process, world_of
 
 #: The sizes of a world's axes by name, outermost first.

@@ -26,7 +26,6 @@ from ltx import tree as trees
 from ltx.arguments import brief, checked, seconds, shown
 from ltx.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.errors import TreeError, WorldError
-from ltx.runtime.environments import Placement
 from ltx.runtime.failures import note_uncaught
 from ltx.runtime.groups import (
     adopted_world,
@@ -42,6 +41,7 @@ from ltx.runtime.launchers import (
     placement_from_arguments,
     placement_from_env,
 )
+from ltx.runtime.placement import Placement
 from ltx.runtime.world import Session, World, abandon, forget, process, settings_of_world, shutdown, world, world_of
 from ltx.strategies import Strategy
 from ltx.typing import Tree

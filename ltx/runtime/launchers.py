@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from ltx.arguments import brief, is_whole
 from ltx.errors import WorldError
-from ltx.runtime.environments import Placement, Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
+from ltx.runtime.mpi import mpi_placement
+from ltx.runtime.placement import Placement, Variables, node_of
+from ltx.runtime.slurm import is_slurm_task, slurm_placement
 
 #: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"

@@ -26,7 +26,7 @@ from ltx.comm.signature import Signature, explain_mismatch
 from ltx.comm.store_exchange import poll_until
 from ltx.comm.timeout_store import TimeoutStore
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
-from ltx.runtime.environments import Placement
+from ltx.runtime.placement import Placement
 from ltx.runtime.regroup import Decision, Member, Regroup, WatchedStore
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from ltx.comm.store_exchange import poll_until
 from ltx.errors import PeerLostError
-from ltx.runtime.environments import Placement
+from ltx.runtime.placement import Placement
 
 
 class Member(NamedTuple):

@@ -21,10 +21,10 @@ import torch
 
 from ltx.runtime import show
 from ltx.runtime.calls import Modules
-from ltx.runtime.environments import LOOPBACK
 from ltx.runtime.failures import failure_of, places_of
 from ltx.runtime.groups import loopback_store
 from ltx.runtime.init import init, renew
+from ltx.runtime.loopback import LOOPBACK
 from ltx.runtime.messages import (
     At,
     Call,

@@ -128,9 +128,8 @@ class ZeroStrategy(Strategy):
             return opt_state
         like = tree.flatten(optimizer.init(own_parts(params, Axis("whole", 1))))[0]
         leaves, spec = tree.flatten(own_state(opt_state, info.axis))
-        split = [i for i, leaf in enumerate(leaves) if leaf.ndim == 1]
-        paths = tree.leaf_paths(opt_state.state)
-        gathered, _ = self.exchange(AllParts(), [leaves[i] for i in split], [paths[i] for i in split], info).wait()
+        split = {i: path for i, path in enumerate(tree.leaf_paths(opt_state.state)) if leaves[i].ndim == 1}
+        gathered, _ = self.exchange(AllParts(), [leaves[i] for i in split], [*split.values()], info).wait()
         for i, rows in zip(split, gathered, strict=True):
             leaves[i] = rows.reshape(-1)[: like[i].numel()]
         return Shards(tree.unflatten(spec, leaves), 1, 0)

@@ -17,8 +17,9 @@ import torch
 import ltx.cli
 from ltx.runtime import doctor
 from ltx.runtime.doctor import Finding
-from ltx.runtime.environments import Placement, why_no_slurm_task
 from ltx.runtime.launchers import LAUNCHERS
+from ltx.runtime.placement import Placement
+from ltx.runtime.slurm import why_no_slurm_task
 from tests.forks import free_port
 
 

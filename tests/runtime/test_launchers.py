@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx.errors import WorldError
-from ltx.runtime.environments import DERIVED_PORTS, Placement, first_host
 from ltx.runtime.groups import _misfit
 from ltx.runtime.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
+from ltx.runtime.placement import DERIVED_PORTS, Placement
+from ltx.runtime.slurm import first_host
 from ltx.runtime.world import World, world_from_env
 from tests.runtime.environments import TORCHRUN
 
