@@ -39,9 +39,12 @@ class ClassOptimizer(Optimizer):
     cls: type[torch.optim.Optimizer]
     lr: float | Callable[[int], float] | None
     kwargs: Mapping[str, Any]
+    _kwargs: ClassVar[dict[str, Any]]  # not a field: the same
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
+        # For compiled steps: Dynamo refuses to read a mapping proxy once the step has changed any dict.
+        object.__setattr__(self, "_kwargs", dict(self.kwargs))
 
     @checked("donate")
     def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -56,7 +59,7 @@ class ClassOptimizer(Optimizer):
 
     @property
     def _differentiable(self) -> bool:
-        return bool(self.kwargs.get("differentiable"))
+        return bool(self._kwargs.get("differentiable"))
 
     def _grad_mode(self) -> AbstractContextManager[object]:
         """Transforms differentiate the update; plain autograd only sees it if asked to, as in torch."""
