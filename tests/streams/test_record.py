@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm import ledger, timeline
+from ltx.comm import ledger
 from ltx.runtime.pool import Pool
 from tests.streams.pool import StreamedPool
 from tests.streams.test_steps import batch, loss_of, model
@@ -36,8 +36,7 @@ class Mark:
 def recorded(marks: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if marks:
-            for module in (ledger, timeline):
-                patch.setattr(module, "mark", lambda device: Mark())
+            patch.setattr(ledger, "mark", lambda device: Mark())
         module = model()
         train = ltx.train_step(ltx.data_parallel(loss_of(module)), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
         state = train.init(dict(module.named_parameters()))
