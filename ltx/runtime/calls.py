@@ -50,7 +50,7 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
     """
     pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "")
     try:
-        pickler.dump(Call(number))
+        pickler.dump(Call(number, search_path()))
         pickler.dump(fn)
         _warn_if_large(fn, pickler.nbytes)
         pickler.dump((args, kwargs))
@@ -63,6 +63,11 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
     finally:
         pickler.unregister()
     return pickler.message()
+
+
+def search_path() -> list[str]:
+    """This process' ``sys.path``, as another process can use it."""
+    return [path or os.getcwd() for path in sys.path]
 
 
 def inherited_call(number: int) -> Message:

@@ -34,7 +34,7 @@ from ltx.comm.pickling import TensorPickler
 class Setup:
     """What a worker takes over from the driver before its first call."""
 
-    sys_path: list[str]
+    search_path: list[str]
     threads: int
     shows_output: bool
 
@@ -55,10 +55,12 @@ class Ready:
 class Call:
     """Do a call. The same message has the function, ``(args, kwargs)``, and the sources of :mod:`ltx.runtime.calls`.
 
-    ``inherited``: it hasn't, since the worker is a fork that has them from the driver.
+    ``search_path``: the driver's by now. ``inherited``: the message has nothing besides, since the worker is a fork
+    that has all from the driver.
     """
 
     number: int
+    search_path: list[str] = field(default_factory=list)
     inherited: bool = False
 
 

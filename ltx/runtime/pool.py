@@ -124,8 +124,8 @@ class Pool:
 
         `fn`, with all that its own module defines, is sent by value: functions of notebook cells and of test files
         work, and each call sees their latest definition. Other modules that are not installed are imported by the
-        workers, which have this process' ``sys.path``. Tensors travel by value. An interrupt (Ctrl-C) reaches all
-        workers, also those that wait in a collective.
+        workers, which have this process' ``sys.path`` of the moment. Tensors travel by value. An interrupt (Ctrl-C)
+        reaches all workers, also those that wait in a collective.
 
         Args:
             fn: the function. What it assigns to globals is gone at the next call; what it keeps in an imported module

@@ -57,8 +57,8 @@ def serve(connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None 
     """
     os.set_inheritable(connection.fileno(), False)  # else the driver would see its end only with that of a command
     setup: Setup = receive(connection)()
-    sys.path[:] = setup.sys_path
-    loop = _WorkerLoop(connection, inherited)
+    sys.path[:] = setup.search_path
+    loop = _WorkerLoop(connection, inherited, setup.search_path)
     signal.signal(signal.SIGINT, loop.interrupt)
     try:
         _start_world(connection, setup.threads)
@@ -103,8 +103,8 @@ class _WorkerLoop:
         cancelled: the number of the last call that the driver asked to give up.
     """
 
-    def __init__(self, connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None):
-        self._inherited = inherited
+    def __init__(self, connection: Connection, inherited: tuple[Any, tuple[Any, ...]] | None, search_path: list[str]):
+        self._inherited, self._search_path = inherited, search_path
         self.inbox: SimpleQueue[tuple[Any, Callable[[], Any]]] = SimpleQueue()
         self.running: int | None = None
         self.cancelled: int | None = None
@@ -204,6 +204,10 @@ class _WorkerLoop:
         if call.inherited:
             assert self._inherited is not None
             return *self._inherited, {}
+        if call.search_path != self._search_path:
+            added_here = [path for path in sys.path if path not in self._search_path]
+            sys.path[:] = [*call.search_path, *added_here]
+            self._search_path = call.search_path
         self._modules.refresh()
         fn, (args, kwargs), sources = load(), load(), load()
         for name, (label, lines) in sources.items():

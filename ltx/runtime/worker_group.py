@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx.errors import WorkerError
+from ltx.runtime.calls import search_path
 from ltx.runtime.failures import exit_text, failure_of
 from ltx.runtime.messages import Cancel, Failure, Message, Ready, Rendezvous, Renew, Setup, Stop, pack, receive
 from ltx.runtime.output import Output, Printed, open_pipe, together
@@ -177,7 +178,7 @@ class WorkerGroup:
             finally:
                 for writing in streams:
                     os.close(writing)
-        self.send(rank, pack(Setup([path or os.getcwd() for path in sys.path], threads, shows_output)))
+        self.send(rank, pack(Setup(search_path(), threads, shows_output)))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
         """Read what has come of `rank`: show it, or put it among `answers`. Many printed lines are shown together."""

@@ -58,3 +58,38 @@ def test_what_can_not_be_read_is_told_and_mended(edit: Callable[[str], Any]) -> 
     with pytest.raises(WorkerError, match=f"the module '{NAME}' was edited since this worker imported it.*SyntaxError"):
         edit("def value() return 2\n")
     assert edit("def value(): return 3\n").replicated() == [3, 3]
+
+
+def test_a_folder_that_was_added_since_the_workers_began(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, after the first call: `sys.path` of the moment counts. What calls add on a worker stays."""
+
+    def note() -> None:
+        import sys
+
+        sys.path.append("added on the worker")
+
+    def paths() -> tuple[bool, bool]:
+        import sys
+
+        return sys.path[0] == str(tmp_path), "added on the worker" in sys.path
+
+    def forget() -> None:
+        import sys
+
+        sys.path.remove("added on the worker")
+        sys.modules.pop("ltx_added_later", None)
+
+    pool = ranks(2)
+    pool.run(note)
+    (tmp_path / "ltx_added_later.py").write_text("def value(): return 7\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        import ltx_added_later
+
+        assert pool.run(ltx_added_later.value).replicated() == 7
+        assert pool.run(paths).replicated() == (True, True)
+    assert pool.run(paths).replicated() == (False, True)
+    pool.run(forget)
+    sys.modules.pop("ltx_added_later")
