@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,5 +73,13 @@ class Job:
         storage.write_metadata(self.temporary, [said["written"] for said in by_rank])
         files |= directory.describe(self.temporary, [storage.METADATA])
         directory.commit(self.temporary, self.final, {**self.manifest, "files": files})
-        if self.keep is not None:
+        if self.keep is None:
+            return
+        try:
             directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
+        except (CheckpointError, OSError) as error:  # no reason to say that this one isn't there
+            warnings.warn(
+                f"checkpoint: {self.final} is saved, and older ones weren't removed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )

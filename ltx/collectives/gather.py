@@ -115,7 +115,7 @@ def all_gather(
         (tensor([1., 2.]), tensor([1., 2.]))
     """
     axis = grouped(axis, axis_index_groups, equal="all_gather")
-    scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)
+    scaled = scale_gradient(tensors_of(value, axis), axis, grad_scale, lambda n: 1 / n)
     if splits is not None and not tiled:
         raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):

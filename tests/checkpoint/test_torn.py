@@ -164,6 +164,19 @@ def test_keep_counts_from_the_one_just_saved(tmp_path: Path) -> None:
         assert ltx.checkpoint.load(tmp_path, start()).step == 3
 
 
+def test_older_ones_that_cant_be_removed_are_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one is there."""
+    states = saved(tmp_path, 2)
+
+    def denied(*args: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(directory, "prune", denied)
+    with pytest.warns(RuntimeWarning, match="step_00000002 is saved, and older ones weren't removed: .*denied"):
+        assert ltx.checkpoint.save(tmp_path, states[-1], keep=1) == tmp_path / "step_00000002"
+    assert ltx.checkpoint.load(tmp_path, start()).step == 2
+
+
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     (_, state) = saved(tmp_path, 1)
     ltx.checkpoint.save(tmp_path, state, data="again")

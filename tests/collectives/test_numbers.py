@@ -94,9 +94,10 @@ def test_arrays_are_what_tensors_are(ranks: Callable[[int], Any], seed: int) -> 
     x = torch.randint(0, 9, (2, 2, 2))
 
     def run(as_leaf: Callable[[Any], Any]) -> Any:
-        mine = x[int(ltx.axis_index())]
+        mine = x[rank := int(ltx.axis_index())]
         turned, flags = as_leaf(mine.numpy()), as_leaf((mine > 4).numpy())
-        return ltx.all_to_all(turned, 1, 0, tiled=False), ltx.psum_scatter(flags), ltx.pmean(flags)
+        unequal = ltx.all_gather(as_leaf(mine[: 1 + rank].numpy()), tiled=True, splits=[1, 2])
+        return ltx.all_to_all(turned, 1, 0, tiled=False), ltx.psum_scatter(flags), ltx.pmean(flags), unequal
 
     for array, tensor in zip(
         ranks(2).run(lambda: run(numpy.array)), ranks(2).run(lambda: run(torch.tensor)), strict=True
