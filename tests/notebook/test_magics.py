@@ -276,7 +276,7 @@ def test_an_interrupt_reaches_every_rank_and_the_workers_stay(kernel: Kernel, wa
     took_s = time.monotonic() - kernel.interrupted_s
     text = shown[-1][1]
     assert text.startswith("CallInterruptedError: run_cell was interrupted: rank 0 ")
-    assert text.endswith("The workers keep their state.")
+    assert text.endswith("The workers keep their state, and the next run begins with a new world.")
     assert took_s < 10  # a second on an idle machine: benchmarks.runtime
     shown = kernel.run("%%ltx\nltx.psum(torch.ones(1) * (rank + 1))")
     assert shown[-1] == ("display", "tensor([3.])")

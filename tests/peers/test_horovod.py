@@ -431,7 +431,7 @@ REFUSALS |= {
         ("splits",),
     ),
     "no such operation": Refusal(lambda r: ltx.reduce(torch.ones(3), "median"), CollectiveError, ("median",)),
-    "what isn't a tensor": Refusal(lambda r: ltx.psum([1.0, 2.0]), TreeError, ("tensor",)),
+    "what isn't a tensor": Refusal(lambda r: ltx.psum(["1.0", "2.0"]), TreeError, ("tensor",)),
     "not a power of two": Refusal(lambda r: ltx.adasum(torch.ones(3)), AxisError, ("got 3",), worlds=(3,)),
 }
 
