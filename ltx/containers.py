@@ -48,9 +48,15 @@ def opened(cls: type) -> bool:
 
 
 @at_trace_time
-def opened_in_graph(cls: type) -> bool:
-    """:func:`opened`, run by Dynamo at trace time."""
-    return opened(cls)
+def open_in_graph(cls: type) -> None:
+    """Open `cls`, found as a leaf by Dynamo, if it is one that is opened: Dynamo begins its trace again then.
+
+    It reads optree's registry once a trace, and doesn't see what is registered later in it.
+    """
+    if opened(cls):
+        from torch._dynamo.exc import UnspecializeRestartAnalysis  # it takes 1.5 s, and is here if Dynamo traces
+
+        raise UnspecializeRestartAnalysis(restart_reason=f"{cls.__qualname__} is a node of trees from now on")
 
 
 class _Rest:

@@ -23,7 +23,7 @@ import torch.utils._pytree as torch_pytree
 
 from ltx import containers
 from ltx.containers import NAMESPACE as NAMESPACE
-from ltx.containers import PLAIN, opened, opened_in_graph, sorted_keys
+from ltx.containers import PLAIN, open_in_graph, opened, sorted_keys
 from ltx.errors import LtxError, TreeError, UnsupportedError
 from ltx.placements import dtensor_class, is_dtensor
 from ltx.typing import Tree
@@ -46,8 +46,10 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """
     if torch.compiler.is_compiling():  # in whose graphs optree's own functions can stand, and no handlers
         leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        return flatten(tree) if any(opened_in_graph(type(leaf)) for leaf in others) else (leaves, spec)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                open_in_graph(type(leaf))
+        return leaves, spec
     try:
         leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
         if PLAIN.issuperset(builtins.map(type, leaves)):

@@ -438,7 +438,7 @@ def interrupt_while_waiting(seed: int) -> Any:
     with seeded(seed):
         for i, batch in enumerate(batches):
             if i == 2:
-                summary = state.pending_step._header
+                summary = state.pending_step._summary
                 wait, summary.wait = summary.wait, interrupt
                 with pytest.raises(KeyboardInterrupt):
                     train(state, *batch)
