@@ -28,7 +28,7 @@ from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduced, Red
 from ltx.hooks import AllReduce, CommHook
 from ltx.optim.base import Optimizer
 from ltx.optim.combine import members_of, with_members
-from ltx.optim.grad_transforms import ClipByGlobalNorm, global_norm
+from ltx.optim.grad_transforms import ClipByGlobalNorm
 from ltx.optim.update import Update
 from ltx.strategies.base import Strategy
 from ltx.strategies.update import Old, PostUpdateHook, PostUpdateResult, StateLayout, States, StepInfo, Updated
@@ -108,15 +108,11 @@ class ZeroStrategy(Strategy):
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
         axis, paths, (leaves, spec) = info.axis, tree.leaf_paths(update.params), tree.flatten(update.params)
-        mine = replace(
-            update,
-            optimizer=self._together(update.optimizer, info),
-            params=own_parts(update.params, axis),
-            grads=own_parts(update.grads, axis),
-            opt_state=own_state(update.opt_state, axis),
-        )
+        params, grads = own_parts(update.params, axis), own_parts(update.grads, axis)
+        optimizer, opt_state = self._together(update.optimizer, info), own_state(update.opt_state, axis)
+        mine = replace(update, optimizer=optimizer, params=params, grads=grads, opt_state=opt_state)
         params, opt_state = mine.apply()
-        del update, mine  # the gradients' memory is the new parameters'
+        del update, mine, grads  # the gradients' memory is the new parameters'
         parts = tree.flatten(params)[0]
         if axis.size > 1:
             parts, _ = self.exchange(AllParts(), parts, paths, info).wait()
@@ -137,16 +133,17 @@ class ZeroStrategy(Strategy):
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
         """`optimizer`, clipping by the norm of all ranks' parts."""
 
-        def norm(parts: Sequence[Tensor]) -> Tensor:
-            own = global_norm(parts)
+        def norm(member: ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
+            own = member.norm(parts)  # of those on other dimensions of a mesh, too
             if info.axis.size == 1:
                 return own
             squares = [own.double().square().reshape(1) * info.axis.size]  # an exchange gives the mean
             squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
-        members = [replace(m, norm=norm) if isinstance(m, ClipByGlobalNorm) else m for m in members_of(optimizer)]
-        return with_members(optimizer, members)
+        found = members_of(optimizer)
+        each = [replace(m, norm=partial(norm, m)) if isinstance(m, ClipByGlobalNorm) else m for m in found]
+        return with_members(optimizer, each)
 
 
 @dataclass(frozen=True)
