@@ -42,8 +42,8 @@ MUTANTS = (
     Mutant(
         name="collectives: all_gather's mean gradient undivided",
         file="collectives/gather.py",
-        old="scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)\n    if splits is not None and",
-        new="scaled = scale_gradient(value, axis, grad_scale, lambda n: 1.0)\n    if splits is not None and",
+        old="tensors_of(value, axis), axis, grad_scale, lambda n: 1 / n)",
+        new="tensors_of(value, axis), axis, grad_scale, lambda n: 1.0)",
         breaks='grad_scale="mean" is the sum: n times Horovod\'s gradient',
         tests=("tests/collectives/test_reduce.py",),
     ),
