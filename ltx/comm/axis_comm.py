@@ -10,8 +10,9 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,18 +219,11 @@ class AxisComm:
         if self.closed:
             return
         self.closed = True
-        with ExitStack() as last_first:
-            last_first.callback(self._destroy_groups)
-            last_first.callback(self._end_heartbeat)
-            for part in reversed(self._part_comms):
-                last_first.callback(dist.destroy_process_group, part.group)
-                last_first.callback(part.close)
-            last_first.callback(self._end_pending)
-            self.store_exchange.finish()
-            self.buffer_pool.clear()
-            wrong = self._wrong_with_last_pass()
-        if wrong is not None:
-            raise wrong
+        parts = [
+            end for part in self._part_comms for end in (part.close, partial(dist.destroy_process_group, part.group))
+        ]
+        first = [self.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
+        _in_turn([*first, *parts, self._end_heartbeat, self._destroy_groups])
 
     def _end_pending(self) -> None:
         for later in list(self.pending_steps):
@@ -256,15 +250,11 @@ class AxisComm:
         for group in {id(group): group for group in opened if group is not None}.values():
             dist.destroy_process_group(group)
 
-    def _wrong_with_last_pass(self) -> LtxError | None:
-        """What the host finds when it comes to look at the last pass, which nothing else will do any more."""
+    def _look_at_last_pass(self) -> None:
+        """Raise what the host finds when it comes to look at the last pass, which nothing else will do any more."""
         unread, self.unread = self.unread, None
-        try:
-            if unread is not None and self.user.failed is None and self._phases[0].failed is None:
-                unread.wait()
-        except LtxError as error:
-            return error
-        return None
+        if unread is not None and self.user.failed is None and self._phases[0].failed is None:
+            unread.wait()
 
     def release(self) -> list[dist.ProcessGroup]:
         """The process groups that this holds besides its channels, and holds no longer."""
@@ -348,3 +338,12 @@ class AxisComm:
         """
         silent = [self.global_ranks.index(rank) for rank in self.heartbeat.stale_ranks(self.global_ranks)]
         return sorted({*self.lost(), *silent})
+
+
+def _in_turn(steps: list[Callable[[], object]]) -> None:
+    """Do all `steps`, whatever some of them raise. An ExitStack's errors would keep its frames, and groups in them."""
+    try:
+        steps[0]()
+    finally:
+        if steps[1:]:
+            _in_turn(steps[1:])
