@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.nn.functional  # has the world's group of its import as default arguments: none is up by now
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.axis import Axis
