@@ -62,6 +62,14 @@ def _refusal(by_rank: Sequence[Trouble], what: str, after: str) -> LtxError | No
     return made(f"{what}: {told.rstrip('.')}.{after}")
 
 
+def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None, Trouble]:
+    """What `make` gives; or what it raises, and that for the other ranks."""
+    try:
+        return make(), None, None
+    except Exception as error:
+        return None, error, said_of(error)
+
+
 class Together:
     """One call of a checkpoint's function, on all ranks of an axis.
 
@@ -103,12 +111,8 @@ class Together:
             RankMismatchError: peers are at something else, or at another `what`.
         """
         with self.leaving():
-            mine, failure = None, None
-            try:
-                mine = make()
-            except Exception as error:
-                failure = error
-            posts = self._collect([what, mine, said_of(failure) if failure else None])
+            mine, failure, trouble = _tried(make)
+            posts = self._collect([what, mine, trouble])
             refuse([trouble for *_, trouble in posts], failure, failed, after)
             if any(theirs != what for theirs, *_ in posts):
                 values = {rank: theirs for rank, (theirs, *_) in enumerate(posts)}
@@ -194,13 +198,8 @@ class Together:
         patience_s = _LEAVING_S
         try:
             with self.leaving():
-                mine, failure = None, None
-                try:
-                    mine = make()
-                except Exception as error:
-                    failure = error
-                part = (mine, said_of(failure) if failure else None)
-                troubles = self._decided(part, decide) if self.rank == 0 else self._told(part)
+                mine, failure, trouble = _tried(make)
+                troubles = self._decided((mine, trouble), decide) if self.rank == 0 else self._told((mine, trouble))
             patience_s = _HEARD_S
         finally:
             self._wait_until_heard(patience_s)

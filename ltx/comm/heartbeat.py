@@ -38,7 +38,6 @@ class Heartbeat:
     """
 
     def __init__(self, store: Store, rank: int, heartbeat_s: float):
-        self.heartbeat_s = heartbeat_s
         self._rank = rank
         self._users = 0
         self._pause_s = min(1.0, heartbeat_s / 5)
@@ -63,6 +62,11 @@ class Heartbeat:
         self._beats.set(str(rank), self._sign())
         self._thread = threading.Thread(target=self._beat, name="ltx-heartbeat", daemon=True)
         self._thread.start()
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Without a beat for so long a peer counts as lost, and without an answer the store."""
+        return self.store_caller.limit_s
 
     def stale_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose heartbeats have stopped for too long. Called repeatedly during a wait."""
@@ -154,7 +158,7 @@ def hold_heartbeat(store: Store, rank: int, heartbeat_s: float) -> Heartbeat:
     if known is None:
         known = _heartbeats[id(store)] = (store, Heartbeat(store, rank, heartbeat_s))
     heartbeat = known[1]
-    heartbeat.heartbeat_s = heartbeat.store_caller.limit_s = min(heartbeat.heartbeat_s, heartbeat_s)
+    heartbeat.store_caller.limit_s = min(heartbeat.heartbeat_s, heartbeat_s)
     heartbeat.hold()
     return heartbeat
 
