@@ -61,7 +61,7 @@ def test_what_averages_gradients_is_exact(ranks: Ranks, seed: int) -> None:
 
 def test_weights_that_half_precision_cant_hold_count_as_they_are(ranks: Ranks, seed: int) -> None:
     """Float16 has no number above 65504, and rounds whole ones from 2049 on."""
-    weights, x = torch.tensor([70_001, 4_099]), 4096 * torch.rand(2, 3).half()
+    weights, x = torch.tensor([70_001, 4_099]), 2048 * torch.rand(2, 3).half()
     expected = -(weights[:, None] * (x.float() * 2**-12)).sum(0) / weights.sum()
 
     def step(w: Tensor, x: Tensor, weight: int) -> ltx.Weighted:

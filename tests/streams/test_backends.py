@@ -23,6 +23,7 @@ from ltx.runtime.world import world_of
 from ltx.training.settings import check_devices
 
 Ranks = Callable[[int], Pool]
+OnNewAxis = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_bound_world_isn_t_split(ranks: Ranks) -> None:
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Unsupported dtype"), RuntimeError("illegal access")],
 )
-def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, ranks: Ranks) -> None:
+def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         def broken(*_: Any, **__: Any) -> Any:
             raise error
@@ -114,7 +115,7 @@ def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, ranks: R
                 channel.failed = None  # which it is for want of memory; here all ranks have issued nothing
         return "nothing"
 
-    assert list(ranks(2).run(run)) == [type(error).__name__] * 2
+    assert list(on_new_axis(run)) == [type(error).__name__] * 2
     assert not isinstance(error, PeerLostError)
 
 
