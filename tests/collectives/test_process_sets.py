@@ -147,6 +147,7 @@ def test_the_worlds_axis_by_its_name_stays_open(ranks: Callable[[int], Any]) -> 
     assert ranks(2).run(run).replicated() == (True, 2.0)
 
 
+@pytest.mark.full
 def test_groups_and_meshes_wait_as_long_as_the_world() -> None:
     """Its timeout and heartbeat, not the defaults, which would lower the process' own."""
 

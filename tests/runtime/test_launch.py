@@ -104,6 +104,7 @@ def test_a_time_limit() -> None:
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.full
 def test_an_interrupt_says_nothing_of_workers_that_are_gone() -> None:
     def interrupts() -> None:
         os.kill(os.getppid(), signal.SIGINT)

@@ -140,7 +140,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing() -> None:
     assert_same_bits(state, before)
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["state_dict", "ltx.checkpoint"])
 def test_compiled_steps_are_counted_once_in_a_checkpoint(way: str, tmp_path: Path) -> None:
     """They count on the communication state's clock, which is one of the leaves that are saved."""
