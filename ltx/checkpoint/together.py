@@ -94,6 +94,8 @@ class Together:
             )
         self.operation = operation
         self.comm: comm.AxisComm | None = found.comm
+        if self.comm is not None:
+            self.comm.check_not_forked()  # before peers could be told anything in the rank's name
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
         self._folder = folder

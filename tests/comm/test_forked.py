@@ -52,6 +52,7 @@ def test_a_fork_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
         assert mine.poll(30), "the fork hangs"
         told = mine.recv()
         child.join(30)
+        ltx.checkpoint.save(tmp_path, state)  # to which the fork has said nothing in the rank's name
         return before, told, child.exitcode, ltx.psum(one).item(), train(state, one)[0].step
 
     for rank, (before, told, code, after, steps) in enumerate(ranks(2).run(on_each)):
