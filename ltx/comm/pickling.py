@@ -1,9 +1,9 @@
 """Objects as messages: pickles with tensors in them, of every dtype and device, each signed by its sender.
 
-torch's own pickles lose unsigned and float8 tensors, and bring a tensor of the sender's accelerator to the one of that
-number. The backend's connections have no authentication, so an object's bytes travel with a keyed digest (HMAC, RFC
-2104) of the bytes and of what they are: from which rank, and which issue of the axis. A rank unpickles only what has
-the right digest.
+torch's own pickles lose unsigned and float8 tensors, bring a tensor of the sender's accelerator to the one of that
+number, and keep each sparse tensor that they make until somebody calls ``torch.load``. The backend's connections have
+no authentication, so an object's bytes travel with a keyed digest (HMAC, RFC 2104) of the bytes and of what they are:
+from which rank, and which issue of the axis. A rank unpickles only what has the right digest.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from ltx.comm.axis_comm import AxisComm
 
 
+#: The sparse layouts -> which of a tensor's rows, columns and values are its parts.
+_SPARSE: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values", "is_coalesced"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's, for which a tensor that has no typed storage in torch is its bytes.
 
@@ -43,6 +51,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
             and not obj.is_quantized
         ):
             return _of_bytes, (as_bytes(obj.detach()).contiguous(), obj.dtype, obj.requires_grad)
+        if type(obj) is torch.Tensor and obj.layout in _SPARSE:
+            return _sparse, (obj.layout, _parts(obj.detach()), obj.shape, obj.requires_grad)
         if type(obj) is CodeType:
             make, parts = self.dispatch_table[CodeType](obj)
             return make, tuple([obj.co_filename if part == "<dynamic-code>" else part for part in parts])
@@ -69,6 +79,19 @@ def _on_own_device(
 
 def _of_bytes(moved: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
     return from_bytes(moved, dtype).requires_grad_(requires_grad)
+
+
+def _parts(sparse: torch.Tensor) -> list[Any]:
+    return [getattr(sparse, name)() for name in _SPARSE[sparse.layout]]
+
+
+def _sparse(layout: torch.layout, parts: list[Any], shape: torch.Size, requires_grad: bool) -> torch.Tensor:
+    first, second, third = parts
+    if layout is torch.sparse_coo:
+        made = torch.sparse_coo_tensor(first, second, shape, is_coalesced=third, check_invariants=False)
+    else:
+        made = torch.sparse_compressed_tensor(first, second, third, shape, layout=layout, check_invariants=False)
+    return made.requires_grad_(requires_grad)
 
 
 #: The environment's variable with the key of the job, the same on all ranks.

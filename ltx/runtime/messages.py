@@ -146,7 +146,7 @@ class Message:
     pickled: bytes
     storages: Sequence[Any] = ()
     others: Sequence[Any] = ()
-    _shared: list[int] = field(default_factory=list, init=False)
+    _shared: list[io.FileIO] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         views = self._views()
@@ -169,12 +169,12 @@ class Message:
         head = [_COUNTS.pack(len(self.storages), len(self.others), shares), *map(_SIZE.pack, sizes)]
         connection.send_bytes(b"".join([*head, *([] if shares else views)]))
         if shares:
-            reduction.send_handle(connection, self._shared[0], 0)
+            reduction.send_handle(connection, self._shared[0].fileno(), 0)
 
     def close(self) -> None:
         """Let go of the shared memory; receivers keep theirs."""
         while self._shared:
-            os.close(self._shared.pop())
+            self._shared.pop().close()
 
 
 def pack(value: Any) -> Message:
@@ -274,20 +274,20 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     return offsets
 
 
-def _written(views: Sequence[memoryview]) -> int:
-    """The handle of new shared memory that holds `views`."""
+def _written(views: Sequence[memoryview]) -> io.FileIO:
+    """New shared memory that holds `views`; Python warns of what isn't closed."""
     offsets = _offsets([view.nbytes for view in views])
-    handle = os.memfd_create("ltx-message", os.MFD_CLOEXEC)
+    file = io.FileIO(os.memfd_create("ltx-message", os.MFD_CLOEXEC), "r+")
     try:
-        os.ftruncate(handle, offsets[-1])
+        file.truncate(offsets[-1])
         for view, offset in zip(views, offsets, strict=False):
             done = 0
             while done < view.nbytes:
-                done += os.pwrite(handle, view[done:], offset + done)
+                done += os.pwrite(file.fileno(), view[done:], offset + done)
     except BaseException:
-        os.close(handle)
+        file.close()
         raise
-    return handle
+    return file
 
 
 def _mapped(handle: int, sizes: Sequence[int]) -> list[memoryview]:

@@ -112,10 +112,10 @@ def test_what_goes_by_value_can_be_compiled(
 def test_what_a_function_carries_along_is_warned_about() -> None:
     big, small = torch.zeros(LARGE_BYTES), torch.zeros(2)
     with pytest.warns(UserWarning, match=r"<lambda> carries 67 MB along to the workers at each call: 'big' with 67 MB"):
-        pack_call(1, lambda: big + small, (), {})
+        pack_call(1, lambda: big + small, (), {}).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pack_call(1, lambda x: x + small, (big,), {})
+        pack_call(1, lambda x: x + small, (big,), {}).close()
 
 
 def test_nothing_stays_registered_with_cloudpickle(modules: Callable[[str, str], ModuleType]) -> None:

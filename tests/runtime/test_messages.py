@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -82,6 +83,26 @@ def test_kinds_of_tensors(n: int, through: Send) -> None:
     assert back[5].device.type == "meta"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
+def test_sparse_tensors_and_their_memory(layout: torch.layout, through: Send, seed: int) -> None:
+    blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    x = (torch.randn(LARGE, 2) * (torch.rand(LARGE, 2) > 0.5)).to_sparse(layout=layout, **blocks).requires_grad_()
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.bool):
+        before = x.detach().to(dtype)
+        back = through({"of": [before]})["of"][0]
+        assert (back.layout, back.dtype, back.shape) == (layout, dtype, x.shape)
+        assert torch.equal(back.to_dense(), before.to_dense())
+    back = through(x)
+    assert back.requires_grad
+    assert layout is not torch.sparse_coo or back.is_coalesced()
+    gone = weakref.ref(back)
+    del back
+    assert gone() is None, "torch's own unpickling keeps it"
+
+
 def test_long_pickles(through: Send) -> None:
     words = [f"word {i}" for i in range(50_000)]
     assert through(words) == words
@@ -120,6 +141,7 @@ def test_several_objects_in_one(ends: tuple[Connection, Connection]) -> None:
 
 
 def test_nothing_is_left_open(through: Send) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         through(torch.ones(LARGE))
