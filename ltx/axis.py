@@ -3,12 +3,13 @@
 An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), by threads that take turns
 (:func:`ltx.simulate`), or by nothing (size 1). Code that uses an axis can't tell which. What is in scope is the one
 piece of ambient state that ltx has: the axes of the world, set by ``ltx.init``, and inside them those that
-:func:`ltx.vmap` and :func:`ltx.simulate` open while their function runs.
+:func:`ltx.vmap` and :func:`ltx.simulate` open in a thread while their function runs.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,11 +138,7 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
     Between processes all ranks of a group must call this together the first time.
     """
     backing = axis.backing
-    size = (
-        len(part.members(backing.rank))
-        if isinstance(backing, GroupBacking | ThreadBacking | MetaBacking)
-        else max(part.sizes)
-    )
+    size = max(part.sizes) if backing is None or isinstance(backing, VmapBacking) else len(part.members(backing.rank))
     if size == 1:
         return Axis(name, 1)
     match backing:
@@ -157,8 +154,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
 
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # all ranks of a world that has several axes
-# With the trace of Dynamo's that opened it, if one did.
-_opened_axes: list[tuple[Axis, TracingContext | None]] = []
+# By the thread that opened them: threads simulate ranks without each other. With the trace of Dynamo's, if one did.
+_opened_axes: dict[int, list[tuple[Axis, TracingContext | None]]] = {}
 
 
 def check_open(axis: Axis) -> Axis:
@@ -194,7 +191,7 @@ def world_axes() -> tuple[Axis, ...]:
 
 def axes_in_scope() -> tuple[Axis, ...]:
     """All axes in scope, innermost last."""
-    return (*_world_axes, *(_opened_axes[place][0] for place in _there()))
+    return (*_world_axes, *(_opened_axes[thread][place][0] for thread, place in _there()))
 
 
 def find(name: str | None) -> Axis:
@@ -290,40 +287,50 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
 def open_simulated(name: str, size: int) -> int:
     """Open an axis of simulated ranks at the current level of torch.func, which it gives."""
     level: int = _functorch.current_level()
-    while _opened_axes and _level_of(_opened_axes[-1][0]) >= level:  # left behind by a trace that failed
-        _opened_axes.pop()
-    _opened_axes.append((Axis(name, size, VmapBacking(level)), TracingContext.try_get()))
+    opened = _opened_axes.setdefault(threading.get_ident(), [])
+    while opened and _level_of(opened[-1][0]) >= level:  # left behind by a trace that failed
+        opened.pop()
+    opened.append((Axis(name, size, VmapBacking(level)), TracingContext.try_get()))
     return level
 
 
 def open_alone(axis: Axis) -> Callable[[], None]:
-    """Make `axis` the only opened one; what comes back undoes it."""
-    undo = set_opened_aside()
-    _opened_axes.append((axis, None))
+    """Make `axis` the only opened one of this thread; what comes back undoes it."""
+    undo, _opened_axes[threading.get_ident()] = set_opened_aside(), [(axis, None)]
     return undo
 
 
 def set_opened_aside() -> Callable[[], None]:
-    """Close the opened axes for a while, in which another rank of this process runs; what comes back undoes it."""
-    kept = _opened_axes[:]
-    _opened_axes.clear()
+    """Close this thread's opened axes for a while; what comes back undoes it, in this thread."""
+    thread = threading.get_ident()
+    kept = _opened_axes.pop(thread, None)
 
     def undo() -> None:
-        _opened_axes[:] = kept
+        _opened_axes.pop(thread, None)
+        if kept:
+            _opened_axes[thread] = kept
 
     return undo
 
 
 @at_trace_time
-def _there() -> tuple[int, ...]:
-    """The places of the opened axes that are still there: a trace that failed leaves its own behind."""
+def _there() -> tuple[tuple[int, int], ...]:
+    """The (thread, place) of the opened axes that are still there: a trace that failed leaves its own behind.
+
+    A thread finds its own, and those of ranks that are threads, which refuse collectives of other threads. Autograd's
+    thread of a device, which may do a forward pass again, finds its caller's.
+    """
     if not _opened_axes:
         return ()
-    depth, trace = _functorch.maybe_current_level() or 0, TracingContext.try_get()
+    depth, trace, thread = _functorch.maybe_current_level() or 0, TracingContext.try_get(), threading.get_ident()
+    is_autograds = thread not in _opened_axes and torch._C._current_graph_task_id() != -1
+    others = [(other, opened) for other, opened in list(_opened_axes.items()) if other != thread]
     return tuple(
-        place
-        for place, (axis, opened_by) in enumerate(_opened_axes)
+        (opener, place)
+        for opener, opened in (*others, (thread, _opened_axes.get(thread, [])))
+        for place, (axis, opened_by) in enumerate(opened)
         if _level_of(axis) <= depth and opened_by in (None, trace)
+        if opener == thread or axis.threads is not None or is_autograds
     )
 
 
@@ -333,5 +340,8 @@ def _level_of(axis: Axis) -> int:
 
 @at_trace_time
 def close_simulated() -> None:
-    """Close the axis that was opened last."""
-    _opened_axes.pop()
+    """Close the axis that this thread opened last."""
+    thread = threading.get_ident()
+    _opened_axes[thread].pop()
+    if not _opened_axes[thread]:
+        del _opened_axes[thread]

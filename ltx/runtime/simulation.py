@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,38 +85,57 @@ def simulate(
     """
 
     def on_ranks(*args: Any, **named: Any) -> PerRank[Any]:
-        _refuse_surroundings()
-        inputs = _Inputs.of(axis_name, ranks, in_dims, args, named)
-        turns = comm.Turns(inputs.size, _set_aside)
-        modes, shared = _modes(), _written_from(f)
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        states, reopen = torch_states(), set_opened_aside()
+        with _alone():
+            inputs = _Inputs.of(axis_name, ranks, in_dims, args, named)
+            turns = comm.Turns(inputs.size, _set_aside)
+            modes, shared = _modes(), _written_from(f)
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            states, reopen = torch_states(), set_opened_aside()
 
-        def one_rank(rank: int) -> Any:
-            members = tuple(range(inputs.size))
-            backing = ThreadBacking(rank, comm.ThreadComm(turns, axis_name, members, rank))
-            close = open_alone(Axis(axis_name, inputs.size, backing))
+            def one_rank(rank: int) -> Any:
+                members = tuple(range(inputs.size))
+                backing = ThreadBacking(rank, comm.ThreadComm(turns, axis_name, members, rank))
+                close = open_alone(Axis(axis_name, inputs.size, backing))
+                try:
+                    torch.manual_seed(rank_seed(seed) if randomness == "different" else seed)
+                    with modes():
+                        own_args, own_named = inputs.of_rank(rank)
+                        return tree.map(_detached, f(*own_args, **own_named))
+                except BaseException as error:
+                    error.add_note(f"ltx.simulate: on rank {rank} of {inputs.size}, axis {axis_name!r}")
+                    raise
+                finally:
+                    close()
+
             try:
-                torch.manual_seed(rank_seed(seed) if randomness == "different" else seed)
-                with modes():
-                    own_args, own_named = inputs.of_rank(rank)
-                    return tree.map(_detached, f(*own_args, **own_named))
-            except BaseException as error:
-                error.add_note(f"ltx.simulate: on rank {rank} of {inputs.size}, axis {axis_name!r}")
-                raise
+                results = turns.run(one_rank)
             finally:
-                close()
-
-        try:
-            results = turns.run(one_rank)
-        finally:
-            set_random_states(states)
-            reopen()
-        if inputs.size > 1:
-            _refuse_written(shared)
-        return PerRank(results)
+                set_random_states(states)
+                reopen()
+            if inputs.size > 1:
+                _refuse_written(shared)
+            return PerRank(results)
 
     return on_ranks
+
+
+_run = threading.Lock()
+_ONE_ONLY = (
+    "ltx.simulate inside of ltx.simulate, or in a thread beside it: ranks take turns with what a process has once, "
+    "such as its random numbers. Use one, with the product of the numbers of ranks, or call one after the other."
+)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Around the run of all ranks; raises where ranks can't run."""
+    _refuse_surroundings()
+    if not _run.acquire(blocking=False):
+        raise UnsupportedError(_ONE_ONLY)
+    try:
+        yield
+    finally:
+        _run.release()
 
 
 def _refuse_surroundings() -> None:
@@ -134,9 +154,7 @@ def _refuse_surroundings() -> None:
         )
     scope = axes_in_scope()
     if any(axis.threads for axis in scope):
-        raise UnsupportedError(
-            "ltx.simulate inside of ltx.simulate: use one, with the product of the numbers of ranks."
-        )
+        raise UnsupportedError(_ONE_ONLY)
     if several := [axis for axis in scope if axis.size > 1]:
         raise UnsupportedError(
             f"ltx.simulate runs in one process, and this world has {several[0].size} ranks on axis "

@@ -219,6 +219,26 @@ def test_another_thread_is_no_rank() -> None:
     )
 
 
+def test_in_a_thread_beside_another() -> None:
+    inside, looked = threading.Event(), threading.Event()
+
+    def rank(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert looked.wait(30)
+        return ltx.psum(x)
+
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(ltx.simulate(rank)(XS)))
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(UnsupportedError, match="or in a thread beside it"):
+        ltx.simulate(ltx.psum)(XS)
+    looked.set()
+    thread.join(30)
+    assert torch.equal(got[0].rank(1), XS.sum(0))
+    assert torch.equal(ltx.simulate(ltx.psum)(XS).rank(0), XS.sum(0))
+
+
 def test_what_is_refused() -> None:
     simulated = ltx.simulate(ltx.psum)
     with pytest.raises(UnsupportedError, match="into which no transform"):
