@@ -125,8 +125,12 @@ def launch(arguments: Sequence[str]) -> int:
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle
     logs = None
     if parsed.log_dir is None:
-        logs = tempfile.TemporaryDirectory(prefix="ltx_run_")
-        parsed.log_dir = logs.name
+        if (parsed.redirects, parsed.tee) == ("0", "0"):  # it is for the word that failing ranks leave alone
+            logs = tempfile.TemporaryDirectory(prefix="ltx_run_")
+            parsed.log_dir = logs.name
+        else:  # the job's output goes there, so it outlives the job
+            parsed.log_dir = tempfile.mkdtemp(prefix="ltx_run_")
+            print(f"ltx run: the ranks' output is kept in {parsed.log_dir}", file=sys.stderr, flush=True)
     earlier = set(Path(parsed.log_dir).glob("*"))
     try:
         torchrun.run(parsed)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,30 @@ def test_the_port_that_the_environment_asks_for(
     assert [get_rdzv_endpoint(parsed) for parsed in launched] == ["127.0.0.1:29513", "host:29513"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["--redirects", "3"], True),
+        (["--tee", "0:1"], True),
+        ([], False),
+        (["--redirects", "3", "--log-dir", "logs"], False),
+    ],
+)
+def test_output_that_goes_to_files_is_kept(
+    arguments: list[str],
+    kept: bool,
+    launched: list[argparse.Namespace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert ltx.cli.main(["run", *arguments, "script.py"]) == 0
+    assert [str(path) for path in tmp_path.iterdir()] == ([launched[0].log_dir] if kept else [])
+    said = f"ltx run: the ranks' output is kept in {launched[0].log_dir}\n"
+    assert capsys.readouterr().err == (said if kept else "")
+
+
 def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def lose(_: argparse.Namespace) -> None:
         raise RendezvousConnectionError("the store is gone")
@@ -169,6 +194,18 @@ def test_run_starts_every_rank(tmp_path: Path) -> None:
         "rank0": "2 --flag -n 5",
         "rank1": "2 --flag -n 5",
     }
+
+
+@pytest.mark.full
+def test_redirected_output_outlives_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("LTX_KEY", raising=False)
+    (tmp_path / "script.py").write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    done = run_ltx("run", "-n", "2", "--redirects", "3", "script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    said = re.fullmatch(r"ltx run: the ranks' output is kept in (.+)\n", done.stderr)
+    assert said is not None, done.stderr
+    assert sorted(path.read_text() for path in Path(said[1]).rglob("stdout.log")) == ["rank 0\n", "rank 1\n"]
 
 
 @pytest.mark.full
