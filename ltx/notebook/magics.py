@@ -23,8 +23,9 @@ from ltx.runtime.world import cores
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """What ``%load_ext ltx`` does."""
-    ipython.register_magics(LtxMagics)
+    """What ``%load_ext ltx`` does. ``%reload_ext ltx`` comes here too, and the workers are those that there are."""
+    if not isinstance(ipython.magics_manager.registry.get(LtxMagics.__name__), LtxMagics):  # it keeps the pool
+        ipython.register_magics(LtxMagics)
 
 
 class _Parser(argparse.ArgumentParser):

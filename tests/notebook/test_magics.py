@@ -109,6 +109,15 @@ def test_cells_keep_what_they_define_and_one_rank_can_be_asked(kernel: Kernel) -
     assert kernel.run("%%ltx\nkept") == [("display", "[rank 0] [0]"), ("display", "[rank 1] [1, 5]")]
 
 
+@pytest.mark.parametrize("again", ["%reload_ext ltx", "%load_ext ltx.notebook"])
+def test_loading_the_extension_again_keeps_the_workers_and_what_they_hold(kernel: Kernel, again: str) -> None:
+    before = _pids(kernel)
+    kernel.run("%%ltx\nheld = [rank]")
+    assert kernel.run(again) == []
+    assert _pids(kernel) == before
+    assert kernel.run("%%ltx\nheld") == [("display", "[rank 0] [0]"), ("display", "[rank 1] [1]")]
+
+
 def test_values_go_in_and_out(kernel: Kernel) -> None:
     assert kernel.run("%%ltx --in here --out there\nhere * rank") == []
     assert kernel.run("there.stack()") == [("display", "tensor([[0., 0.],\n        [1., 1.]])")]
