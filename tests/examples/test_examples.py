@@ -100,6 +100,7 @@ def test_ray_train(tmp_path: Path) -> None:
 def test_clusters_files_start_what_there_is() -> None:
     batch = (EXAMPLES / "slurm.sbatch").read_text(encoding="utf-8")
     subprocess.run(["bash", "-n"], input=batch, text=True, check=True)
+    assert "\nsrun --kill-on-bad-exit=0 python " in batch, "75 is a bad exit to srun, and others are still leaving"
     job = list(yaml.safe_load_all((EXAMPLES / "k8s.yaml").read_text(encoding="utf-8")))[1]
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     started = re.search(r"python (examples/\S+) (.*?) \|\|", batch)
