@@ -112,7 +112,8 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
         The copy, with parameters and buffers of its own.
 
     Raises:
-        UnsupportedError: a batch norm of another class (lazy, or with a forward of its own), with its path.
+        UnsupportedError: a batch norm of another class (lazy, or with a forward of its own, or parametrized), or whose
+            ``forward`` attribute was set, with its path.
         TreeError: `module` isn't a module.
 
     Example:
@@ -133,32 +134,32 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
                 "it by one of these (a lazy one becomes one when it is first called), or call ltx.nn.sync_batch_norm "
                 "in it."
             )
+        if _made_into(part) not in (None, type(part)) and "forward" in vars(part):
+            raise UnsupportedError(
+                f"convert_sync_batch_norm: {path or 'the module'!r} is a {type(part).__name__} whose forward attribute "
+                "was set, as accelerate's hooks do: it may go on to call the old forward, whose statistics are local. "
+                "Convert the module first, or take that forward away (accelerate.hooks.remove_hook_from_module)."
+            )
     copied = copy.deepcopy(module)
-    done: dict[nn.Module, SyncBatchNorm] = {}
-    for part in list(copied.modules()):
-        for name, child in part._modules.items():
-            if _made_into(child) is not None:
-                part._modules[name] = _converted(child, axis, done)
-    return copied if _made_into(copied) is None else _converted(copied, axis, done)
+    for part in copied.modules():
+        into = _made_into(part)
+        if into is not None:
+            # In place: whatever else holds the norm, such as a list, a dict or a hook, has the converted one too.
+            part.__class__ = into
+            part.axis = axis
+    return copied
 
 
-def _made_into(part: nn.Module | None) -> type[SyncBatchNorm] | None:
+def _made_into(part: nn.Module) -> type[SyncBatchNorm] | None:
     """The class that a batch norm is converted to; None for what isn't one, or isn't known."""
     if type(part) in _CONVERTED:
         return SyncBatchNorm
     if isinstance(part, SyncBatchNormAct):
         return type(part)
+    if "parametrizations" in part._modules:  # its class has the properties that give its weights
+        return None
     # By its name, as timm isn't needed here; a subclass with a forward of its own may do something else.
     owner = next((cls for cls in type(part).__mro__ if "forward" in vars(cls)), None)
     if not isinstance(part, nn.BatchNorm2d) or owner is None or owner.__name__ != "BatchNormAct2d":
         return None
     return SyncBatchNormAct if {"drop", "act"} <= part._modules.keys() else None
-
-
-def _converted(part: Any, axis: Any, done: dict[nn.Module, SyncBatchNorm]) -> SyncBatchNorm:
-    if part not in done:  # a module that is in two places stays one
-        into = _made_into(part) or SyncBatchNorm
-        made = done[part] = into.__new__(into)
-        made.__dict__.update(part.__dict__)  # parameters, buffers, hooks, the mode: all there is
-        made.axis = axis
-    return done[part]

@@ -411,6 +411,52 @@ def test_a_batch_norm_itself() -> None:
     assert type(convert_sync_batch_norm(plain)) is nn.Linear
 
 
+class Indirect(nn.Module):
+    """Reaches its batch norms by what torch doesn't register: a list, a dict, a bound method, a hook's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.BatchNorm1d(C), nn.BatchNorm1d(C), nn.BatchNorm1d(C)
+        self.listed, self.by_name, self.call = [self.one], {"two": self.two}, self.three.__call__
+        self.three.weight = self.two.weight
+        self.lazy = nn.LazyBatchNorm1d()
+        self.lazy(torch.ones(2, C))
+        self.kept = (self.lazy,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kept[0](self.call(self.by_name["two"](self.listed[0](x).tanh()).tanh()).tanh())
+
+
+def test_norms_that_forward_reaches_by_something_else_than_their_name(ranks: Ranks, seed: int) -> None:
+    net, x = Indirect().double(), torch.randn(6, C, dtype=torch.float64)
+    want = copy.deepcopy(net)
+
+    def run() -> Any:
+        made = convert_sync_batch_norm(net)
+        assert made.listed[0] is made.one
+        assert made.by_name["two"] is made.two
+        assert made.kept[0] is made.lazy
+        assert made.three.weight is made.two.weight
+        return made(ltx.shard(x)).detach(), dict(made.named_buffers())
+
+    results = list(ranks(2).run(run))
+    torch.testing.assert_close(torch.cat([y for y, _ in results]), want(x).detach())
+    for _, buffers in results:
+        torch.testing.assert_close(buffers, dict(want.named_buffers()))
+    assert {type(norm) for norm in (net.one, net.two, net.three, net.lazy)} == {nn.BatchNorm1d}, "the argument stays"
+
+
+def test_a_norm_whose_forward_was_set_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    old = net[1].forward
+    net[1].forward = lambda x: old(x)  # as accelerate's add_hook_to_module does
+    with pytest.raises(UnsupportedError, match=r"'1' is a BatchNorm1d whose forward attribute was set.*Convert"):
+        convert_sync_batch_norm(net)
+    made = convert_sync_batch_norm(nn.BatchNorm1d(2))
+    made.forward = made.forward  # one that calls SyncBatchNorm's stays
+    assert isinstance(convert_sync_batch_norm(made), SyncBatchNorm)
+
+
 class Own(nn.BatchNorm1d):
     pass
 
@@ -596,6 +642,9 @@ def test_timms_batch_norm_with_its_activation(ranks: Ranks, seed: int) -> None:
     torch.testing.assert_close(torch.cat(list(ranks(2).run(run))), want.detach())
     with pytest.raises(UnsupportedError, match=r"'0' is a Squared, which isn't"):
         convert_sync_batch_norm(nn.Sequential(Squared(2)))
+    nn.utils.parametrize.register_parametrization(net[1], "weight", nn.Identity())
+    with pytest.raises(UnsupportedError, match=r"'1' is a ParametrizedBatchNormAct2d, which isn't"):
+        convert_sync_batch_norm(net)
 
 
 @pytest.mark.parametrize("affine", [True, False])
