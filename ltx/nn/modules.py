@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ltx.arguments import is_number, is_whole, shown
@@ -106,14 +107,16 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
         module: any module; it stays as it is. ``nn.BatchNorm1d``, ``2d``, ``3d`` and ``nn.SyncBatchNorm`` in it become
             :class:`SyncBatchNorm`, with their parameters, buffers, names, hooks and state dict, and timm's
             ``BatchNormAct2d`` becomes :class:`SyncBatchNormAct`.
-        axis: as in :func:`ltx.psum`; best a name or None, which can be pickled with the module.
+        axis: as in :func:`ltx.psum`, for all norms in the module; best a name or None, which can be pickled with the
+            module. With None a :class:`SyncBatchNorm` keeps its own, so parts can be converted first, with other axes.
 
     Returns:
         The copy, with parameters and buffers of its own.
 
     Raises:
         UnsupportedError: a batch norm of another class (lazy, or with a forward of its own, or parametrized), or whose
-            ``forward`` attribute was set, with its path.
+            ``forward`` attribute was set, or without `axis` one over a process group that isn't the world's, with its
+            path.
         TreeError: `module` isn't a module.
 
     Example:
@@ -140,13 +143,25 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
                 "was set, as accelerate's hooks do: it may go on to call the old forward, whose statistics are local. "
                 "Convert the module first, or take that forward away (accelerate.hooks.remove_hook_from_module)."
             )
-    copied = copy.deepcopy(module)
+        group = vars(part).get("process_group") if isinstance(part, nn.SyncBatchNorm) else None
+        if axis is None and group is not None and group is not dist.group.WORLD:
+            raise UnsupportedError(
+                f"convert_sync_batch_norm: {path or 'the module'!r} is a SyncBatchNorm over a process group that isn't "
+                "the world's, and axis=None would take its statistics from other ranks. Give axis= that group or the "
+                "name of the axis of its ranks, or convert that part alone with it first."
+            )
+    norms = [vars(part) for part in module.modules() if _made_into(part) is not None]
+    # Process groups, and axes over them, can't be copied: the copy has the same.
+    same = [norm[name] for norm in norms for name in ("axis", "process_group") if norm.get(name) is not None]
+    copied = copy.deepcopy(module, {id(value): value for value in same})
     for part in copied.modules():
         into = _made_into(part)
         if into is not None:
+            kept = part.axis if isinstance(part, SyncBatchNorm) else None
             # In place: whatever else holds the norm, such as a list, a dict or a hook, has the converted one too.
             part.__class__ = into
-            part.axis = axis
+            vars(part)["axis"] = kept if axis is None else axis
+            vars(part).pop("process_group", None)  # it has no use here, and can't be pickled
     return copied
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 from torch.nn import functional
 
 import ltx
+from ltx.comm import close_axis, resolve
 from ltx.errors import InputError, RankMismatchError, TreeError, UnsupportedError
 from ltx.nn import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
 from ltx.nn.sync_batch_norm import _Normalised, _normalised_by_formula
@@ -400,7 +402,7 @@ def test_converting_is_a_copy(seed: int) -> None:
     net.load_state_dict(made.state_dict())
     assert "axis='data'" in repr(made.shared)
     again = convert_sync_batch_norm(pickle.loads(pickle.dumps(convert_sync_batch_norm(Net(), "data"))))
-    assert again.shared.axis is None
+    assert again.shared.axis == "data"
 
 
 def test_a_batch_norm_itself() -> None:
@@ -455,6 +457,40 @@ def test_a_norm_whose_forward_was_set_is_refused() -> None:
     made = convert_sync_batch_norm(nn.BatchNorm1d(2))
     made.forward = made.forward  # one that calls SyncBatchNorm's stays
     assert isinstance(convert_sync_batch_norm(made), SyncBatchNorm)
+
+
+def test_without_an_axis_a_converted_part_keeps_its_own() -> None:
+    net = nn.Sequential(convert_sync_batch_norm(normed(), "node"), nn.BatchNorm1d(3))
+    made = convert_sync_batch_norm(net)
+    assert (made[0][1].axis, made[1].axis) == ("node", None)
+    assert [
+        part.axis for part in convert_sync_batch_norm(made, "data").modules() if isinstance(part, SyncBatchNorm)
+    ] == [
+        "data",
+        "data",
+    ]
+
+
+def test_torchs_norms_over_a_group_need_an_axis(ranks: Ranks, seed: int) -> None:
+    x = torch.randn(4, 2)
+
+    def run() -> Any:
+        group = dist.new_group([0, 1])
+        net = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2, process_group=group))
+        with pytest.raises(UnsupportedError, match=r"'1' is a SyncBatchNorm over a process group .*Give axis="):
+            convert_sync_batch_norm(net)
+        made = convert_sync_batch_norm(net[1:], group)
+        assert convert_sync_batch_norm(made)[0].axis is net[1].process_group is group
+        y = made(x[dist.get_rank() :: 2])
+        close_axis(resolve(group))
+        dist.destroy_process_group(group)
+        net[1].process_group = dist.group.WORLD
+        pickle.dumps(convert_sync_batch_norm(net))
+        return y.detach()
+
+    ys = list(ranks(2).run(run))
+    want = functional.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(torch.stack(ys, 1).flatten(0, 1), want)
 
 
 class Own(nn.BatchNorm1d):
