@@ -89,10 +89,28 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _dataclass_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
-    """All attributes, fields first, are children; `__init__` isn't called when a new one is made of others."""
+    """All attributes, fields first, are children; `__init__` isn't called when a new one is made of others.
+
+    But what a cached property keeps: whether it was read differs between ranks, and the new one computes its own.
+    """
     names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-    names += [name for name in getattr(node, "__dict__", ()) if name not in names]
+    others = [name for name in getattr(node, "__dict__", ()) if name not in names]
+    if others:
+        caches = _caches(type(node))
+        names += [name for name in others if name not in caches]
     return [getattr(node, name) for name in names], (type(node), tuple(names)), tuple(names)
+
+
+@at_trace_time
+def _caches(cls: type) -> tuple[str, ...]:
+    """The attributes in which its cached properties keep what they computed of the others."""
+    return _caches_of(cls)
+
+
+@functools.cache
+def _caches_of(cls: type) -> tuple[str, ...]:
+    found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+    return tuple(name for name, value in found.items() if isinstance(value, functools.cached_property))
 
 
 def _dataclass_whole(static: Any, children: Sequence[Any]) -> Any:
@@ -111,7 +129,8 @@ def _mapping_parts(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
     if not _is_refilled(cls) or attributes is node:
         return children, (cls, tuple(keys), (), _Rest(tuple(node), {}, itself=attributes is node)), tuple(keys)
     mirrored = tuple(key for key in keys if key in attributes and attributes[key] is node[key])
-    kept = {name: x for name, x in attributes.items() if name not in mirrored}
+    caches = _caches(cls)
+    kept = {name: x for name, x in attributes.items() if name not in mirrored and name not in caches}
     if issubclass(cls, UserDict):
         kept.pop("data", None)  # the items themselves
     holding = {name: kept.pop(name) for name in list(kept) if holds_tensors(kept[name])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -101,6 +102,37 @@ class Derived:
         self.besides = 3 * self.x
 
 
+@dataclasses.dataclass
+class Reader:
+    x: Tensor
+
+    @cached_property
+    def norm(self) -> Tensor:
+        return self.x.norm()
+
+
+class ReadMapping(Encoding):
+    @cached_property
+    def norm(self) -> Tensor:
+        return self.data["x"].norm()
+
+
+class ReadDict(dict):  # type: ignore[type-arg]
+    @cached_property
+    def norm(self) -> Any:
+        return self["x"].norm()
+
+    @cached_property
+    def length(self) -> int:
+        return len(self["x"])
+
+
+def read(x: Tensor) -> Reader:
+    made = Reader(x)
+    made.norm  # noqa: B018
+    return made
+
+
 def extra(x: Tensor) -> Extra:
     made = Extra(x=x)
     made.extra, made.note = 2 * x, "kept"
@@ -134,6 +166,7 @@ OPEN: dict[str, Callable[[Tensor], Any]] = {
     "Mapping": lambda x: Frozen({"x": x}),
     "frozen": Batch,
     "derived": Derived,
+    "cached": read,
     "nested": lambda x: Encoding({"x": [Batch(x), Attributes(y=(x,))]}),
 }
 
@@ -189,6 +222,31 @@ def test_they_come_back_as_what_they_were() -> None:
     assert half["frozen"].note == "kept"
     assert same(half["derived"].double, 2 * stacked)
     assert same(half["derived"].besides, 3 * stacked)
+
+
+@pytest.mark.parametrize("make", [Reader, lambda x: ReadMapping({"x": x}), lambda x: ReadDict(x=x)])
+def test_what_a_cached_property_keeps_is_no_child(make: Callable[[Tensor], Any]) -> None:
+    made, fresh = make(torch.ones(4)), make(torch.ones(4))
+    made.norm  # noqa: B018
+    if isinstance(made, ReadDict):
+        assert made.length == 4
+    assert tree.flatten(made)[1] == tree.flatten(fresh)[1]
+    assert tree.leaf_paths(made) == tree.leaf_paths(fresh)
+    doubled: Any = tree.map(lambda t: 2 * t if isinstance(t, Tensor) else t, made)
+    assert vars(doubled).keys() == vars(fresh).keys()
+    assert doubled.norm == 2 * made.norm  # its own
+    if isinstance(made, ReadDict):
+        assert ltx.vmap(ltx.shard, in_dims=None, axis_size=2)(made).length == 2
+
+
+def test_a_cached_property_is_not_trained() -> None:
+    loss = ltx.data_parallel(lambda params, x: (params.x * params.norm * x).sum())
+    train = ltx.train_step(loss, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    x = torch.arange(4.0)
+    want = torch.func.grad(lambda w: (w * (w.norm()) * x).sum())(torch.ones(4))
+    state, _ = train(train.init(read(torch.ones(4))), x)
+    torch.testing.assert_close(state.params.x, 1 - 0.1 * want)
+    assert "norm" not in vars(state.params)
 
 
 def step(w: Tensor, batch: Any) -> Tensor:
@@ -283,7 +341,7 @@ def test_a_mapping_that_cannot_be_made_again_is_refused_by_name() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", some(["UserDict", "attributes", "frozen"], "frozen"))
+@pytest.mark.parametrize("kind", some(["UserDict", "attributes", "frozen", "derived", "cached"], "frozen"))
 def test_in_a_compiled_graph(kind: str, seed: int) -> None:
     x, w = torch.randn(8), torch.tensor(1.5)
     one = ltx.mixed_precision(ltx.accumulate(ltx.data_parallel(step), 2), ltx.Precision(compute=torch.float64))
