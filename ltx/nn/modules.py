@@ -137,7 +137,7 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
                 "it by one of these (a lazy one becomes one when it is first called), or call ltx.nn.sync_batch_norm "
                 "in it."
             )
-        if _made_into(part) not in (None, type(part)) and "forward" in vars(part):
+        if _made_into(part) not in (None, type(part)) and "forward" in vars(part) and not _is_class_forward(part):
             raise UnsupportedError(
                 f"convert_sync_batch_norm: {path or 'the module'!r} is a {type(part).__name__} whose forward attribute "
                 "was set, as accelerate's hooks do: it may go on to call the old forward, whose statistics are local. "
@@ -158,11 +158,19 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
         into = _made_into(part)
         if into is not None:
             kept = part.axis if isinstance(part, SyncBatchNorm) else None
+            if _is_class_forward(part):
+                del part.forward  # it is the old class'
             # In place: whatever else holds the norm, such as a list, a dict or a hook, has the converted one too.
             part.__class__ = into
             vars(part)["axis"] = kept if axis is None else axis
             vars(part).pop("process_group", None)  # it has no use here, and can't be pickled
     return copied
+
+
+def _is_class_forward(part: nn.Module) -> bool:
+    """Whether the attribute forward is set to what the class has, as accelerate's removal of a hook leaves it."""
+    forward = vars(part).get("forward")
+    return getattr(forward, "__self__", None) is part and getattr(forward, "__func__", None) is type(part).forward
 
 
 def _made_into(part: nn.Module) -> type[SyncBatchNorm] | None:

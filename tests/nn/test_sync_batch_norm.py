@@ -454,7 +454,10 @@ def test_a_norm_whose_forward_was_set_is_refused() -> None:
     net[1].forward = lambda x: old(x)  # as accelerate's add_hook_to_module does
     with pytest.raises(UnsupportedError, match=r"'1' is a BatchNorm1d whose forward attribute was set.*Convert"):
         convert_sync_batch_norm(net)
-    made = convert_sync_batch_norm(nn.BatchNorm1d(2))
+    net[1].forward = old  # as its remove_hook_from_module does
+    made = convert_sync_batch_norm(net)[1]
+    assert made.forward.__func__ is SyncBatchNorm.forward
+    assert net[1].forward is old
     made.forward = made.forward  # one that calls SyncBatchNorm's stays
     assert isinstance(convert_sync_batch_norm(made), SyncBatchNorm)
 
