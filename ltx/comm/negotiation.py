@@ -221,8 +221,12 @@ class Negotiation:
 
     def _refuse_silent(self) -> None:
         """Raise if the heartbeat of a peer has stopped."""
-        if silent := self._heartbeat.stale_ranks(self._comm.global_ranks):
-            peers = ", ".join(str(self._comm.global_ranks.index(rank)) for rank in silent)
+        if stale := self._heartbeat.stale_ranks(self._comm.global_ranks):
+            silent = [self._comm.global_ranks.index(rank) for rank in stale]
+            ended = self._ended()  # whose forks may keep their connections open, so that these don't break
+            if {*silent} <= {*ended}:
+                raise PeerLostError(f"rank {self._rank}: on axis {self._name!r}, {self.describe_lost(silent)}.")
+            peers = ", ".join(str(rank) for rank in silent if rank not in ended)
             raise PeerLostError(
                 f"rank {self._rank}: rank {peers} on axis {self._name!r} has shown no sign of life for "
                 f"{self._heartbeat.heartbeat_s:g} s: its process has been stopped, or its machine or the link to "

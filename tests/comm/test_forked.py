@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ltx
-from ltx.errors import WorldError
+from ltx.comm import resolve
+from ltx.errors import PeerLostError, WorldError
 from ltx.runtime.pool import Pool
+from tests import forks
 
 Ranks = Callable[[int], Pool]
 
@@ -67,6 +73,51 @@ def test_workers_of_a_data_loader_go_on_working(ranks: Ranks) -> None:
         return [ltx.psum(batch).tolist() for batch in loader]
 
     assert ranks(2).run(on_each).replicated() == [[10, 12], [14, 16]]
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_rank_that_has_ended_is_known_to_have_though_a_fork_of_it_lives(sockets: bool) -> None:
+    """The fork, such as a worker of a DataLoader, shares the rank's connections and its lock in shared memory."""
+
+    def body(tell: Callable[[Any], None]) -> str:
+        ltx.psum(torch.ones(3))
+        if ltx.world().rank == 1:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            tell(child)
+            return "ended"
+        try:
+            ltx.psum(torch.ones(3))
+        except PeerLostError as error:
+            return str(error)
+        return "completed"
+
+    # Shared memory shows it before any heartbeat is missed.
+    world = forks.Ranks(2, body, sockets=sockets, timeout_s=60.0, heartbeat_s=2.0 if sockets else 40.0)
+    child = world.told(1)
+    try:
+        text = world.told(0, 20.0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        world.close()
+    assert "rank 1 has ended its part of the world in good order" in text
+    assert "ltx.uneven(batches)" in text
+    assert "sign of life" not in text
+
+
+def test_a_fork_that_closes_its_copy_of_an_axis_does_not_end_the_rank(ranks: Ranks) -> None:
+    def on_each() -> Any:
+        axis_comm = resolve(None).comm
+        assert axis_comm is not None
+        assert axis_comm.user.transport is not None
+        child = get_context("fork").Process(target=axis_comm.user.transport.close)
+        child.start()
+        child.join(30)
+        return child.exitcode, ltx.psum(torch.ones(())).item(), axis_comm.lost()
+
+    assert ranks(2).run(on_each).replicated() == (0, 2.0, [])
 
 
 def _refused(call: Callable[[], Any]) -> str:

@@ -38,6 +38,10 @@ FAILED = SUMS + SLOTS
 REASON = COUNTERS_BYTES // 2
 
 _SETTING = "LTX_SHARED_MEMORY"
+# The lock files that this process has locked. Its forks share the locks, and a fork that lets go of one would let the
+# rank's peers think that the rank has died.
+_locked: set[int] = set()
+os.register_at_fork(after_in_child=_locked.clear)
 
 
 def tag_of(tag: int, begun: int) -> int:
@@ -72,6 +76,7 @@ def open_segments(rank: int, size: int, store: Store) -> tuple[list[mmap.mmap], 
         files = [os.memfd_create("ltx segment"), os.memfd_create("ltx lock")]
         os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
         fcntl.flock(files[1], fcntl.LOCK_EX)
+        _locked.add(files[1])
         mine = {"machine": machine, "pid": os.getpid(), "files": files}
     store.set(f"shared memory/{rank}", json.dumps(mine))
     entries = [json.loads(store.get(f"shared memory/{other}")) for other in range(size)]
@@ -92,9 +97,20 @@ def open_segments(rank: int, size: int, store: Store) -> tuple[list[mmap.mmap], 
     store.set(f"shared memory/{rank}/open", str(len(segments)))
     if all(int(store.get(f"shared memory/{other}/open")) == size for other in range(size)):
         return segments, locks, files
+    close_files(locks, files)
+    return None
+
+
+def close_files(locks: list[int], files: list[int]) -> None:
+    """Close what :func:`open_segments` has opened, and let go of this rank's lock."""
+    for descriptor in files:
+        if descriptor in _locked:
+            # Closing isn't enough: the lock would last as long as any fork that has inherited the file, such as a
+            # DataLoader's worker.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            _locked.discard(descriptor)
     for descriptor in (*locks, *files):
         os.close(descriptor)
-    return None
 
 
 def _machine() -> list[object] | None:

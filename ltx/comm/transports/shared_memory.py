@@ -51,6 +51,7 @@ from ltx.comm.transports.segments import (
     SLOTS,
     SUMS,
     TAGS,
+    close_files,
     open_segments,
     read_reason,
     tag_of,
@@ -304,8 +305,7 @@ class SharedMemoryTransport:
             for sums in self._sums:
                 sums.release()
             self._bytes, self._counters, self._sums = [], [], []
-        for descriptor in (*self._locks, *self._files):
-            os.close(descriptor)
+        close_files(self._locks, self._files)
         self._locks, self._files, self._maps = [], [], []
 
 
