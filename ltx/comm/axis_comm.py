@@ -84,7 +84,7 @@ class AxisComm:
         self.user = self._open_channel("user", transports=True)
         self.background = self._open_background()
         self.open_phases(1)
-        self.heartbeat.reports[self.label] = lambda: {channel.address: channel.issued for channel in self.channels}
+        self.heartbeat.reports[self.label] = lambda: {channel.address: channel.begun for channel in self.channels}
         self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
 
     def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:

@@ -111,20 +111,20 @@ class Channel:
         try:
             self.negotiation.answer_peers()
         except (DeadlockDetectedError, PeerLostError) as error:
-            error.args = (f"{error} It waited for {label} (issue {self.issued}).",)
+            error.args = (f"{error} It waited for {label} (issue {number}).",)
             raise
         waited_s = time.perf_counter() - began
         if waited_s > self.timeout_s:
-            raise self.timed_out(label)
+            raise self.timed_out(number, label)
         if waited_s > PATIENCE_S:
             self.negotiation.check_deadlock(self, number, label)
 
-    def timed_out(self, label: str) -> CollectiveTimeoutError:
-        """The error for a collective whose peers haven't come."""
+    def timed_out(self, number: int, label: str) -> CollectiveTimeoutError:
+        """The error for issue `number`, to which not all peers have come: this rank may have issued more since."""
         return CollectiveTimeoutError(
-            f"rank {self.rank}: {label} (issue {self.issued}) on axis {self.axis_name!r}, channel {self.name!r}, "
-            f"didn't complete within {self.timeout_s:g} s: {self.negotiation.stragglers(self)}. Every rank must call "
-            "the same collectives in the same order."
+            f"rank {self.rank}: {label} (issue {number}) on axis {self.axis_name!r}, channel {self.name!r}, "
+            f"didn't complete within {self.timeout_s:g} s: {self.negotiation.stragglers(self, number)}. Every rank "
+            "must call the same collectives in the same order."
         )
 
     def wait_for_host(self, copy: HostCopy, label: str) -> torch.Tensor:

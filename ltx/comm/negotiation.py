@@ -233,13 +233,11 @@ class Negotiation:
                 "it is down."
             )
 
-    def stragglers(self, channel: ComparedChannel) -> str:
-        """A text that says which ranks haven't issued the last collective of `channel`."""
+    def stragglers(self, channel: ComparedChannel, number: int) -> str:
+        """A text that says which ranks haven't come to issue `number` of `channel`."""
         reports = self._heartbeat.reported(self._comm.global_ranks, self._comm.label)
-        late = {rank: report.get(channel.address, channel.issued) for rank, report in enumerate(reports)}
-        words = [
-            f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < channel.issued
-        ]
+        late = {rank: report.get(channel.address, number) for rank, report in enumerate(reports)}
+        words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < number]
         return "; ".join(words) or "a peer hasn't issued it"
 
     def missing_peers(self) -> str:

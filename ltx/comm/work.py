@@ -40,7 +40,7 @@ class Issuer(Protocol):
 
     def look_around(self, began: float, number: int, label: str) -> None: ...
 
-    def timed_out(self, label: str) -> CollectiveTimeoutError: ...
+    def timed_out(self, number: int, label: str) -> CollectiveTimeoutError: ...
 
     def transport_failed(self, label: str) -> TransportError: ...
 
@@ -156,7 +156,7 @@ class Work:
             if not is_of_network(error):
                 raise
             if "Timed out" in str(error):  # gloo's own clock was a little ahead
-                raise channel.timed_out(self._label) from error
+                raise channel.timed_out(self._number, self._label) from error
             channel.negotiation.answer_peers()  # a peer that has aborted may have said why
             raise PeerLostError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers: "

@@ -177,7 +177,7 @@ def test_what_is_pending_never_counts_as_completed(on_new_axis: OnFreshAxis) -> 
 
     said = on_new_axis(run, timeout_s=1.0).rank(0)
     assert len(said) == 2
-    assert all("a sum of one (issue 0) on axis 'data'" in text for text in said)
+    assert all("a sum of one (issue 1) on axis 'data'" in text for text in said)
 
 
 def test_a_pool_survives(ranks: Ranks) -> None:

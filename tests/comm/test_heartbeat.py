@@ -142,6 +142,22 @@ def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Calla
         assert "rank 1 is at issue 1 and never came to it" in text
 
 
+def test_a_rank_that_came_is_not_named_though_it_is_behind(ranks: Callable[..., Ranks]) -> None:
+    """What counts is the collective that is waited for, not the last one that this rank has issued."""
+
+    def body(rank: int, tell: Callable[[str], None]) -> None:
+        issued = [ltx.async_(ltx.psum)(torch.ones(3)) for _ in range((6, 4, 1)[rank])]
+        if rank == 0:
+            try:
+                issued[2].wait()
+            except LtxError as error:
+                tell(f"{type(error).__name__}: {error}")
+
+    text = ranks(body, timeout_s=3).told(0)
+    assert text.startswith("CollectiveTimeoutError: rank 0: async psum (issue 4) on axis 'data'"), text
+    assert "within 3 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
+
+
 @pytest.mark.full
 def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
     """It was another process', such as a launcher's. Only what is new can't be compared any more."""

@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         name="comm: no timeout",
         file="comm/channel.py",
-        old="        if waited_s > self.timeout_s:\n            raise self.timed_out(label)\n",
+        old="        if waited_s > self.timeout_s:\n            raise self.timed_out(number, label)\n",
         new="",
         breaks="a rank that waits for one that never comes waits for ever",
         tests=(
