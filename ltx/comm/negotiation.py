@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +43,7 @@ class Negotiation:
         self._answered: set[str] = set()
         self._gone = ""  # what :meth:`missing_peers` has found
         self.next_check = (0, 0)
+        self._posted: deque[str] = deque()  # where values of this rank are still in the store, oldest first
 
     def exchange(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`, once all have posted.
@@ -86,7 +88,15 @@ class Negotiation:
         self._comm.check_not_forked()
         issued = {channel.address: channel.issued for channel in self._comm.channels}
         post = Post(signature, value, issued=issued)
-        return [peers.value for peers in self.exchange(place or self._store.new_place(), post)]
+        self._posted.append(place or self._store.new_place())
+        posts = self.exchange(self._posted[-1], post)
+        # All have come here, so no rank waits at, or reads, what is before the last place: there all have been, or have
+        # failed and gone on. At the last place a rank that has failed in it may still seem to wait, and this rank's
+        # post there says that it needs no answer.
+        with suppress(PeerLostError):  # the values are here, even if the store is gone by now
+            while len(self._posted) > 2:
+                self._store.forget(self._posted.popleft(), [self._rank])
+        return [peers.value for peers in posts]
 
     def take_check(self) -> tuple[int, int]:
         """:attr:`next_check`, which moves on."""

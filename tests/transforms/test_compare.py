@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ltx
@@ -263,6 +265,27 @@ def test_each_step_is_compared_once(on_new_axis: OnFreshAxis) -> None:
     counts, caught = on_new_axis(run).replicated()
     assert len(set(counts)) == 1
     assert caught
+
+
+def test_comparing_often_leaves_no_more_in_the_store(ranks: Ranks) -> None:
+    def run() -> list[int]:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        counts = []
+        for times in (3, 5):
+            for turn in range(times):
+                ltx.check_replicas(P)
+                with suppress(ReplicaDivergedError):  # which takes a second exchange
+                    ltx.check_replicas({name: p + ltx.axis_index() for name, p in P.items()})
+                    raise AssertionError(f"not found in turn {turn}")
+            ltx.barrier()
+            counts.append(store.num_keys())
+            ltx.barrier()
+        return counts
+
+    for first, later in ranks(3).run(run):
+        assert later <= first
 
 
 @pytest.mark.full(but=1)
