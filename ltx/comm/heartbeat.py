@@ -40,11 +40,10 @@ class Heartbeat:
     def __init__(self, store: Store, rank: int, heartbeat_s: float):
         self._rank = rank
         self._users = 0
-        self._pause_s = min(1.0, heartbeat_s / 5)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._looked_s = self._polled_s = 0.0
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended, self._woken = threading.Event(), threading.Event()
         #: Through which this process calls the store, giving up after one heartbeat timeout.
         self.store_caller = StoreCaller(rank, heartbeat_s)
         self._asked = PrefixStore("ltx/beats/", store)
@@ -67,6 +66,17 @@ class Heartbeat:
     def heartbeat_s(self) -> float:
         """Without a beat for so long a peer counts as lost, and without an answer the store."""
         return self.store_caller.limit_s
+
+    @property
+    def _pause_s(self) -> float:
+        """How much later the next beat comes."""
+        return min(1.0, self.heartbeat_s / 5)
+
+    def shorten(self, heartbeat_s: float) -> None:
+        """Let it be `heartbeat_s` from now on, if it was longer. The beats follow at once: peers won't wait longer."""
+        if heartbeat_s < self.heartbeat_s:
+            self.store_caller.limit_s = heartbeat_s
+            self._woken.set()
 
     def stale_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose heartbeats have stopped for too long. Called repeatedly during a wait."""
@@ -130,14 +140,20 @@ class Heartbeat:
         if self._users:
             return False
         self._ended.set()
+        self._woken.set()
         self.store_caller.close()
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
         return True
 
+    def _has_ended_after_pause(self) -> bool:
+        self._woken.wait(self._pause_s)
+        self._woken.clear()
+        return self._ended.is_set()
+
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the store is gone: threads that call it see that
-            while not self._ended.wait(self._pause_s):
+            while not self._has_ended_after_pause():
                 self._beats.set(str(self._rank), self._sign())
                 self.on_beat(self._connection)
         del self._beats, self._connection  # closed now, even if something still holds this heartbeat
@@ -158,7 +174,7 @@ def hold_heartbeat(store: Store, rank: int, heartbeat_s: float) -> Heartbeat:
     if known is None:
         known = _heartbeats[id(store)] = (store, Heartbeat(store, rank, heartbeat_s))
     heartbeat = known[1]
-    heartbeat.store_caller.limit_s = min(heartbeat.heartbeat_s, heartbeat_s)
+    heartbeat.shorten(heartbeat_s)
     heartbeat.hold()
     return heartbeat
 

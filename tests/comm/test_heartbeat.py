@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ltx
+from ltx.comm.heartbeat import hold_heartbeat, release_heartbeat
 from ltx.errors import LtxError
 from tests.forks import Ranks, free_port
 
@@ -77,6 +79,28 @@ def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[
         else:
             assert f"rank {stopped} on axis 'data' has shown no sign of life for 2 s" in text
         assert "It waited for psum (issue 2)." in text
+
+
+def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
+    """As where a process group was an axis before ``ltx.init(heartbeat_timeout=)``."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    stores = [store, dist.TCPStore("127.0.0.1", store.port)]  # type: ignore[attr-defined]
+    beats = [hold_heartbeat(each, rank, heartbeat_s) for heartbeat_s in (10.0, 1.5) for rank, each in enumerate(stores)]
+    try:
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            assert beats[0].stale_ranks([0, 1]) == []
+            time.sleep(0.05)
+        for _ in range(2):
+            release_heartbeat(beats[1])
+        began = time.monotonic()
+        while beats[0].stale_ranks([0, 1]) != [1]:
+            assert time.monotonic() - began < 10
+            time.sleep(0.05)
+        assert time.monotonic() - began < 5
+    finally:
+        for _ in range(2):
+            release_heartbeat(beats[0])
 
 
 @pytest.mark.full
