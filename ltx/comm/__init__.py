@@ -20,10 +20,12 @@ from ltx.comm.network import measured as measured
 from ltx.comm.operations import bytes_sent as bytes_sent
 from ltx.comm.pickling import opened as opened
 from ltx.comm.pickling import sealed as sealed
+from ltx.comm.process_groups import let_go as let_go
 from ltx.comm.recovery import BackwardPass as BackwardPass
 from ltx.comm.recovery import nested_run as nested_run
 from ltx.comm.registry import axis_from_group as axis_from_group
 from ltx.comm.registry import close_axis as close_axis
+from ltx.comm.registry import holders_of_groups as holders_of_groups
 from ltx.comm.registry import open_axes as open_axes
 from ltx.comm.registry import open_axis as open_axis
 from ltx.comm.signature import Agreement as Agreement

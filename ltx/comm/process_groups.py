@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
@@ -12,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+# How long letting go of process groups may hold a rank up (see `let_go`).
+_LET_GO_S = 2.0
 
 
 def open_group(
@@ -112,6 +118,48 @@ def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     for group in dropped:
         dist.destroy_process_group(group)
     Thread(target=dropped.clear, name="ltx-let-go", daemon=True).start()
+
+
+def let_go(held: list[Any]) -> None:
+    """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
+
+    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
+    that are left when Python ends abort the process now and then. So each of `held` loses its group here, whatever
+    still refers to it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception
+    that ended the axis or the world.
+
+    A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
+    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not
+    hang in that. So a thread waits, and is left behind after a few seconds; the end of this process then breaks the
+    connections, which the peers see at once.
+    """
+    groups = []
+    while held:
+        one = held.pop()
+        groups.extend(one.release())
+    one = None
+    if not groups:
+        return
+
+    def drop() -> None:
+        known = [weakref.ref(group) for group in groups]
+        groups.clear()
+        if any(group() is not None for group in known):
+            gc.collect()  # not without need: it keeps all threads waiting, those too that show signs of life
+
+    waiter = Thread(target=drop, name="ltx-teardown", daemon=True)
+    try:
+        waiter.start()
+    except RuntimeError:  # some versions of Python start no threads while they end
+        drop()
+        return
+    waiter.join(_LET_GO_S)
+    if waiter.is_alive():
+        print(
+            "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in it "
+            "get an error when this process ends.",
+            file=sys.stderr,
+        )
 
 
 def unregister(group: dist.ProcessGroup) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -18,7 +18,7 @@ from ltx.axis import Axis
 from ltx.backings import GroupBacking
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
-from ltx.comm.process_groups import open_group
+from ltx.comm.process_groups import let_go, open_group
 from ltx.errors import AxisError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -81,10 +81,14 @@ class GroupAxis(Axis):
         """
         if self.comm is None or self.comm.closed or any(axis.comm is self.comm for axis in axes.world_axes()):
             return
-        group = self.comm.group
-        close_axis(self)
-        if self.owns_group:
-            dist.destroy_process_group(group)
+        try:
+            close_axis(self)
+        finally:
+            if self.owns_group:
+                dist.destroy_process_group(self.comm.group)
+            else:
+                self.comm.group = None  # it goes on
+            let_go(holders_of_groups([self, *self.comm.parts]))
 
     def __enter__(self) -> GroupAxis:
         return self
@@ -164,6 +168,12 @@ def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
     opened = opened_by_groups()
     return (*opened, *(part for axis in opened if axis.comm is not None for part in axis.comm.parts))
+
+
+def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
+    """What holds the process groups of the axes `opened`, and can let go of them: communicators and channels."""
+    communicators = [axis.comm for axis in opened if axis.comm is not None]
+    return [one for axis_comm in communicators for one in (axis_comm, *axis_comm.channels)]
 
 
 def _refuse_forks() -> None:

@@ -8,11 +8,7 @@ what was done.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
-import sys
-import threading
-import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -48,9 +44,6 @@ from ltx.typing import Tree
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 DEFAULT_HEARTBEAT = timedelta(seconds=comm.DEFAULT_HEARTBEAT_S)
-
-# How long letting go of process groups may hold a rank up (see `_let_go`).
-_LET_GO_S = 2.0
 
 
 @checked("backend")
@@ -214,7 +207,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
         if world.device.index is not None:
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
-        undo.callback(_let_go, held)  # what is pushed first is undone last
+        undo.callback(comm.let_go, held)  # what is pushed first is undone last
         store = None
         if not dist.is_initialized() and placement.master is not None:
             store = make_group(placement, world, timeout, undo)
@@ -243,53 +236,10 @@ def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
     Collectives that are given a process group or a DeviceMesh open an axis for it.
     """
     everything = comm.open_axes()
-    communicators = [axis.comm for axis in everything if axis.comm is not None]
-    held.extend(one for axis_comm in communicators for one in (axis_comm, *axis_comm.channels))
+    held.extend(comm.holders_of_groups(everything))
     for axis in everything:
         if all(axis is not other for other in axes):
             close_ended(axis, dist.group.WORLD if dist.is_initialized() else None)
-
-
-def _let_go(held: list[Any]) -> None:
-    """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
-
-    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
-    that are left when Python ends abort the process now and then. So each of `held` loses its group here, whatever
-    still refers to it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception
-    that ended the world.
-
-    A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
-    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not
-    hang in that. So a thread waits, and is left behind after a few seconds; the end of this process then breaks the
-    connections, which the peers see at once.
-    """
-    groups = []
-    while held:
-        one = held.pop()
-        groups.extend(one.release())
-    one = None
-    if not groups:
-        return
-
-    def drop() -> None:
-        known = [weakref.ref(group) for group in groups]
-        groups.clear()
-        if any(group() is not None for group in known):
-            gc.collect()  # not without need: it keeps all threads waiting, those too that show signs of life
-
-    waiter = threading.Thread(target=drop, name="ltx-teardown", daemon=True)
-    try:
-        waiter.start()
-    except RuntimeError:  # some versions of Python start no threads while they end
-        drop()
-        return
-    waiter.join(_LET_GO_S)
-    if waiter.is_alive():
-        print(
-            "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in it "
-            "get an error when this process ends.",
-            file=sys.stderr,
-        )
 
 
 def _asked_settings(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import ltx
 from ltx.errors import AxisError
+from tests.forks import open_now, settles
 
 
 def test_a_set_of_ranks(ranks: Callable[[int], Any], seed: int) -> None:
@@ -48,6 +49,29 @@ def test_opened_and_closed_again_and_again(ranks: Callable[[int], Any]) -> None:
         return sums, len(dist.distributed_c10d._world.pg_map) - groups
 
     assert ranks(2).run(run).replicated() == ([2.0, 4.0, 6.0], 0)
+
+
+def test_what_is_closed_leaves_no_threads_and_files(ranks: Callable[[int], Any]) -> None:
+    """Though what was planned and differentiated on it may still refer to it."""
+
+    def run() -> Any:
+        mine, seen = dist.new_group([0, 1]), []
+        for _ in range(3):
+            for group in ([0, 1], mine):
+                with ltx.axis_from_group(group, "closed") as axis:
+                    ltx.grad(ltx.data_parallel(lambda w: (w**2).sum(), axis=axis))(torch.ones(3))
+                    ltx.psum(torch.ones(4), axis, axis_index_groups=[[0], [1]])
+            seen.append(axis)
+            if len(seen) == 1:
+                first = settles(open_now, lambda now: False, 1.0)
+        last = settles(open_now, lambda now: sum(now.values()) <= sum(first.values()))
+        again = float(ltx.psum(torch.ones(()), mine))
+        dist.destroy_process_group(mine)
+        return sum(last.values()) - sum(first.values()), again
+
+    for more, again in ranks(2).run(run):
+        assert more <= 0
+        assert again == 2.0
 
 
 def test_what_is_closed_says_so(ranks: Callable[[int], Any]) -> None:
