@@ -211,3 +211,44 @@ def test_an_interrupt_leaves_gradients_on() -> None:
 def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
     assert ranks(2).run(lambda: transport_of() is not None).replicated()
     assert not [name for name in os.listdir("/dev/shm") if "ltx" in name]
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_begun_in_inference_mode_and_completed_outside_or_the_reverse(
+    on_new_axis: Callable[..., Any], sockets: bool
+) -> None:
+    """Results belong to the mode in which their collective was called, whoever writes them; others can be saved."""
+
+    def run() -> tuple[Any, ...]:
+        x, w = torch.arange(12.0), torch.ones(12, requires_grad=True)
+        ltx.psum(x)  # known from now on, so that the first to begin it doesn't wait
+        late, found = int(ltx.axis_index()) == 0, []
+        for begins, ends in ((True, False), (False, True)):
+            ltx.barrier()
+            if late:
+                time.sleep(0.2)
+            with torch.inference_mode(begins):
+                future = ltx.async_(ltx.psum)(x.clone())
+            with torch.inference_mode(ends):
+                total = future.wait()
+            found.append((total.tolist(), total.is_inference()))
+        (total * w).sum().backward()
+        return found, w.grad.tolist(), ltx.psum(x).tolist()  # type: ignore[union-attr]
+
+    doubled = [2.0 * i for i in range(12)]
+    found, gradient, after = on_new_axis(run, sockets=sockets).replicated()
+    assert found == [(doubled, True), (doubled, False)]
+    assert gradient == after == doubled
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_first_used_in_inference_mode(on_new_axis: Callable[..., Any], sockets: bool) -> None:
+    """The tensors of its segments are made in that mode then; they are written outside of it, too."""
+
+    def run() -> tuple[Any, ...]:
+        with torch.inference_mode():
+            first = ltx.psum(torch.ones(3), axis_index_groups=[[1, 0]])
+        bytes_ = ltx.psum(torch.ones(3, dtype=torch.uint8), axis_index_groups=[[1, 0]])
+        return first.tolist(), bytes_.tolist(), bytes_.is_inference()
+
+    assert on_new_axis(run, sockets=sockets).replicated() == ([2.0] * 3, [2] * 3, False)

@@ -176,10 +176,10 @@ class SharedMemoryTransport:
         if self.error is not None or not self._turn.acquire(blocking=False):
             return moved
         try:
-            # A waiting thread may be under a transform, which must not see these bytes. Not torch.no_grad(): an
-            # interrupt probably comes during a wait, so here, and in the middle of its Python code it would leave
-            # gradients off.
-            with torch._C._DisableFuncTorch(), torch._C._AutoDispatchBelowAutograd():
+            # A waiting thread may be under a transform, which must not see these bytes. In inference mode it may write
+            # to tensors that were made in that mode, and to all others. Not by torch.inference_mode(): an interrupt
+            # probably comes during a wait, so here, and in the middle of its Python code it would leave the mode on.
+            with torch._C._DisableFuncTorch(), torch._C._InferenceMode(True):
                 try:
                     while self._empty() or self._reduce() or self._fill():
                         moved = True
