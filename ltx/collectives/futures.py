@@ -75,11 +75,22 @@ class Future:
             self._value = finish([])
         else:  # the axis completes what nobody waits for
             axis_comm.futures[:] = [*(other for other in axis_comm.futures if not other.done), self]
+            if not self.over:
+                comm.look_after(self)
 
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once, or raise."""
         return self._axis_comm is None or all(work.done for work in self._works)
+
+    @property
+    def over(self) -> bool:
+        """Whether it doesn't need :meth:`poll`: nothing goes through shared memory now."""
+        return self._axis_comm is None or not comm.any_transport_busy()
+
+    def poll(self) -> None:
+        """Do this rank's part in shared memory: peers may wait for it while this process is in no wait of ltx."""
+        comm.progress_everywhere()
 
     def wait(self) -> Tree:
         """Wait for the result and return it: what the collective itself would have. Again: the same, at once.

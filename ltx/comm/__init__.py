@@ -21,6 +21,7 @@ from ltx.comm.operations import bytes_sent as bytes_sent
 from ltx.comm.pickling import opened as opened
 from ltx.comm.pickling import sealed as sealed
 from ltx.comm.process_groups import let_go as let_go
+from ltx.comm.progress_thread import look_after as look_after
 from ltx.comm.recovery import BackwardPass as BackwardPass
 from ltx.comm.recovery import nested_run as nested_run
 from ltx.comm.registry import axis_from_group as axis_from_group
@@ -40,6 +41,8 @@ from ltx.comm.step_summary import end_pass as end_pass
 from ltx.comm.step_summary import read_last_summary as read_last_summary
 from ltx.comm.store_exchange import StoreExchange as StoreExchange
 from ltx.comm.store_exchange import poll_until as poll_until
+from ltx.comm.transports.shared_memory import any_transport_busy as any_transport_busy
+from ltx.comm.transports.shared_memory import progress_everywhere as progress_everywhere
 from ltx.comm.turns import ThreadComm as ThreadComm
 from ltx.comm.turns import Turns as Turns
 from ltx.comm.work import Work as Work

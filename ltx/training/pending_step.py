@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ltx import tree
+from ltx import comm, tree
 from ltx.comm.debug import under_way
 from ltx.errors import InvalidStateError, LtxError
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.training.completion import UpdateBuckets
-from ltx.training.progress_thread import look_after
 from ltx.transforms.closure_check import Seen
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree
@@ -131,7 +130,7 @@ class PendingStep:
         self.unseen: BaseException | None = None  # what the next use of a parameter raises
         schedule.comm.pending_steps.append(self)
         if schedule.has_later_phases and schedule.plan.buckets[0].device.type == "cpu":
-            look_after(self)
+            comm.look_after(self)
 
     @property
     def over(self) -> bool:

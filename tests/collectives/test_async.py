@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ltx
 from ltx import comm
+from ltx.comm.progress_thread import _mover
 from ltx.errors import AxisError, LtxError, RankMismatchError, UnsupportedError
 from ltx.runtime.pool import Pool
 from tests.forks import Ranks as Forks
@@ -232,6 +233,36 @@ def test_nobody_waits(started: Callable[..., Forks], sockets: bool) -> None:
     for process in world.processes:
         process.join(20)
         assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_peer_waits_while_this_rank_is_elsewhere(started: Callable[..., Forks], sockets: bool) -> None:
+    """In another library's barrier, say. A thread does this rank's part, where there is something to do."""
+
+    def watched() -> bool:
+        deadline = time.monotonic() + 5.0
+        while _mover._watched and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return bool(_mover._watched)
+
+    def body(tell: Callable[[Any], None]) -> None:
+        size = 2_000_000
+        ltx.psum(torch.ones(size))  # known from now on, so that the first to begin it doesn't wait
+        needless = _mover._thread is not None
+        dist.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(0.3)
+        futures = [ltx.async_(ltx.psum)(torch.full((size,), i)) for i in (1.0, 2.0)]
+        if dist.get_rank() == 0:
+            values = [future.wait() for future in futures]
+            dist.barrier()
+        else:
+            dist.barrier()
+            values = [future.wait() for future in futures]
+        tell(([value.unique().tolist() for value in values], needless, watched()))
+
+    world = started(2, body, sockets=sockets, timeout_s=8.0)
+    assert [world.told(rank, 30.0) for rank in (0, 1)] == [([[2.0], [4.0]], False, False)] * 2
 
 
 @pytest.mark.parametrize("sockets", [False, True])
