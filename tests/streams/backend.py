@@ -63,18 +63,28 @@ def log() -> Log:
 
 # Storages that the device hasn't written yet, by their address: who writes them.
 _pending: dict[int, StreamWork] = {}
+_changes = threading.Lock()
 
 
 class StreamWork:
     """One collective on its way."""
+
+    hung_s = HUNG_S
 
     def __init__(self, tensors: list[torch.Tensor]):
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.waited = False
         self.storages = [t.untyped_storage() for t in tensors]
-        for storage in self.storages:
-            _pending[storage._cdata] = self
+        with _changes:
+            _pending.update({storage._cdata: self for storage in self.storages})
+
+    def forget(self) -> None:
+        """It writes no more. A later collective on the same memory stays pending."""
+        with _changes:
+            for storage in self.storages:
+                if _pending.get(storage._cdata) is self:
+                    del _pending[storage._cdata]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.waited = True
@@ -92,10 +102,9 @@ class StreamWork:
         """The host stands still until the device has come so far."""
         if not self.waited and not self.done.is_set():
             raise AssertionError("a value was used that the stream hasn't waited for: a race on a GPU")
-        if not self.done.wait(HUNG_S):
+        if not self.done.wait(self.hung_s):
             # A kernel waits for a peer. On a GPU the host would have gone on long ago; here it goes on with garbage.
-            for storage in self.storages:
-                _pending.pop(storage._cdata, None)
+            self.forget()
 
 
 class StreamGroup(dist.ProcessGroup):
@@ -123,8 +132,7 @@ class StreamGroup(dist.ProcessGroup):
                 print(f"device: {error!r}", file=sys.stderr)
             if work.error is None or self._aborted:
                 # A kernel whose peer is gone never ends: only abort() lets the stream go on.
-                for storage in work.storages:
-                    _pending.pop(storage._cdata, None)
+                work.forget()
                 work.done.set()
 
     def _issue(
@@ -194,7 +202,14 @@ class StreamGroup(dist.ProcessGroup):
 
 
 class Host(TorchDispatchMode):
-    """The host: it stands still where it uses what the device hasn't made, and notes where it reads numbers."""
+    """The host: it stands still where it uses what the device hasn't made, and notes where it reads numbers.
+
+    hung_s: as :data:`HUNG_S`. Where no peer is gone it is long, as peers come late on a loaded machine.
+    """
+
+    def __init__(self, hung_s: float = HUNG_S):
+        super().__init__()
+        self._hung_s = hung_s
 
     def __enter__(self) -> Any:
         # On the CPU these read memory without asking the dispatcher.
@@ -202,12 +217,13 @@ class Host(TorchDispatchMode):
         for name in ("tolist", "cpu", "numpy"):
             self._patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
         # A pending step completes without the modes around it, and so without this one.
+        self._patch.setattr(StreamWork, "hung_s", self._hung_s)
         self._patch.setattr(pending_step, "_disable_current_modes", nullcontext)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         for work in [] if error[0] else list(_pending.values()):  # whoever takes the results has them on the host
-            work.done.wait(HUNG_S)
+            work.done.wait(self._hung_s)
         self._patch.undo()
         super().__exit__(*error)
 

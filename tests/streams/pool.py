@@ -13,21 +13,21 @@ from ltx.axis import axes_in_scope, set_world_axes
 from ltx.gradients import packing
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
-from tests.streams.backend import LOG, NAME, Host, register
+from tests.streams.backend import HUNG_S, LOG, NAME, Host, register
 
 
 class StreamedPool:
-    """`pool`, in whose calls the axis in scope is stream-ordered."""
+    """`pool`, in whose calls the axis in scope is stream-ordered. `hung_s`: as in :class:`Host`."""
 
-    def __init__(self, pool: Pool):
-        self._pool = pool
+    def __init__(self, pool: Pool, hung_s: float = HUNG_S):
+        self._pool, self._hung_s = pool, hung_s
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PerRank[Any]:
         """As :meth:`ltx.Pool.run`."""
-        return self._pool.run(on_streams, fn, *args, timeout_s=timeout_s, **kwargs)
+        return self._pool.run(on_streams, fn, *args, timeout_s=timeout_s, hung_s=self._hung_s, **kwargs)
 
 
-def on_streams(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def on_streams(fn: Callable[..., Any], *args: Any, hung_s: float = HUNG_S, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)`` on an axis of its own, which is stream-ordered. Every rank of the world calls it.
 
     Hooks and optimizers do what they do on accelerators.
@@ -40,7 +40,7 @@ def on_streams(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     set_world_axes((axis,))
     LOG.clear()
     try:
-        with Host():
+        with Host(hung_s):
             return fn(*args, **kwargs)
     finally:
         packing.IN_PIECES = before_pieces
