@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -101,6 +102,7 @@ class Ranks:
 
 
 def _rank(body: Body, line: Connection, environment: dict[str, str], timeout_s: float, heartbeat_s: float) -> None:
+    gc.freeze()  # the parent's garbage isn't collected here: stores in it would wait for threads that a fork hasn't
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "LTX_"))]:
         del os.environ[name]
     os.environ.update(environment)
