@@ -64,9 +64,9 @@ def simulate(
     Raises:
         RankMismatchError: ranks disagree on a collective, or one returns while others wait; on all that wait.
         AxisError: the mapped inputs disagree on the number of ranks, or there are none and `ranks` isn't given.
-        UnsupportedError: inside a transform of torch.func, a compiled graph or another simulate; in a world of several
-            processes; a collective under forward mode, inside ``torch.func.functional_call`` or in a compiled graph;
-            an argument that is part of a graph.
+        UnsupportedError: inside a transform of torch.func, a compiled graph or another simulate, or beside one in
+            another thread; in a world of several processes; a collective under forward mode, inside
+            ``torch.func.functional_call`` or in a compiled graph; an argument that is part of a graph.
 
         The first error that a rank raises ends the others, which get PeerLostError in the collectives that they wait
         in, and is raised here, with a note that names the rank. An interrupt ends them at the next collective.
