@@ -6,7 +6,6 @@ communicators together, in the same order; ``ltx.shutdown`` closes them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.axis import Axis
@@ -27,14 +25,14 @@ from ltx.comm.buffer_pool import BufferPool
 from ltx.comm.channel import Channel
 from ltx.comm.communicator import BUCKETS
 from ltx.comm.debug import under_way
-from ltx.comm.heartbeat import hold_heartbeat, release_heartbeat
+from ltx.comm.heartbeat import release_heartbeat
 from ltx.comm.negotiation import Negotiation
+from ltx.comm.opening import NewGroup, Opening
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
 from ltx.comm.recovery import Later, Recovery, Unread
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
-from ltx.comm.timeout_store import TimeoutStore
-from ltx.comm.transports.shared_memory import open_transport
+from ltx.comm.transports.shared_memory import SharedMemoryTransport, open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
 
 _HISTORY = 1024  # collectives in the background that are remembered
@@ -43,23 +41,22 @@ _HISTORY = 1024  # collectives in the background that are remembered
 class AxisComm:
     """Channels and known signatures of one axis in this process."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, timeout: timedelta, heartbeat_s: float):
-        self.name = name
-        self.group: Any = group  # None once the world is gone
-        self.rank = group.rank()
-        self.size = group.size()
+    def __init__(self, name: str | None, group: dist.ProcessGroup | NewGroup, timeout: timedelta, heartbeat_s: float):
+        self.global_ranks = group.ranks if isinstance(group, NewGroup) else dist.get_process_group_ranks(group)
+        self.rank = self.global_ranks.index(dist.get_rank())
+        self.size = len(self.global_ranks)
         self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
-        self.global_ranks = dist.get_process_group_ranks(group)
-        self.backends = backends_of(group)
-        # The label has the ranks, the name, and how many times this rank has opened them, which the store counts. So a
-        # communicator that is opened again after a shutdown doesn't find what the earlier one left.
-        store = c10d._get_default_store()
-        label = f"ltx/{name}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
-        self.label = f"{label}/{store.add(f'{label}/opened by {self.rank}', 1)}"
-        self.heartbeat = hold_heartbeat(store, dist.get_rank(), heartbeat_s)
-        self._store = TimeoutStore(PrefixStore(f"{self.label}/", store), self.heartbeat.store_caller)
+        opening = Opening(name, self.global_ranks, heartbeat_s)
+        self.name, self.label = opening.name, opening.label
+        self.heartbeat, self._store = opening.heartbeat, opening.store
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
+        self._transport: SharedMemoryTransport | None = None  # of the user's channel
+        opening.meet(self.store_exchange)
+        if isinstance(group, NewGroup):
+            group = open_group(group.ranks, f"{self.label}/group", group.backend, timeout, self.name)
+        self.group: Any = group  # None once the world is gone
+        self.backends = backends_of(group)
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
         self.closed = False
@@ -77,11 +74,12 @@ class AxisComm:
         self.futures: list[Any] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
-        self.recovery = Recovery(self.store_exchange, name, self._fail_channels, self._renew)
+        self.recovery = Recovery(self.store_exchange, self.name, self._fail_channels, self._renew)
         self.negotiation = Negotiation(self)
         self._streams: dict[torch.device, CommStream] = {}
         self._stream_group = self._open_stream_group()
         self.user = self._open_channel("user", transports=True)
+        self._transport = self.user.transport
         self.background = self._open_background()
         self.open_phases(1)
         self.heartbeat.reports[self.label] = lambda: {channel.address: channel.begun for channel in self.channels}
@@ -135,9 +133,7 @@ class AxisComm:
         members = part.members(self.rank)
         if members not in self._parts:
             ranks = [self.global_ranks[member] for member in members]
-            label = f"{self.label}/{name} of ranks {ranks}"
-            backend = dist.get_backend_config(self.group)
-            group = open_group(ranks, label, backend, self.timeout, name)
+            group = NewGroup(ranks, dist.get_backend_config(self.group))
             axis_comm = AxisComm(name, group, self.timeout, self.heartbeat.heartbeat_s)
             self._parts[members] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
         return self._parts[members]
@@ -328,7 +324,7 @@ class AxisComm:
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""
-        return self.user.transport.lost_peers() if self.user.transport is not None else []
+        return self._transport.lost_peers() if self._transport is not None else []
 
     def gone(self) -> list[int]:
         """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped.

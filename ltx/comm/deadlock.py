@@ -38,6 +38,8 @@ PATIENCE_S = 1.0
 _PAUSE_S, _LINGER_S = 0.5, 3.0
 #: Among the threads that issue on a channel: one that doesn't wait.
 FREE_THREAD = 0
+#: How keys end for which a rank that hasn't heard of them has made no issue: it hasn't opened that axis.
+OPENED = "opened"
 
 #: A thread: the rank of its process in the world, and its number there.
 Node = tuple[int, int]
@@ -83,9 +85,13 @@ class Told:
         counts = {key: (number, threads) for key, (number, threads) in fields["counts"].items()}
         return Told([ThreadWait(**wait) for wait in fields["waits"]], counts, found)
 
+    def made(self, wait: ThreadWait) -> int:
+        """How many issues it has made of what `wait` is for: enough, if it doesn't say."""
+        return self.counts.get(wait.key, (0 if wait.key.endswith(f"/{OPENED}") else wait.number, []))[0]
+
     def may_issue(self, key: str) -> set[int]:
         """The threads that what is missing at `key` may come from: any that is known, if none has issued there yet."""
-        return set(self.counts[key][1]) or {
+        return set(self.counts.get(key, (0, []))[1]) or {
             *(wait.thread for wait in self.waits),
             *(thread for _, threads in self.counts.values() for thread in threads),
         }
@@ -99,7 +105,7 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
         return any(
             peer != rank
             and peer in told
-            and told[peer].counts.get(wait.key, (wait.number, []))[0] < wait.number
+            and told[peer].made(wait) < wait.number
             and (threads := told[peer].may_issue(wait.key))
             and all((peer, thread) in left for thread in threads)
             for peer in wait.ranks

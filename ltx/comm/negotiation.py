@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from ltx.comm.communicator import BUCKETS, Communicator, ComparedChannel
-from ltx.comm.deadlock import FREE_THREAD, PATIENCE_S
+from ltx.comm.deadlock import FREE_THREAD, OPENED, PATIENCE_S
 from ltx.comm.debug import CHECKS, called, caller, under_way
 from ltx.comm.signature import Post, Signature, explain_posts
 from ltx.comm.store_exchange import EXCHANGES
@@ -139,6 +139,7 @@ class Negotiation:
         counts: dict[str, tuple[int, Iterable[int]]] = {
             f"{self._comm.label}/{CHECKS}": (session * _CALLS + call, ()),
             f"{self._comm.label}/{EXCHANGES}": (self._store.begun, ()),
+            f"{self._comm.label}/{OPENED}": (1, ()),
         }
         for channel in self._comm.channels:
             threads = set(channel.threads)

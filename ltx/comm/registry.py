@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from ltx import axis as axes
 from ltx.arguments import brief, is_whole
@@ -18,7 +17,8 @@ from ltx.axis import Axis
 from ltx.backings import GroupBacking
 from ltx.comm.axis_comm import AxisComm
 from ltx.comm.heartbeat import DEFAULT_HEARTBEAT_S
-from ltx.comm.process_groups import let_go, open_group
+from ltx.comm.opening import NewGroup
+from ltx.comm.process_groups import let_go
 from ltx.errors import AxisError
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -28,23 +28,26 @@ _opened: dict[tuple[dist.ProcessGroup, str], Axis] = {}
 
 
 def open_axis(
-    name: str,
-    group: dist.ProcessGroup,
+    name: str | None,
+    group: dist.ProcessGroup | NewGroup,
     timeout: timedelta | None = None,
     heartbeat_s: float | None = None,
     make: Callable[[str, int, GroupBacking], Axis] = Axis,
 ) -> Axis:
     """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes.
 
-    `timeout` and `heartbeat_s`: None for those of the world. `make`: the kind of axis, if it isn't open yet.
+    `name`: None for one that no other axis has. `timeout` and `heartbeat_s`: None for those of the world. `make`: the
+    kind of axis, if it isn't open yet.
     """
-    if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
+    if isinstance(group, dist.ProcessGroup) and name is not None and (group, name) in _opened:
+        return _opened[group, name]
+    if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name!r}: {outsider()}")
-    if (group, name) not in _opened:
-        of_world = _limits_of_world()
-        axis_comm = AxisComm(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
-        _opened[group, name] = make(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
-    return _opened[group, name]
+    of_world = _limits_of_world()
+    axis_comm = AxisComm(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
+    axis = make(axis_comm.name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+    _opened[axis_comm.group, axis.name] = axis
+    return axis
 
 
 def _limits_of_world() -> tuple[timedelta, float]:
@@ -128,15 +131,15 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
     if ranks == [0] and not dist.is_initialized():  # a world of one
         return GroupAxis("ranks [0]" if name is None else name, 1)
     if ranks is not None:
-        group = _group_of(ranks)
-    if not isinstance(group, dist.ProcessGroup):  # torch gives a number to those who aren't in a new group
+        opened = open_axis(name, _new_group(ranks), make=partial(GroupAxis, owns_group=True))
+    elif isinstance(group, dist.ProcessGroup):
+        opened = open_axis(group.group_name if name is None else name, group, make=GroupAxis)
+    else:  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name or group!r}: {outsider()}")
-    make = partial(GroupAxis, owns_group=ranks is not None)
-    opened = open_axis(group.group_name if name is None else name, group, make=make)
     return opened if isinstance(opened, GroupAxis) else GroupAxis(opened.name, opened.size, opened.backing)
 
 
-def _group_of(ranks: list[Any]) -> dist.ProcessGroup:
+def _new_group(ranks: list[Any]) -> NewGroup:
     """A process group of some ranks of the world, which they alone make."""
     if not dist.is_initialized():
         raise AxisError("axis_from_group: ranks are those of a world that is up. Call ltx.init() first.")
@@ -145,10 +148,7 @@ def _group_of(ranks: list[Any]) -> dist.ProcessGroup:
         raise AxisError(f"axis_from_group: expected different ranks from 0 to {size - 1}, got {brief(ranks)}.")
     if mine not in ranks:
         raise AxisError(f"axis_from_group: rank {mine} isn't among ranks {ranks}. Only these may call it.")
-    store: Any = c10d._get_default_store()
-    told = f"ltx/ranks {ranks}"
-    number = store.add(f"{told}/opened by {mine}", 1)
-    return open_group(ranks, f"{told}, {number}", dist.get_backend_config(), _limits_of_world()[0], f"ranks {ranks}")
+    return NewGroup(ranks, dist.get_backend_config())
 
 
 def outsider() -> str:

@@ -1,0 +1,111 @@
+"""Ranks that open an axis alone are told so, and can open it together afterwards."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import ltx
+from ltx.comm.heartbeat import hold_heartbeat
+from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError, RankMismatchError
+
+Started = Callable[..., Any]
+Tell = Callable[[Any], None]
+
+OPENINGS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "ranks": lambda: lambda: ltx.axis_from_group([1, 0], "both"),
+    "group": lambda: (lambda group: lambda: ltx.psum(torch.ones(1), group))(dist.new_group([0, 1])),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("known", [True, False], ids=["a known call", "a new call"])
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_one_rank_opens_what_its_peer_does_not(opening: str, known: bool, started: Started) -> None:
+    def body(tell: Tell) -> str:
+        open_it, first = OPENINGS[opening](), ltx.world().is_global_zero
+        if known:
+            ltx.psum(torch.ones(2))
+        tell("goes on")
+        with pytest.raises(RankMismatchError) as raised:
+            open_it() if first else ltx.psum(torch.ones(2))
+        tell(str(raised.value))
+        open_it()
+        return "opened"
+
+    world = started(2, body, timeout_s=60.0)
+    assert [world.told(rank) for rank in range(2)] == ["goes on"] * 2
+    for rank in range(2):
+        text = world.told(rank, 15.0)
+        assert text.startswith(f"rank {rank}: ranks disagree on what they call, and wait for each other: rank 0: ")
+        assert "opening axis " in text
+        assert "(test_opening.py:" in text
+        assert "rank 1: psum on axis 'data'" in text
+    assert [world.told(rank) for rank in range(2)] == ["opened"] * 2
+
+
+def test_a_peer_that_dies(started: Started) -> None:
+    def body(tell: Tell) -> str:
+        if not ltx.world().is_global_zero:
+            tell("ends")
+            time.sleep(60)
+        with pytest.raises(PeerLostError, match="rank 0: opening axis 'both' failed: the process of rank 1 is gone"):
+            ltx.axis_from_group([0, 1], "both")
+        tell("found")
+        os._exit(0)  # to end in order would be to wait for the peer
+
+    world = started(2, body, timeout_s=60.0)
+    assert world.told(1) == "ends"
+    world.processes[1].kill()
+    assert world.told(0, 20.0) == "found"
+
+
+def heartbeat_users() -> int:
+    """How many axes hold this process' heartbeat."""
+    heartbeat = hold_heartbeat(c10d._get_default_store(), dist.get_rank(), 1000.0)
+    heartbeat.release()
+    return heartbeat._users
+
+
+def interrupted() -> None:
+    timer = threading.Timer(0.5, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        ltx.axis_from_group([0, 1])
+    timer.join()
+
+
+def timed_out() -> None:
+    text = r"rank 0: opening axis 'ranks \[0, 1\], 1': ranks \[1\] didn't come to open it too within 2 s\. All of its "
+    with pytest.raises(CollectiveTimeoutError, match=text):
+        ltx.axis_from_group([0, 1])
+
+
+@pytest.mark.parametrize("give_up", [interrupted, timed_out])
+def test_a_rank_that_has_given_up_leaves_nothing_and_tries_again(give_up: Callable[[], None], started: Started) -> None:
+    def body(tell: Tell) -> float:
+        first = ltx.world().is_global_zero
+        store, users = c10d._get_default_store(), heartbeat_users()
+        if first:
+            give_up()
+            assert heartbeat_users() == users
+            with pytest.raises(AxisError, match="no axis called"):
+                ltx.psum(torch.ones(1), "ranks [0, 1], 1")
+            store.set("has given up", "")
+        store.wait(["has given up"], timedelta(seconds=30))
+        with ltx.axis_from_group([0, 1]) as both:
+            assert both.name == "ranks [0, 1], 1"
+            return float(ltx.psum(torch.ones(()), both))
+
+    world = started(2, body, timeout_s=2.0 if give_up is timed_out else 60.0, heartbeat_s=10.0)
+    assert [world.told(rank) for rank in range(2)] == [2.0, 2.0]
