@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +17,15 @@ import torch
 from ltx import hooks, tree
 from ltx.axis import DEFAULT_NAME, Axis, open_alone
 from ltx.backings import MetaBacking
-from ltx.comm.operations import OPERATIONS
 from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.estimate.requests import (
+    Asked,
     BucketExplanation,
     Collective,
     ExchangeExplanation,
     ExchangeStarted,
     ExchangeWaited,
     Issues,
-    collective,
     meta,
     summary,
 )
@@ -34,42 +33,16 @@ from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import reduce_at_once
 from ltx.gradients.pending import Exchange
 from ltx.gradients.planning import arrival_order, differentiable, make_plan
-from ltx.gradients.reduction import REQUESTS, LeafState, Reduced
+from ltx.gradients.reduction import LeafState, Reduced
 from ltx.gradients.schedule import Plan
-from ltx.optim import Optimizer, identity
+from ltx.optim import Optimizer, chain, identity
+from ltx.optim.combine import members_of
+from ltx.optim.grad_transforms import ClipByGlobalNorm
 from ltx.optim.update import Update
 from ltx.strategies import Strategy
 from ltx.strategies.base import in_dtype
 from ltx.strategies.update import PostUpdateHook, States, StepInfo, Updated, check_updated
 from ltx.typing import Tree
-
-
-@dataclass
-class _Asked:
-    """What one reduction has asked for so far."""
-
-    hook: hooks.CommHook
-    what: str
-    size: int  # the number of all ranks
-    found: list[Collective] = field(default_factory=list)
-
-    def answer(self, operation: str, buffer: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Shape and dtype of what the collective gives."""
-        if not buffer.numel():  # the schedules send nothing then
-            return buffer
-        if len(self.found) == self.hook.phases_on(self.size):
-            raise StrategyError(
-                f"{self.hook!r} asks for more than {len(self.found)} collectives in {self.what}. Say how many it may "
-                "ask for: phases: ClassVar[int] = ..."
-            )
-        if operation not in REQUESTS:
-            *others, last = REQUESTS
-            raise StrategyError(
-                f"{self.hook!r} asks for {operation!r} in {self.what}. A reduction may ask for "
-                f"{', '.join(others)} and {last}."
-            )
-        self.found.append(collective(operation, buffer, ranks))
-        return OPERATIONS[operation].new_result(buffer, ranks)
 
 
 class Watched(Exchange):
@@ -87,8 +60,8 @@ class Watched(Exchange):
         self._steps = steps
         self._paths = tuple(paths)
         self._background = background
-        self._asked: list[_Asked] = []
-        self._alike: dict[Any, tuple[_Asked, Reduced]] = {}
+        self._asked: list[Asked] = []
+        self._alike: dict[Any, tuple[Asked, Reduced]] = {}
         super().__init__(plan, tensors, states, background)
 
     def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
@@ -96,7 +69,7 @@ class Watched(Exchange):
         assert isinstance(hook, hooks.CommHook)
         kind = _kind(self._plan, bucket, [self._states[member] for member in bucket.members])
         if kind not in self._alike:
-            asked = _Asked(hook, f"bucket {place} of an exchange", self._plan.axis.size)
+            asked = Asked(hook, f"bucket {place} of an exchange", self._plan.axis.size)
             with self._steps.asking(asked):
                 self._alike[kind] = asked, super()._at_once(place, tensors)
         asked, reduced = self._alike[kind]
@@ -130,7 +103,7 @@ class Gradients:
     def __init__(self, strategy: Strategy, params: Tree, size: int, rank: int = 0):
         self.strategy = strategy
         self.axis = Axis(DEFAULT_NAME, size, MetaBacking(rank, self._answer, self._exchange))
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
         given, self.spec = tree.flatten(params)
         self.leaves = [meta(leaf.shape, leaf.dtype) for leaf in given]
         self.paths = tree.leaf_paths(params)
@@ -186,14 +159,14 @@ class Gradients:
         there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
         flat = meta((bucket.numel,), hook.wire_dtype(bucket.dtype))
         tensors = [meta(x.shape, x.dtype) for state in states for x in state.values()]
-        asked = _Asked(hook, f"bucket {bucket.index}", plan.axis.size)
+        asked = Asked(hook, f"bucket {bucket.index}", plan.axis.size)
         with on_shapes_alone(hook, asked.what), self.asking(asked):
             inputs = plan.bucket_input(there, flat, plan.states_of(there, tensors))
             reduce_at_once(hook, plan.axis, replace(inputs, update=list))
         return tuple(asked.found)
 
     @contextmanager
-    def asking(self, asked: _Asked) -> Iterator[None]:
+    def asking(self, asked: Asked) -> Iterator[None]:
         """What is asked for meanwhile is written down there."""
         self._asked = asked
         yield
@@ -218,6 +191,7 @@ class Steps(Gradients):
         strategy, params, size, rank: as in :class:`Gradients`.
         first: the number of the first step.
         optimizer: what updates the parameters; one that does nothing to gradients if None.
+        before_update: what the train step itself asks of the other ranks by exchanges, ahead of the optimizer.
     """
 
     def __init__(
@@ -230,9 +204,11 @@ class Steps(Gradients):
         optimizer: Optimizer | None = None,
         reduce_dtype: torch.dtype | None = None,
         post_update_hook: Callable[[int], PostUpdateHook | None] = lambda step: None,
+        before_update: Callable[[StepInfo], object] = lambda info: None,
     ):
         super().__init__(strategy, params, size, rank)
         self._reduce_dtype, self._post_update_hook = reduce_dtype, post_update_hook
+        self._before_update = before_update
         self._optimizer = identity() if optimizer is None else optimizer
         self._step = first
         self.events: list[ExchangeStarted | ExchangeWaited] = []
@@ -266,6 +242,7 @@ class Steps(Gradients):
             return Issues(begun, ahead, buckets)
         update = Update(self._optimizer, carried.params, self._grads, carried.opt_state)
         with self._in_step():
+            self._before_update(info)
             got = strategy.update(update, carried.states, info, pending)
         self._carried = check_updated(strategy, got, update, carried.states)
         self._step += 1
@@ -320,12 +297,18 @@ def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[Non
 
 
 def stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
-    """:func:`ltx.optim.identity`, which does to shapes what any other does, unless the strategy insists on another."""
+    """What does to shapes as `optimizer` does and reads no values, unless the strategy insists on another.
+
+    That is :func:`ltx.optim.identity`, but for what clips by a norm: where ranks have parts of the gradients, that
+    takes an exchange.
+    """
+    clips = [member for member in members_of(optimizer) if isinstance(member, ClipByGlobalNorm)]
+    made = chain(*clips, identity())
     try:
-        strategy.check_optimizer(identity())
+        strategy.check_optimizer(made)
     except LtxError:
         return optimizer
-    return identity()
+    return made
 
 
 def cycle_of(strategy: Strategy) -> range:

@@ -7,14 +7,17 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
 from ltx import comm, hooks, tree
+from ltx.comm.operations import OPERATIONS
+from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.pending import Exchange
+from ltx.gradients.reduction import REQUESTS
 
 
 @dataclass(frozen=True)
@@ -146,3 +149,31 @@ def summary(ranks: int) -> Collective:
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without values."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+@dataclass
+class Asked:
+    """What one reduction has asked for so far."""
+
+    hook: hooks.CommHook
+    what: str
+    size: int  # the number of all ranks
+    found: list[Collective] = field(default_factory=list)
+
+    def answer(self, operation: str, buffer: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Shape and dtype of what the collective gives."""
+        if not buffer.numel():  # the schedules send nothing then
+            return buffer
+        if len(self.found) == self.hook.phases_on(self.size):
+            raise StrategyError(
+                f"{self.hook!r} asks for more than {len(self.found)} collectives in {self.what}. Say how many it may "
+                "ask for: phases: ClassVar[int] = ..."
+            )
+        if operation not in REQUESTS:
+            *others, last = REQUESTS
+            raise StrategyError(
+                f"{self.hook!r} asks for {operation!r} in {self.what}. A reduction may ask for "
+                f"{', '.join(others)} and {last}."
+            )
+        self.found.append(collective(operation, buffer, ranks))
+        return OPERATIONS[operation].new_result(buffer, ranks)

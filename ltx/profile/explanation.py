@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from ltx import comm, hooks, tree
 from ltx.arguments import whole
@@ -24,7 +27,9 @@ from ltx.estimate.requests import ExchangeExplanation as ExchangeExplanation
 from ltx.estimate.requests import Issues, collective, meta
 from ltx.gradients.planning import MIB, chosen_sizes
 from ltx.profile.traces import Trace
-from ltx.strategies import Strategy
+from ltx.strategies import StepInfo, Strategy
+from ltx.training.guard import must_sync_finite, on_any
+from ltx.training.parameters import split
 from ltx.training.train_state import TrainState
 from ltx.training.train_step import TrainStep
 from ltx.transforms.data_parallel import DataParallel
@@ -42,8 +47,8 @@ class Explanation(Shown):
         world, rank: the number of ranks, and the one that is explained.
         sync_step: the number of synchronised steps before this one.
         buckets: of gradients, in the order of launches; none where nothing is sent.
-        exchanges: what the strategy sends besides gradients, in the order in which it starts it; None for a step that
-            isn't a training step, where strategies do nothing besides.
+        exchanges: what is sent besides gradients, in the order in which it starts: by the strategy, and, where ranks
+            don't share gradients, by the guard and by clipping. None for a step that isn't a training step.
         summaries: the small sums ahead of the gradients and of each exchange in the foreground.
         plain_bytes: what this rank would send to all-reduce the same gradients as they are, in the same buckets.
         notes: what a reader should know besides.
@@ -190,11 +195,11 @@ def explain(
         what :func:`ltx.profile.record` saw (:meth:`Explanation.matches`). Bytes are those of the ring, as in the
         ledger.
 
-        Every floating or complex leaf of the parameters is counted, as if all were differentiated. Frozen ones aren't
-        sent: leave them out. For a train step, what its strategy exchanges besides gradients is counted too, in the
-        state that the step before has left it in. What isn't counted: collectives of the step itself, and the
-        comparisons between ranks when a step is new to them. Ranks whose dicts list parameters in
-        different orders take rank 0's for their buckets.
+        Every floating or complex leaf of the parameters is counted, as if all were differentiated, but for those that a
+        train step freezes; of another step, leave frozen ones out. For a train step, what is exchanged besides
+        gradients is counted too, in the state that the step before has left it in. What isn't counted: collectives of
+        the step itself, and comparisons between ranks when a step is new to them. Ranks whose dicts list parameters
+        in different orders take rank 0's for their buckets.
 
     Raises:
         StepError: `step` isn't data parallel.
@@ -229,9 +234,11 @@ def explain(
         )
     if isinstance(step, TrainStep) and isinstance(params, TrainState):
         state: Any = params.sync_state
-        params = params.params
+        params = params.trained
     else:
         params, state = inner.params_of((params, *batch))
+        if isinstance(step, TrainStep):
+            params = split(params, step.trainable)[0]
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
     world = world if world is None else whole("explain: world", world, 1)
     sync_step = sync_step if sync_step is None else whole("explain: sync_step", sync_step, 0)
@@ -250,7 +257,8 @@ def explain(
         # From the step before, for what it leaves under way.
         at_number, first = replace(step, step=inner), max(0, number - 1)
         optimizer, post_update_hook = stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
-        steps = Steps(strategy, params, size, rank, first, optimizer, inner.reduce_dtype, at_number.post_update_hook)
+        hooked = inner.reduce_dtype, at_number.post_update_hook, partial(_ask_if_finite, at_number)
+        steps = Steps(strategy, params, size, rank, first, optimizer, *hooked)
         if number:
             steps.next()
         issues = steps.next()
@@ -262,6 +270,12 @@ def explain(
         notes = (*notes, 'with overlap="update" a bucket is sent once the optimizer has run on it')
     rows = issues.buckets, exchanges, issues.summaries
     return Explanation(given, post_update_hook or hook, size, rank, number, *rows, plain_bytes, notes)
+
+
+def _ask_if_finite(train: TrainStep, info: StepInfo) -> None:
+    """What the guard sends where ranks don't share gradients."""
+    if must_sync_finite(train, info):
+        on_any(train, meta((), torch.bool), info)
 
 
 def _as_it_runs(

@@ -209,13 +209,18 @@ def all_finite(
     ahead = not pure and runs_ahead(info)  # the host doesn't wait for what is found
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
-        shared = train.step.strategy.exchange(
-            hooks.AllReduce(), [bad.float().reshape(1)], ["whether gradients are finite"], info
-        )
-        bad = shared.wait()[0][0].reshape(()) > 0
+        bad = on_any(train, bad, info)
     if train.step.placements is not None:
         bad = on_any_rank(bad, train.step.placements)
     return bad.logical_not() if pure or ahead else not bad
+
+
+def on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Tensor:
+    """Whether `bad` is true on any rank, which all ranks ask together: a 0-dim bool tensor."""
+    shared = train.step.strategy.exchange(
+        hooks.AllReduce(), [bad.float().reshape(1)], ["whether gradients are finite"], info
+    )
+    return shared.wait()[0][0].reshape(()) > 0
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:

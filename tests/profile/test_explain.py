@@ -19,9 +19,11 @@ from ltx.axis import inner, outer
 from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, StepInfo
+from tests.covering import some
 from tests.strategies.test_protocol import TWINS, Gossip, LocalSGD, problem, trainer
 from tests.twins.feedback import ErrorFeedback
 
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
 
@@ -416,6 +418,52 @@ def test_training_steps_send_what_is_explained(ranks: Ranks, name: str, n: int) 
     expected = {"post-local SGD": [sends] * 3 + local[3:], "gossip": [(share, 1, 0)] * 7}
     for found in ranks(n).run(run):
         assert found == expected.get(name, local)
+
+
+BESIDE: dict[str, tuple[ltx.Strategy, ltx.optim.Optimizer, dict[str, Any]]] = {
+    "the guard on parts": (ltx.ZeroStrategy(), SGD, {"guard": "skip"}),
+    "the guard of local steps": (ltx.LocalSGDStrategy(2), SGD, {"guard": "raise"}),
+    "the guard ahead of a ring": (ltx.BaguaStrategy("low_precision_decentralized"), SGD, {"guard": "skip"}),
+    "the guard during an exchange": (ltx.BaguaStrategy("async", schedule=(3, 2)), SGD, {"guard": "skip"}),
+    "the guard of what all share": (ltx.DDPStrategy(), SGD, {"guard": "skip"}),
+    "clipping parts": (ltx.ZeroStrategy(), ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD), {}),
+    "clipping what all share": (ltx.DDPStrategy(), ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD), {}),
+}
+
+
+@pytest.mark.parametrize("name", some(BESIDE, "the guard on parts", "clipping parts"))
+def test_what_the_guard_and_clipping_send(ranks: Ranks, name: str) -> None:
+    strategy, optimizer, options = BESIDE[name]
+
+    def run() -> None:
+        params, inputs = problem(2)
+        train = ltx.train_step(ltx.data_parallel(_loss, strategy), optimizer, **options)
+        state = train.init(params)
+        for x in inputs[:4]:
+            explained = ltx.profile.explain(train, state)
+            with ltx.profile.record() as trace:
+                state, _ = train(state, x[ltx.world().rank].sum())
+            assert explained.matches(trace), (str(explained), trace)
+            sent = [event.nbytes for event in trace.events if event.label == "summary"]
+            assert sum(sent) == explained.summary_bytes
+
+    ranks(2).run(run)
+
+
+def test_frozen_parameters_arent_sent(ranks: Ranks) -> None:
+    params = {name: torch.ones(40) for name in "abc"}
+
+    def run() -> None:
+        train = _train(hooks.AllReduce(), trainable=["a", "c"])
+        state = train.init(params)
+        explained = ltx.profile.explain(train, state)
+        assert explained == ltx.profile.explain(train, params)
+        assert sorted(path for bucket in explained.buckets for path in bucket.paths) == ["a", "c"]
+        with ltx.profile.record() as trace:
+            train(state, torch.tensor(1.0))
+        assert explained.matches(trace), (str(explained), trace)
+
+    ranks(2).run(run)
 
 
 def test_exchanges_in_rows() -> None:

@@ -115,7 +115,7 @@ def train_of(task: Task, strategy: str, ranks: int) -> ltx.training.TrainStep:
 
 
 def sent(task: Task, strategy: str, ranks: int) -> list[int]:
-    """Bytes that rank 0 has sent after 1, 2, ... steps, without headers."""
+    """Bytes that rank 0 has sent after 1, 2, ... steps, without step summaries."""
     train, params = train_of(task, strategy, ranks), task.params(0)
     first, length = train.step.strategy.cycle
 
