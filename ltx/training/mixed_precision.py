@@ -284,6 +284,8 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     else:
         fn = Casted(step.fn, precision, step.argnums)
     casted = replace(step, fn=fn, precision=precision)
-    for training in (False, True):
-        casted.hook(0, training)  # raises for one that can't be cast
+    first, length = step.strategy.cycle
+    for at in (0, first, first + length - 1):  # a hook may begin later, and be in force at a period's end alone
+        for training in (False, True):
+            casted.hook(at, training)  # raises for one that can't be cast
     return casted

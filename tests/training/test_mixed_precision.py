@@ -513,6 +513,19 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
             StrategyError,
             "chain: ByteGrad() asks for no sum that",
         ),
+        *(
+            (
+                lambda strategy=strategy: ltx.mixed_precision(
+                    ltx.data_parallel(loss, strategy), replace(BF16, reduce=torch.bfloat16)
+                ),
+                StrategyError,
+                f"chain: {hook} asks for no sum that",
+            )
+            for strategy, hook in (
+                (ltx.DDPStrategy(comm_hook=ltx.hooks.after(10, ltx.hooks.TopK(0.01))), "TopK()"),
+                (QAdam(warmup_steps=3), "MeanMomentum(beta1=0.9)"),
+            )
+        ),
         (
             lambda: ltx.train_step(ltx.mixed_precision(STEP, FP16), sgd(), overlap="update"),
             StrategyError,
