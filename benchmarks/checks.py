@@ -3,11 +3,11 @@
     python -m benchmarks.checks [--iterations 200]
 
 Ranks take turns of the same step. In every other one what only checks is replaced by nothing: the tests of arguments
-and trees, the running digest and its comparison in the header, the guards of communication state and of the step's
-output. Looking up what the ranks have agreed stays, as the plan of the step hangs on it. The figure is the median over
-iterations of the ratio of the two, the slowest rank's times each; the goal is 1.01 at most. Heartbeats, which have
-threads of their own, are given as their share of processor time, and the comparison of replicas, which is done once
-in a world, by itself.
+and trees, the running digest and its comparison in the step summary, the guards of communication state and of the
+step's output. Looking up what the ranks have agreed stays, as the plan of the step hangs on it. The figure is the
+median over iterations of the ratio of the two, the slowest rank's times each; the goal is 1.01 at most. Heartbeats,
+which have threads of their own, are given as their share of processor time, and the comparison of replicas, which is
+done once in a world, by itself.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In place of a check."""
 
 
-def _unchecked_header(self: Any) -> comm.StepSummary:
-    if self._header is None:
-        summed = self._ticket.wait()
-        self._header, self._ticket = comm.StepSummary(summed[0], summed[1]), None
-    return self._header
+def _unchecked_summary(self: Any) -> comm.StepSummary:
+    if self._summary is None:
+        summed = self._work.wait()
+        self._summary, self._work = comm.StepSummary(summed[0], summed[1]), None
+    return self._summary
 
 
 def _only_count(self: Any, agreement: Any) -> None:
@@ -63,7 +63,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     refuse_gradients,
 ]
 METHODS: list[tuple[type, str, Callable[..., Any]]] = [
-    (comm.PendingSummary, "wait", _unchecked_header),
+    (comm.PendingSummary, "wait", _unchecked_summary),
     (Channel, "advance", _only_count),
     (SyncState, "checked_step", lambda self: self.step),
 ]
