@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import ltx
-from benchmarks.ranks import found_by_ranks, interleaved, ratio
+from benchmarks.ranks import backend_on, found_by_ranks, interleaved, ratio
 from ltx import arguments, comm, tree
 from ltx.comm.channel import Channel
 from ltx.demo.gpt import GPT
@@ -104,7 +104,7 @@ def _heartbeat_s() -> float:
 def worker(iterations: int) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    with ltx.init() as world:
+    with ltx.init(backend=backend_on("cpu")) as world:
         torch.manual_seed(0)
         model = GPT(VOCABULARY, CONTEXT)
         inputs, targets = (torch.randint(VOCABULARY, (BATCH, CONTEXT)) for _ in range(2))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import ltx
 from benchmarks import links
-from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio
+from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -125,7 +125,7 @@ def bytes_of_backward() -> dict[str, int]:
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    with ltx.init() as world:
+    with ltx.init(backend=backend_on("cpu")) as world:
         times = interleaved(variants(arguments.ops, arguments.sizes), arguments.iterations, warmup=3)
         sent = bytes_of_backward()
         if world.is_global_zero:

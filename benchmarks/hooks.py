@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import ltx
 from benchmarks import links
-from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio
+from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio
 from benchmarks.step_time import Setting
 from ltx import hooks
 
@@ -85,7 +85,7 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    with ltx.init() as world:
+    with ltx.init(backend=backend_on("cpu")) as world:
         made = variants(Setting(world.rank), arguments.hooks)
         times = interleaved(made, arguments.iterations, warmup=1, block=arguments.block)
         if world.is_global_zero:

@@ -26,7 +26,7 @@ import torch
 import ltx
 from benchmarks import links
 from benchmarks.hooks import HOOKS
-from benchmarks.ranks import Variant, found_by_ranks, interleaved, ratio, run_ranks
+from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio, run_ranks
 from benchmarks.step_time import Setting
 from ltx.estimate.costs import measured
 
@@ -91,7 +91,7 @@ def send_s(numel: int = 1 << 20, repetitions: int = 20) -> float:
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    with ltx.init() as world:
+    with ltx.init(backend=backend_on("cpu")) as world:
         setting = Setting(world.rank)
         sending = send_s()
         numbers = torch.ones(8)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import ltx
 from benchmarks.plan import OPTIMIZERS, STRATEGIES
-from benchmarks.ranks import Variant, found_by_ranks
+from benchmarks.ranks import Variant, backend_on, found_by_ranks
 from benchmarks.step_time import Setting
 from ltx import hooks
 from ltx.comm.transports.shared_memory import SharedMemoryTransport
@@ -125,7 +125,7 @@ def by_operation(numel: int = 1 << 20, repetitions: int = 25) -> dict[str, float
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    with ltx.init() as world:
+    with ltx.init(backend=backend_on("cpu")) as world:
         found = by_operation() if arguments.wire else in_steps(arguments.only, arguments.rounds)
         if world.is_global_zero:
             print(json.dumps(found))

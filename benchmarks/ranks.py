@@ -69,9 +69,9 @@ def run_ranks(
 
 
 def backend_on(device: str) -> str | None:
-    """What ``ltx.init`` is told: gloo where ranks share a GPU, which NCCL refuses; else nothing."""
-    shared = device == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > torch.cuda.device_count()
-    return "gloo" if shared else None
+    """What ``ltx.init`` is told: gloo on the CPU, of whatever machine, and where ranks share a GPU; else nothing."""
+    shared = int(os.environ.get("WORLD_SIZE", "1")) > torch.cuda.device_count()
+    return "gloo" if device == "cpu" or shared else None
 
 
 def interleaved(

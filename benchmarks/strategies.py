@@ -30,7 +30,7 @@ from torch import nn
 import ltx
 from benchmarks import links
 from benchmarks.models import Transformer, cross_entropy
-from benchmarks.ranks import found_by_ranks
+from benchmarks.ranks import backend_on, found_by_ranks
 from ltx import hooks
 from ltx.demo.gpt import Corpus, read_topics
 
@@ -203,7 +203,7 @@ def losses(
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    with ltx.init() as world:
+    with ltx.init(backend=backend_on("cpu")) as world:
         setting = Setting()
         rows: dict[str, Row | None] = {"ddp": None, **{name: ROWS[name] for name in arguments.strategies}}
         variants = {name: (Variant(setting, row), row.period if row else 2) for name, row in rows.items()}

@@ -158,7 +158,8 @@ class Lesson:
 def main(argv: list[str] | None = None) -> None:
     """Run the demo on this rank."""
     options = parse(argv)
-    with ltx.init() as world:
+    # A small model on as many processes as were asked for: on the CPU, whatever accelerators there are.
+    with ltx.init(backend="gloo") as world:
         # Only rank 0 speaks and writes; elsewhere both are silent, so that the code below is the same on all ranks.
         progress = Progress(sys.stdout if world.is_global_zero else None)
         with JsonLines(options.out / "metrics.jsonl" if world.is_global_zero else None) as metrics:

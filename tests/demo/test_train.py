@@ -13,7 +13,7 @@ import ltx
 from ltx.demo.gpt import GPT, PARAGRAPH, Corpus
 from ltx.demo.options import CONFIGURATIONS, Options
 from ltx.demo.report import JsonLines, Progress
-from ltx.demo.train import CONTEXT, PEAK_LR, Lesson, schedule
+from ltx.demo.train import CONTEXT, PEAK_LR, Lesson, main, schedule
 
 
 @pytest.fixture
@@ -83,6 +83,14 @@ def test_training_learns_and_is_written_down(name: str, lesson: Lesson, tmp_path
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if line["kind"] == "step"] == curve.loss
     assert lines[-1]["kind"] == "result"
+
+
+def test_it_trains_on_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ltx.runtime.world.default_backend", lambda device: "cpu:gloo,cuda:nccl")
+    seen = []
+    monkeypatch.setattr("ltx.demo.train.run", lambda *_: seen.append(ltx.world().backend))
+    main(["--out", str(tmp_path)])
+    assert seen == ["gloo"]
 
 
 def test_the_validation_loss_is_the_mean_over_all_windows(lesson: Lesson) -> None:
