@@ -207,8 +207,8 @@ def explain(
         TreeError: the parameters aren't a tree of tensors.
         StrategyError: the hook asks for what no schedule would issue; or a train step's strategy can't work on so many
             ranks.
-        UnsupportedError: the hook or the strategy reads values, so that it can't be run on shapes alone; it isn't pure,
-            and refuses tensors on the meta device itself; or the strategy communicates other than by exchanges.
+        UnsupportedError: the hook or the strategy reads values or the clock, or isn't pure, so that it can't be run on
+            shapes alone; or the strategy communicates other than by exchanges.
 
     Example:
         >>> import torch, ltx
@@ -237,9 +237,8 @@ def explain(
         params = params.trained
     else:
         params, state = inner.params_of((params, *batch))
-        if isinstance(step, TrainStep):
-            params = split(params, step.trainable)[0]
-    tree.check_dense(tree.flatten(params)[0], params, "the parameters")
+        tree.check_dense(tree.flatten(params)[0], params, "the parameters")
+        params = split(params, step.trainable)[0] if isinstance(step, TrainStep) else params
     world = world if world is None else whole("explain: world", world, 1)
     sync_step = sync_step if sync_step is None else whole("explain: sync_step", sync_step, 0)
     size, rank = comm.size_and_rank(inner.axis) if world is None else (world, 0)

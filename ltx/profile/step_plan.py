@@ -288,7 +288,7 @@ def plan(
     Raises:
         InputError: a number that can't be; a `device` that this machine lacks, without `codec_s`.
         StrategyError: the strategy doesn't work on so many ranks, or not without the `optimizer` that it names.
-        UnsupportedError: the strategy or its hook reads values, so that it can't be run on shapes alone.
+        UnsupportedError: the strategy or its hook reads values or the clock, so that it can't be run on shapes alone.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
 

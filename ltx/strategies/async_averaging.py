@@ -90,7 +90,7 @@ class AsyncAveraging(NodeStrategy):
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
-        UnsupportedError: simulated ranks without a schedule.
+        UnsupportedError: simulated ranks, or ``ltx.profile.explain`` or ``plan`` of a local step, without a schedule.
         PeerLostError, CollectiveTimeoutError: from a step or :meth:`finish`: a rank is gone, or has begun no round for
             the axis' timeout. The state is as it was before the step.
 
@@ -207,6 +207,12 @@ class AsyncAveraging(NodeStrategy):
             period, delay = self.schedule
             since = info.step - self.warmup_steps
             return since >= delay and (since - delay) % period == 0, since % period == 0
+        if info.axis.meta:
+            raise UnsupportedError(
+                f"{self!r}: the clock says when a round begins, so what a step sends isn't known ahead. Give the "
+                "rounds a schedule: schedule=(period, delay). What a step sends can be counted while it runs: with "
+                "ltx.profile.record() as trace."
+            )
         mean = None if pending is None else pending.mean
         late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
         is_there, late = self._all_of_node([mean is not None and mean.done, late], info)

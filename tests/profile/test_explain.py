@@ -458,6 +458,8 @@ def test_frozen_parameters_arent_sent(ranks: Ranks) -> None:
         state = train.init(params)
         explained = ltx.profile.explain(train, state)
         assert explained == ltx.profile.explain(train, params)
+        held = {name: torch.nn.Parameter(x, requires_grad=name != "b") for name, x in params.items()}
+        assert explained == ltx.profile.explain(_train(hooks.AllReduce()), held)
         assert sorted(path for bucket in explained.buckets for path in bucket.paths) == ["a", "c"]
         with ltx.profile.record() as trace:
             train(state, torch.tensor(1.0))
@@ -617,8 +619,22 @@ def test_errors() -> None:
     for bad in (-1, 2.0, False):
         with pytest.raises(InputError, match=re.escape(f"sync_step must be a whole number of at least 0, got {bad!r}")):
             ltx.profile.explain(step, params, world=2, sync_step=bad)
-    with pytest.raises(TreeError, match=re.escape("the parameters must be a tree of tensors, but leaf 'w'")):
-        ltx.profile.explain(step, {"w": 1.0}, world=2)
+    for made in (step, _train(hooks.AllReduce())):
+        with pytest.raises(TreeError, match=re.escape("the parameters must be a tree of tensors, but leaf 'w'")):
+            ltx.profile.explain(made, {"w": 1.0}, world=2)
+
+
+def test_steps_that_go_by_the_clock_arent_known_ahead() -> None:
+    params = {"w": torch.ones(4)}
+    train = ltx.train_step(ltx.data_parallel(_loss, ltx.BaguaStrategy("async", warmup_steps=2)), SGD)
+    assert ltx.profile.explain(train, params, world=2, sync_step=1).collectives == 1
+    network: dict[str, Any] = {"bandwidth": 1e9, "latency": 1e-4, "compute_s": 0.1}
+    for ask in (
+        lambda: ltx.profile.explain(train, params, world=2, sync_step=2),
+        lambda: ltx.profile.plan(train.step.strategy, params, world=2, **network),
+    ):
+        with pytest.raises(UnsupportedError, match=re.escape("Give the rounds a schedule: schedule=(period, delay)")):
+            ask()
 
 
 def test_notes_on_what_other_steps_send() -> None:
