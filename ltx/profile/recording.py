@@ -73,7 +73,9 @@ def _profiled(trace: Trace) -> Iterator[None]:
             continue
         if event["pid"] != os.getpid():  # a device and its stream
             event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
-        if not threads_name:
+        if threads_name:
+            event.pop("ts", None)  # a name has no time, and torch's is none of the day
+        else:
             event["ts"] += base_us
         trace.profile.append(event)
 

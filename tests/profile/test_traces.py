@@ -268,4 +268,5 @@ def test_with_torchs_profiler(tmp_path: Path) -> None:
     assert product["tid"] != forward["tid"]
     assert forward["ts"] - 1e3 < product["ts"], "one clock, to a millisecond"
     assert product["ts"] + product["dur"] < forward["ts"] + forward["dur"] + 1e3
+    assert all(-1e6 < e.get("ts", 0.0) < 1e9 for e in events), "names of threads aren't at the time 0 of the day"
     assert pickle.loads(pickle.dumps(trace)) == trace
