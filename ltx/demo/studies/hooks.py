@@ -117,9 +117,10 @@ class Outcome:
 
 def simulated(task: Task, hook: str, seed: int, ranks: int) -> Outcome:
     """Train on simulated ranks."""
-    step = ltx.data_parallel(task.loss, strategy_of(task, hook))
+    step, drifting = ltx.data_parallel(task.loss, strategy_of(task, hook)), hook == "noop"
+    if drifting:  # a data-parallel step refuses parameters that differ between ranks
+        step = ltx.block_backward_sync(step)
     optimizer, params = task.optimizer(), task.params(seed)
-    drifting = hook == "noop"
 
     def one_rank(params: Params, sync_state: Any, x: Tensor, y: Tensor) -> Any:
         (grads, sync_state), _ = ltx.grad_and_value(step)(params, *ltx.shard((x, y)), sync_state=sync_state)
