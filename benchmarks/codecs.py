@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=15)
     parser.add_argument("--numel", type=int, default=10 * 1024 * 1024)
     arguments = parser.parse_args()
+    if arguments.numel < 1 or arguments.numel % 512:
+        parser.error(f"--numel: whole blocks of 512, got {arguments.numel:,}")
     if not KEEP_MEMORY.items() <= os.environ.items():  # which is read when a process starts
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.codecs", *sys.argv[1:]], os.environ | KEEP_MEMORY)
     torch.set_num_threads(1)
