@@ -13,6 +13,7 @@ namespace or for ltx's, "ltx". Everything else is a leaf. Functions that do some
 from __future__ import annotations
 
 import builtins
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
@@ -113,6 +114,20 @@ def leaf_paths(tree: Tree, with_none: bool = False) -> list[str]:
         paths = optree.tree_paths(tree, none_is_leaf=with_none, namespace=NAMESPACE)
     except RecursionError:
         raise _endless(tree) from None
+    return _written(paths)
+
+
+@functools.lru_cache(maxsize=1024)
+def spec_paths(spec: Any) -> tuple[str, ...]:
+    """The :func:`leaf_paths` of the trees that have the structure `spec`.
+
+    >>> spec_paths(flatten([1, (2, 3)])[1])
+    ('0', '1.0', '1.1')
+    """
+    return tuple(_written(spec.paths()))
+
+
+def _written(paths: Iterable[tuple[Any, ...]]) -> list[str]:
     return [".".join(str(part) for part in path) or "<the tree itself>" for path in paths]
 
 

@@ -18,6 +18,7 @@ import torch
 from ltx import comm, tree
 from ltx.collectives.calls import check_dense, check_sums, negotiate_tree, refuse_leaves
 from ltx.collectives.gather import all_gather
+from ltx.collectives.in_step import in_step
 from ltx.collectives.linear import Static
 from ltx.collectives.permute import ppermute
 from ltx.collectives.psum import axis_size, psum
@@ -175,6 +176,7 @@ def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
     return b if second else a
 
 
+@in_step
 def adasum(value: Tree, axis: Any = None) -> Tree:
     """The adaptive sum over ranks of every tensor of a tree: a sum in which common directions count once.
 

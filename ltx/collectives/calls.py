@@ -227,7 +227,8 @@ def negotiate_tree(
         axis.threads.announce(comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
         return
     axis_comm: comm.AxisComm = axis.comm
-    call = (name, spec, tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
+    # Paths, as signatures have them: a list on one rank and a tuple on another is the same call.
+    call = (name, tree.spec_paths(spec), tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
     agreed = axis_comm.negotiate(
         axis_comm.user, call, lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
     )

@@ -31,6 +31,7 @@ from ltx.collectives.calls import (
     traced_axis,
 )
 from ltx.collectives.futures import Arrived, Future, Pending, one_message
+from ltx.collectives.in_step import in_step
 from ltx.collectives.linear import (
     Function,
     apply,
@@ -201,6 +202,7 @@ def extremum_in_graph(which: str, axis_key: str, x: torch.Tensor) -> torch.Tenso
 
 
 @one_message
+@in_step
 @checked("axis_index_groups")
 def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
@@ -229,6 +231,7 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
 
 
 @one_message
+@in_step
 @checked("axis_index_groups")
 def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.

@@ -17,6 +17,7 @@ from ltx import tree
 from ltx.arguments import checked
 from ltx.collectives.calls import GradScale, collective, grouped, scale_gradient, tensors_of
 from ltx.collectives.futures import one_message
+from ltx.collectives.in_step import in_step
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import countable
 from ltx.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
@@ -70,6 +71,7 @@ add_rule(
 
 
 @one_message
+@in_step
 @checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
@@ -131,6 +133,7 @@ def all_gather(
 
 
 @one_message
+@in_step
 @checked("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,

@@ -16,6 +16,7 @@ from ltx import tree
 from ltx.arguments import brief, checked, is_whole, shown
 from ltx.collectives.calls import collective, grouped, tensors_of
 from ltx.collectives.futures import one_message
+from ltx.collectives.in_step import in_step
 from ltx.collectives.linear import Rule, Static, add_rule
 from ltx.collectives.psum import axis_size
 from ltx.collectives.uneven import all_to_all_uneven, is_even
@@ -85,6 +86,7 @@ add_rule(
 
 
 @one_message
+@in_step
 @checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
 def all_to_all(
     value: Tree,
@@ -189,6 +191,7 @@ _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 
 
 @one_message
+@in_step
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one other.
 

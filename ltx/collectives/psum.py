@@ -28,6 +28,7 @@ from ltx.collectives.calls import (
     traced_size,
 )
 from ltx.collectives.futures import one_message
+from ltx.collectives.in_step import in_step
 from ltx.collectives.linear import Rule, add_rule
 from ltx.collectives.uneven import gather_all_tensors, told
 from ltx.comm.group_collectives import as_it_is
@@ -56,6 +57,7 @@ add_rule(
 
 
 @one_message
+@in_step
 @checked("axis_index_groups", "prescale", "postscale")
 def psum(
     value: Tree,
@@ -158,6 +160,7 @@ def _is_one(factor: float | torch.Tensor) -> bool:
 
 
 @one_message
+@in_step
 @checked("axis_index_groups")
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree; integers give floats.

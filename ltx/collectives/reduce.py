@@ -18,6 +18,7 @@ from ltx.backings import unwrapped
 from ltx.collectives.calls import check_dense, check_sums, refuse_leaves, tensors_of
 from ltx.collectives.extremum import pmax, pmin
 from ltx.collectives.gather import all_gather
+from ltx.collectives.in_step import in_step
 from ltx.collectives.psum import NARROW, axis_size, countable, pmean, psum
 from ltx.collectives.ranks import axis_index
 from ltx.comm.operations import SUMMED
@@ -48,6 +49,7 @@ OPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 }
 
 
+@in_step
 @checked("keep_dtype")
 def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: bool = False) -> Tree:
     """Reduce every tensor of a tree over the ranks by the operation called `op`.
@@ -105,6 +107,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     return tree.unflatten(spec, [one(x) for x in leaves])
 
 
+@in_step
 @checked("decision", "all")
 def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axis: Any = None) -> bool:
     """One decision for all ranks: whether every rank (or with ``all=False`` any rank) says True.
@@ -142,6 +145,7 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
 _NOTHING = torch.empty(0)
 
 
+@in_step
 @checked("weight")
 def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
     """The mean over ranks of every tensor of a tree, in which rank r counts with its weight: sum w_r x_r / sum w_r.

@@ -17,6 +17,7 @@ from ltx.axis import check_index
 from ltx.collectives.calls import GradScale, collective, scale_gradient, tensors_of
 from ltx.collectives.futures import one_message
 from ltx.collectives.gather import one_more_dim, place_of, split, spread
+from ltx.collectives.in_step import in_step
 from ltx.collectives.linear import Rule, Static, add_rule, only_at
 from ltx.collectives.psum import countable
 from ltx.typing import Tree
@@ -46,6 +47,7 @@ add_rule(
 
 
 @one_message
+@in_step
 @checked("src")
 def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
     """Rank `src`'s tree, on every rank.
@@ -81,6 +83,7 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
 
 
 @one_message
+@in_step
 @checked("dst")
 def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
     """The sum over ranks of every tensor of a tree, on rank `dst` alone.
@@ -144,6 +147,7 @@ add_rule(
 
 
 @one_message
+@in_step
 @checked("dst", "dim", "tiled")
 def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
     """Every rank's tensor, on rank `dst` alone. It sends an n-th of what :func:`all_gather` does.
@@ -182,6 +186,7 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
 
 
 @one_message
+@in_step
 @checked("src", "dim", "tiled")
 def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
     """This rank's part of rank `src`'s tensor.

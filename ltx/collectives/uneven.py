@@ -15,6 +15,7 @@ from ltx import comm, traced, tree
 from ltx.arguments import shown
 from ltx.axis import Axis
 from ltx.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
+from ltx.collectives.in_step import in_step
 from ltx.collectives.linear import apply, key_of
 from ltx.comm.bits import from_bytes
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
@@ -26,6 +27,7 @@ _MOST_DIMS = 32
 _INFERRED = 'all_gather(splits="infer")'
 
 
+@in_step
 def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Tensor]:
     """Every rank's tensor, whatever their shapes.
 
@@ -132,7 +134,7 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         rows = found.threads.exchange(signature(), mine)
     elif found.comm is not None:
         axis_comm: comm.AxisComm = found.comm
-        agreed = axis_comm.negotiate(axis_comm.user, (_INFERRED, spec, tuple(kinds), dim), signature)
+        agreed = axis_comm.negotiate(axis_comm.user, (_INFERRED, tree.spec_paths(spec), tuple(kinds), dim), signature)
         axis_comm.user.advance(agreed)
     if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
         _dim("all_gather", leaves[fit.index(False)], dim)

@@ -29,6 +29,7 @@ from ltx.comm.registry import close_axis as close_axis
 from ltx.comm.registry import holders_of_groups as holders_of_groups
 from ltx.comm.registry import open_axes as open_axes
 from ltx.comm.registry import open_axis as open_axis
+from ltx.comm.signature import RAISED as RAISED
 from ltx.comm.signature import Agreement as Agreement
 from ltx.comm.signature import Signature as Signature
 from ltx.comm.signature import list_values as list_values

@@ -89,6 +89,18 @@ class Channel:
         # The last agreements, for a peer that compares another signature (see Negotiation).
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
 
+    def check_in_step(self, label: str) -> None:
+        """Raise if nothing more can be issued, `label` neither, because of an earlier failure."""
+        if self.failed is None and self.transport is not None and self.transport.error is not None:
+            self.failed = self.transport_failed("an earlier collective")
+        if isinstance(self.failed, WorldError):  # nothing has failed: this process isn't the rank's
+            raise self.failed
+        if self.failed is not None:
+            raise type(self.failed)(
+                f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "
+                f"earlier failure; ltx.shutdown() and start again. The failure was: {self.failed}"
+            )
+
     def advance(self, agreement: Agreement) -> None:
         """Count a call into the running digest: once for a call, however many buffers it moves."""
         self.recent.append((self.issued, agreement))
@@ -229,15 +241,7 @@ class Channel:
             summed: the work of a reduction records the sum of all elements, where that costs almost nothing.
             on_host: `buffer` is on the host, and the result is waited for there, whatever backends there are.
         """
-        if self.failed is None and self.transport is not None and self.transport.error is not None:
-            self.failed = self.transport_failed("an earlier collective")
-        if isinstance(self.failed, WorldError):  # nothing has failed: this process isn't the rank's
-            raise self.failed
-        if self.failed is not None:
-            raise type(self.failed)(
-                f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "
-                f"earlier failure; ltx.shutdown() and start again. The failure was: {self.failed}"
-            )
+        self.check_in_step(label)
         entry, dtype = OPERATIONS[operation], buffer.dtype
         if not entry.moves and dtype not in SUMMED:
             raise UnsupportedError(

@@ -10,6 +10,7 @@ from ltx.comm.heartbeat import Heartbeat
 from ltx.comm.recovery import Later, Recovery
 from ltx.comm.signature import Agreement
 from ltx.comm.store_exchange import StoreExchange
+from ltx.errors import LtxError
 
 #: How the names and addresses of bucket channels begin.
 BUCKETS = "buckets "
@@ -24,6 +25,9 @@ class ComparedChannel(Protocol):
     begun: int
     threads: set[int]
     recent: deque[tuple[int, Agreement]]
+    failed: LtxError | None
+
+    def check_in_step(self, label: str) -> None: ...
 
 
 class Communicator(Protocol):

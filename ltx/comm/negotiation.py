@@ -72,9 +72,15 @@ class Negotiation:
 
     def compare(self, channel: ComparedChannel, signature: Signature, offer: Any) -> Any:
         """Compare the `signature` of what comes next on `channel`. Gives rank 0's `offer`."""
+        if channel is self._comm.user:  # whose peers may have given up without comparing
+            channel.check_in_step(signature.operation)
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
-        return self.exchange(place, Post(signature, offer))[0].value
+        return self.exchange(place, self._post(signature, offer))[0].value
+
+    def _post(self, signature: Signature, offer: Any = None) -> Post:
+        """A post that says how many of the user's collectives this rank has issued."""
+        return Post(signature, offer, issued={self._comm.user.address: self._comm.user.issued})
 
     def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
         """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
@@ -179,8 +185,9 @@ class Negotiation:
             awaited = f"{address}/compared", int(number) + 1
         try:
             self._check_deadlock(f"{self._comm.label}/{awaited[0]}", awaited[1], post.signature.operation)
-        except RankMismatchError:
-            # A peer that comes here after all must not continue alone.
+        except RankMismatchError as error:
+            # A peer that comes here after all must not continue alone, nor this rank without it.
+            self._comm.user.failed = self._comm.user.failed or error
             self.withdraw(place, post, "nothing any more: it has given up")
             raise
 
@@ -310,7 +317,7 @@ class Negotiation:
             mine = dict(channel.recent).get(int(position))
             if mine is None or self._store.has(place, [self._rank]):
                 continue  # answered when it was new here too
-            self.announce(place, Post(mine.signature, mine.offer))
+            self.announce(place, self._post(mine.signature, mine.offer))
             self._refuse({other: said for other in range(self._size) if (said := self.peek(place, other)) is not None})
 
     def _answer_check(self, place: str, rank: int) -> None:
@@ -326,10 +333,17 @@ class Negotiation:
             if mine is not None:
                 how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
                 operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
-                self._reply(place, rank, Post(Signature(operation, mine.signature.leaves, mine.signature.static)))
+                self._reply(place, rank, self._post(replace(mine.signature, operation=operation)))
 
     def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call of some ranks alone counts for all: their next calls are compared next."""
+        """Raise if `posts` disagree. A call of some ranks alone counts for all: their next calls are compared next.
+
+        If one of them has issued what others haven't, these would pair their next collective with it, so that all of
+        them issue no more.
+        """
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):
+            user = self._comm.user
+            if any(post.issued.get(user.address, user.issued) != user.issued for post in posts.values()):
+                user.failed = user.failed or error
             raise error

@@ -74,6 +74,11 @@ class Agreement:
     offer: Any
 
 
+#: What stands for a collective that a rank has called, and that raised before it was issued.
+_RAISED = Signature("a call that raised an error", ())
+RAISED = Agreement(_RAISED, _RAISED.fingerprint, None)
+
+
 @dataclass(frozen=True)
 class Post:
     """What a rank puts into the store for its peers to compare.

@@ -17,7 +17,14 @@ from torch import Tensor
 import ltx
 from ltx import comm
 from ltx.axis import axes_in_scope
-from ltx.errors import CallFailedError, CollectiveTimeoutError, RankMismatchError
+from ltx.errors import (
+    CallFailedError,
+    CollectiveTimeoutError,
+    LtxError,
+    RankMismatchError,
+    TreeError,
+    UnsupportedError,
+)
 from ltx.runtime.pool import Pool
 
 from .conftest import OnFreshAxis
@@ -106,6 +113,64 @@ def test_a_peer_that_stands_at_something_new(on_new_axis: OnFreshAxis, waiting: 
     text = on_new_axis(run).replicated()
     assert f"rank {waiting}: float32[2]" in text
     assert f"rank {1 - waiting}: float32[3]" in text
+
+
+@pytest.mark.parametrize("call", [ltx.psum, ltx.broadcast, lambda x: ltx.all_gather(x, tiled=True, splits="infer")])
+def test_a_list_on_one_rank_and_a_tuple_on_the_other(on_new_axis: OnFreshAxis, call: Callable[..., Any]) -> None:
+    """One call, also where one of them is known: the ranks stay in step."""
+
+    def run() -> list[float]:
+        rank = int(ltx.axis_index())
+        call([torch.ones(2)])
+        (first,) = call((torch.ones(2),) if rank else [torch.ones(2)])
+        return [first.sum().item(), *(ltx.psum(torch.ones(n)).sum().item() for n in (3, 2, 3))]
+
+    assert on_new_axis(run, timeout_s=9.0).replicated()[1:] == [6.0, 4.0, 6.0]
+
+
+UNLIKE: dict[str, Callable[[int], object]] = {
+    "a dtype without sums": lambda r: ltx.psum(torch.ones(2, dtype=torch.uint16 if r else torch.float32)),
+    "no tensor": lambda r: ltx.pmax("a" if r else torch.ones(2)),
+    "an argument": lambda r: ltx.all_gather(torch.ones(2), dim="a" if r else 0),  # type: ignore[arg-type]
+    "a dimension": lambda r: ltx.all_gather(torch.ones(2), dim=5 * r),
+    "another shape": lambda r: ltx.psum(torch.ones(2 + r)),
+    "of reduce": lambda r: ltx.reduce(torch.ones(2), "no such" if r else "sum"),
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize(
+    ("name", "known"),  # what both compare leaves them in step: see test_new_signatures_that_differ
+    [(name, known) for name in UNLIKE for known in (False, True) if known or name != "another shape"],
+)
+def test_after_what_one_rank_alone_has_issued(on_new_axis: OnFreshAxis, name: str, known: bool) -> None:
+    """Whoever catches the errors and goes on gets no other call's sums."""
+
+    def run() -> list[str]:
+        rank, said = int(ltx.axis_index()), []
+        if known:
+            UNLIKE[name](0)
+            ltx.psum(torch.ones(3))
+        with pytest.raises(LtxError):
+            UNLIKE[name](rank)
+        for n in (3, 4, 3, 2):
+            with pytest.raises(RankMismatchError) as caught:
+                ltx.psum(torch.full((n,), float(n)))
+            said.append(str(caught.value))
+        return said
+
+    for texts in on_new_axis(run, timeout_s=9.0):
+        assert [text for text in texts[1:] if "has been out of step since an earlier failure" not in text] == []
+
+
+def test_what_all_ranks_refuse_leaves_them_in_step(on_new_axis: OnFreshAxis) -> None:
+    def run() -> float:
+        bad = ["a", torch.ones(2, dtype=torch.uint16)][int(ltx.axis_index())]
+        with pytest.raises((TreeError, UnsupportedError)):
+            ltx.psum(bad)
+        return ltx.psum(torch.ones(2)).sum().item()
+
+    assert on_new_axis(run, timeout_s=9.0).replicated() == 4.0
 
 
 def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(on_new_axis: OnFreshAxis) -> None:

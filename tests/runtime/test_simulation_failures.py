@@ -54,6 +54,22 @@ def test_one_rank_raises() -> None:
     nothing_is_left()
 
 
+def test_one_rank_catches_what_its_collective_raises() -> None:
+    """Its next one would else be taken for the one that has failed."""
+
+    def f(x: Tensor) -> Tensor:
+        if here() == 1:
+            with pytest.raises(UnsupportedError):
+                ltx.psum(x.to(torch.uint16))
+        else:
+            ltx.psum(x)
+        return ltx.psum(10 * x)
+
+    with pytest.raises(RankMismatchError, match="rank 1: a call that raised an error"):
+        ltx.simulate(f)(XS)
+    nothing_is_left()
+
+
 def test_one_rank_raises_in_its_backward_pass() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
