@@ -83,15 +83,6 @@ class Axis:
         return self.backing if isinstance(self.backing, MetaBacking) else None
 
 
-def check_index(what: str, name: str, index: int, size: int) -> None:
-    """Raise unless `index`, the argument `name` of the collective `what`, is a rank of an axis of `size` ranks."""
-    if not 0 <= index < size:
-        raise AxisError(
-            f"{what}: {name}={index} isn't an index on an axis of {size} ranks, 0 to {size - 1}. It counts on the "
-            "axis, not in the world."
-        )
-
-
 def inner(axis: Axis, size: int) -> Axis:
     """The axis of the `size` ranks of this rank's node, of which `axis` has several, one after the other.
 
@@ -154,6 +145,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
 
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # all ranks of a world that has several axes
+#: In place of a thread: what all threads find that have opened no axis themselves.
+OTHERS = 0
 # By the thread that opened them: threads simulate ranks without each other. With the trace of Dynamo's, if one did.
 _opened_axes: dict[int, list[tuple[Axis, TracingContext | None]]] = {}
 
@@ -191,7 +184,12 @@ def world_axes() -> tuple[Axis, ...]:
 
 def axes_in_scope() -> tuple[Axis, ...]:
     """All axes in scope, innermost last."""
-    return (*_world_axes, *(_opened_axes[thread][place][0] for thread, place in _there()))
+    return (*_world_axes, *_opened(_there()))
+
+
+def _opened(there: tuple[tuple[int, int], ...]) -> tuple[Axis, ...]:
+    # One of another thread's may have ended meanwhile.
+    return tuple(axis for thread, at in there for axis, _ in _opened_axes.get(thread, [])[at : at + 1])
 
 
 def find(name: str | None) -> Axis:
@@ -204,9 +202,7 @@ def find(name: str | None) -> Axis:
 
     Without any axis in scope the default axis has size 1. Raises :class:`ltx.errors.AxisError` for other names.
     """
-    scope = axes_in_scope()
-    if name is None:
-        scope = _choice(scope)
+    scope = _choice() if name is None else axes_in_scope()
     for candidate in reversed(scope):
         if name is None or candidate.name == name:
             return candidate
@@ -219,11 +215,11 @@ def find(name: str | None) -> Axis:
     )
 
 
-def _choice(scope: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The axes of `scope` of which None is the innermost; raises where they are several."""
-    opened, world = scope[len(_world_axes) :], math.prod(axis.size for axis in _world_axes)
-    if opened and world == 1:
-        scope = opened
+def _choice() -> tuple[Axis, ...]:
+    """The axes in scope of which None is the innermost; raises where they are several."""
+    there, world = _there(), math.prod(axis.size for axis in _world_axes)
+    opened = _opened(tuple(at for at in there if at[0] != OTHERS) or there)
+    scope = opened if opened and world == 1 else (*_world_axes, *opened)
     names = list(dict.fromkeys(axis.name for axis in scope))
     if len(names) > 1:
         listed = ", ".join(f"{axis.name!r} ({axis.size})" for axis in scope)
@@ -294,15 +290,16 @@ def open_simulated(name: str, size: int) -> int:
     return level
 
 
-def open_alone(axis: Axis) -> Callable[[], None]:
-    """Make `axis` the only opened one of this thread; what comes back undoes it."""
-    undo, _opened_axes[threading.get_ident()] = set_opened_aside(), [(axis, None)]
+def open_alone(axis: Axis, thread: int | None = None) -> Callable[[], None]:
+    """Make `axis` the only opened one of this thread, or of :data:`OTHERS`; what comes back undoes it."""
+    undo = set_opened_aside(thread)
+    _opened_axes[threading.get_ident() if thread is None else thread] = [(axis, None)]
     return undo
 
 
-def set_opened_aside() -> Callable[[], None]:
-    """Close this thread's opened axes for a while; what comes back undoes it, in this thread."""
-    thread = threading.get_ident()
+def set_opened_aside(thread: int | None = None) -> Callable[[], None]:
+    """Close this thread's opened axes for a while, or those of :data:`OTHERS`; what comes back undoes it."""
+    thread = threading.get_ident() if thread is None else thread
     kept = _opened_axes.pop(thread, None)
 
     def undo() -> None:
@@ -317,20 +314,21 @@ def set_opened_aside() -> Callable[[], None]:
 def _there() -> tuple[tuple[int, int], ...]:
     """The (thread, place) of the opened axes that are still there: a trace that failed leaves its own behind.
 
-    A thread finds its own, and those of ranks that are threads, which refuse collectives of other threads. Autograd's
-    thread of a device, which may do a forward pass again, finds its caller's.
+    A thread finds its own, and that of OTHERS, unless it is one of the ranks which that stands for. Autograd's thread
+    of a device, which may do a forward pass again, finds its caller's.
     """
     if not _opened_axes:
         return ()
     depth, trace, thread = _functorch.maybe_current_level() or 0, TracingContext.try_get(), threading.get_ident()
-    is_autograds = thread not in _opened_axes and torch._C._current_graph_task_id() != -1
-    others = [(other, opened) for other, opened in list(_opened_axes.items()) if other != thread]
+    own = _opened_axes.get(thread, [])
+    openers = [thread] if any(axis.threads for axis, _ in own) else [OTHERS, thread]
+    if not own and torch._C._current_graph_task_id() != -1:
+        openers = list(_opened_axes)
     return tuple(
         (opener, place)
-        for opener, opened in (*others, (thread, _opened_axes.get(thread, [])))
-        for place, (axis, opened_by) in enumerate(opened)
+        for opener in openers
+        for place, (axis, opened_by) in enumerate(_opened_axes.get(opener, []))
         if _level_of(axis) <= depth and opened_by in (None, trace)
-        if opener == thread or axis.threads is not None or is_autograds
     )
 
 

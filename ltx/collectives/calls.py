@@ -167,6 +167,15 @@ def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) 
         )
 
 
+def check_index(what: str, name: str, index: int, size: int) -> None:
+    """Raise unless `index`, the argument `name` of the collective `what`, is a rank of an axis of `size` ranks."""
+    if not 0 <= index < size:
+        raise AxisError(
+            f"{what}: {name}={index} isn't an index on an axis of {size} ranks, 0 to {size - 1}. It counts on the "
+            "axis, not in the world."
+        )
+
+
 def refuse_background(what: str, axis: Any) -> None:
     """Raise if what takes several messages, one after the other, is to be waited for later."""
     if isinstance(axis, comm.InBackground):

@@ -13,7 +13,8 @@ import torch
 
 from ltx import comm
 from ltx.arguments import checked
-from ltx.axis import Axis, check_index
+from ltx.axis import Axis
+from ltx.collectives.calls import check_index
 from ltx.collectives.uneven import told
 from ltx.comm.pickling import dumps
 from ltx.errors import AxisError

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ltx.arguments import checked
-from ltx.axis import check_index
-from ltx.collectives.calls import GradScale, collective, scale_gradient, tensors_of
+from ltx.collectives.calls import GradScale, check_index, collective, scale_gradient, tensors_of
 from ltx.collectives.futures import one_message
 from ltx.collectives.gather import one_more_dim, place_of, split, spread
 from ltx.collectives.in_step import in_step

@@ -169,13 +169,16 @@ class Turns:
             raise call.error
         return call.result
 
-    def _check(self, rank: int, call: Call) -> None:
-        what = f"rank {rank}: {call.what} on axis {call.axis_name!r}"
+    def check_thread(self, rank: int, signature: Signature, axis_name: str) -> None:
+        """Raise unless this is the thread of `rank`, which calls what `signature` says."""
         if threading.get_ident() != self._threads.get(rank):
             raise UnsupportedError(
-                f"{what} was called in a thread that isn't the rank's. ltx.simulate gives each rank one thread: call "
-                "collectives in it, or use processes, as with ltx.Pool."
+                f"{signature.brief} on axis {axis_name!r} was called in a thread that is no rank's. ltx.simulate gives "
+                "each rank one thread: call collectives in it, or use processes, as with ltx.Pool."
             )
+
+    def _check(self, rank: int, call: Call) -> None:
+        what = f"rank {rank}: {call.what} on axis {call.axis_name!r}"
         if torch.autograd.forward_ad._current_level >= 0:
             raise UnsupportedError(
                 f"{what} was called under forward mode (jvp, jacfwd, hessian), whose state torch has once for all "
@@ -282,7 +285,12 @@ class ThreadComm:
         return self._turns.closed
 
     def announce(self, signature: Signature) -> None:
-        """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that."""
+        """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that.
+
+        Raises:
+            UnsupportedError: in a thread that isn't the rank's.
+        """
+        self._turns.check_thread(self._members[self.rank], signature, self.name)
         self._announced.append(signature)
 
     def exchange(self, signature: Signature, value: Any = None, combine: Combine | None = None) -> Any:
@@ -295,6 +303,7 @@ class ThreadComm:
             PeerLostError: another rank has raised something.
             UnsupportedError: under forward mode, or in a thread that isn't the rank's.
         """
+        self._turns.check_thread(self._members[self.rank], signature, self.name)
         signatures = (*self._announced, signature)
         self._announced.clear()
         call = Call(self.name, self._members, signatures, value, combine)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ltx import comm, tree
 from ltx.arguments import checked
-from ltx.axis import DEFAULT_NAME, Axis, axes_in_scope, open_alone, set_opened_aside
+from ltx.axis import DEFAULT_NAME, OTHERS, Axis, axes_in_scope, open_alone, set_opened_aside
 from ltx.backings import ThreadBacking
 from ltx.collectives import rank_seed
 from ltx.errors import AxisError, UnsupportedError
@@ -66,7 +66,8 @@ def simulate(
         AxisError: the mapped inputs disagree on the number of ranks, or there are none and `ranks` isn't given.
         UnsupportedError: inside a transform of torch.func, a compiled graph or another simulate, or beside one in
             another thread; in a world of several processes; a collective under forward mode, inside
-            ``torch.func.functional_call`` or in a compiled graph; an argument that is part of a graph.
+            ``torch.func.functional_call``, in a compiled graph, or meanwhile in a thread that is no rank's (inside an
+            ``ltx.vmap`` of its own it works); an argument that is part of a graph.
 
         The first error that a rank raises ends the others, which get PeerLostError in the collectives that they wait
         in, and is raised here, with a note that names the rank. An interrupt ends them at the next collective.
@@ -92,10 +93,15 @@ def simulate(
             seed = int(torch.randint(2**62, (), device="cpu"))
             states, reopen = torch_states(), set_opened_aside()
 
+            def axis_of(rank: int) -> Axis:
+                threads = comm.ThreadComm(turns, axis_name, tuple(range(inputs.size)), rank)
+                return Axis(axis_name, inputs.size, ThreadBacking(rank, threads))
+
+            # Other threads, which may be a rank's, get no world of one: this axis refuses their collectives.
+            close_for_others = open_alone(axis_of(0), OTHERS)
+
             def one_rank(rank: int) -> Any:
-                members = tuple(range(inputs.size))
-                backing = ThreadBacking(rank, comm.ThreadComm(turns, axis_name, members, rank))
-                close = open_alone(Axis(axis_name, inputs.size, backing))
+                close = open_alone(axis_of(rank))
                 try:
                     torch.manual_seed(rank_seed(seed) if randomness == "different" else seed)
                     with modes():
@@ -112,6 +118,7 @@ def simulate(
             finally:
                 set_random_states(states)
                 reopen()
+                close_for_others()
             if inputs.size > 1:
                 _refuse_written(shared)
             return PerRank(results)

@@ -213,26 +213,57 @@ def test_an_axis_is_closed_afterwards() -> None:
 
 
 def test_another_thread_is_no_rank() -> None:
-    found: list[BaseException] = []
+    found: list[BaseException | None] = []
 
     def f() -> None:
         axis = find("data")
 
         def elsewhere() -> None:
-            try:
-                ltx.psum(torch.ones(1), axis)
-            except UnsupportedError as error:
-                found.append(error)
+            for given in (axis, None):
+                with pytest.raises(UnsupportedError) as caught:
+                    ltx.psum(torch.ones(1), given)
+                found.append(caught.value)
+            assert ltx.vmap(ltx.psum, axis_name="x")(torch.ones(2)).tolist() == [2.0, 2.0]
+            found.append(None)
 
         thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        if here() == 0:
+            thread.start()
+            thread.join()
+        ltx.psum(torch.ones(1))  # what was refused isn't taken for a call of rank 0's
 
     ltx.simulate(f, ranks=2)()
-    assert len(found) == 2
-    assert "rank 0: psum(<the tree itself>: float32[1]) on axis 'data' was called in a thread that isn't" in str(
-        found[0]
-    )
+    assert found.pop() is None
+    text = "psum(<the tree itself>: float32[1]) on axis 'data' was called in a thread that is no rank's"
+    assert [text in str(error) for error in found] == [True, True]
+    nothing_is_left()
+
+
+def test_a_thread_beside_ranks_while_they_hand_over() -> None:
+    """At no moment is it in a world of one, where a collective gives back what it was given."""
+    over, said = threading.Event(), set[str]()
+
+    def beside() -> None:
+        while not over.is_set():
+            try:
+                ltx.psum(torch.ones(1))
+                said.add("a sum")
+            except UnsupportedError as error:
+                said.add(str(error)[-100:])
+
+    def f(x: Tensor) -> None:
+        if here() == 0:
+            thread.start()
+        for _ in range(300):
+            ltx.psum(x)
+        if here() == 1:
+            over.set()
+            thread.join(30)
+
+    thread = threading.Thread(target=beside)
+    ltx.simulate(f)(XS)
+    assert len(said) == 1
+    assert "a sum" not in said
 
 
 def test_in_a_thread_beside_another() -> None:
