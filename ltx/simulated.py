@@ -53,6 +53,7 @@ def vmap(
     Raises:
         AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given; or an
             output of ``out_dims=None`` depends on the rank.
+        TreeError: an object among the mapped arguments or the outputs holds tensors where ltx can't look inside.
         UnsupportedError: a `chunk_size`.
 
     Example:
@@ -86,6 +87,7 @@ def vmap(
             finally:
                 close_simulated()
             outputs, structure = tree.flatten(output)
+            tree.check_open(outputs, output, f"axis {axis_name!r}: the output", "stacked by rank", tensors_only=True)
             is_tensor = [isinstance(out, torch.Tensor) for out in outputs]
             rest = [None if ok else out for ok, out in zip(is_tensor, outputs, strict=True)]
             placed = _placed(out_dims, output, outputs, level)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import AxisError, UnsupportedError
+from ltx.errors import AxisError, TreeError, UnsupportedError
 
 XS = torch.arange(6.0).reshape(2, 3)
 
@@ -118,6 +118,17 @@ def test_outputs_that_are_no_tensors() -> None:
     label, x, size = ltx.vmap(lambda x: ("text", x, ltx.axis_size()))(XS)
     assert (label, size) == ("text", 2)
     assert torch.equal(x, XS)
+
+
+def test_an_output_in_which_tensors_are_out_of_sight() -> None:
+    """They would hold all ranks' values, with a rank's shape, in a batch that has ended."""
+
+    class Holds:
+        def __init__(self, x: Tensor):
+            self.x = x
+
+    with pytest.raises(TreeError, match=r"axis 'data': the output: leaf 'a' is of type Holds, which holds tensors"):
+        ltx.vmap(lambda x: {"a": Holds(x)})(torch.ones(2))
 
 
 def test_no_mapped_argument_needs_a_size() -> None:
