@@ -111,6 +111,8 @@ def collective(
     """
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
+    if RULES[name].operation is not None and not RULES[name].moves:
+        check_sums(name, leaves, value)
     if torch.compiler.is_compiling():
         key = prepare_trace(axis)
         size = traced_size(key)
@@ -119,8 +121,6 @@ def collective(
         values = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, sent, in_graphs, strict=True)]
         return tree.unflatten(spec, [then(y) for y in values])
     check_dense(name, leaves, value)
-    if RULES[name].operation is not None and not RULES[name].moves:
-        check_sums(name, leaves, value)
     found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
     if found.comm is not None:
         tree.check_values(leaves, value, name)
@@ -213,7 +213,12 @@ def refuse_leaves(
     for place, x in enumerate(leaves):
         if isinstance(x, torch.Tensor) and is_bad(x):
             path = (tree.plain_paths if torch.compiler.is_compiling() else tree.leaf_paths)(value)[place]
-            raise error(f"{name}: leaf {path!r} is {tree.describe(x)}, {why}")
+            _refuse(error, f"{name}: leaf {path!r} is {tree.describe(x)}, {why}")
+
+
+@traced.at_trace_time
+def _refuse(error: type[LtxError], text: str) -> None:
+    raise error(text)
 
 
 def negotiate_tree(

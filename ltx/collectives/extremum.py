@@ -158,12 +158,12 @@ def _compiled(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Te
 def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
+    refuse_leaves(which, leaves, value, torch.is_complex, "and complex numbers have no order.")
+    check_sums(which, leaves, value, "extrema")
     if torch.compiler.is_compiling():
         key = prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
     check_dense(which, leaves, value)
-    refuse_leaves(which, leaves, value, torch.is_complex, "and complex numbers have no order.")
-    check_sums(which, leaves, value, "extrema")
     found, in_background = comm.resolve(axis), isinstance(axis, comm.InBackground)
     if in_background:
         check_plain(which, leaves, value, found)

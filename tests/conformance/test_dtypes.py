@@ -153,6 +153,25 @@ def test_simulated_ranks(name: str) -> None:
             check(name, dtype, rank, 2, got)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("psum", torch.uint16),
+        ("psum_scatter", torch.float8_e4m3fn),
+        ("pmax", torch.complex64),
+        ("pmin", torch.uint32),
+        ("adasum", torch.int32),
+    ],
+)
+def test_compiled_calls_are_refused_as_eager_ones_are(name: str, dtype: torch.dtype) -> None:
+    collective, x = getattr(ltx, name), torch.ones(1, dtype=dtype)
+    with pytest.raises(ltx.errors.LtxError) as eager:
+        collective(x)
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError) as compiled:
+        torch.compile(collective, backend="eager", fullgraph=True)(x)
+    assert str(eager.value) in str(compiled.value)
+
+
 @pytest.mark.parametrize("dtype", [*UNSIGNED, torch.float8_e4m3fn, torch.float8_e5m2, torch.bits8, torch.uint4])
 def test_pools_carry_every_dtype(dtype: torch.dtype, ranks: Callable[[int], Any]) -> None:
     x = given(dtype)[0].t()
