@@ -116,7 +116,7 @@ def _called(name: str) -> Axis:
 
 def _ranks(axis: Axis) -> list[int]:
     """The ranks of the world on an axis of processes; none for another."""
-    return [] if axis.comm is None else dist.get_process_group_ranks(axis.comm.group)
+    return [] if axis.comm is None else axis.comm.global_ranks
 
 
 def _meshes_in(axis: Any) -> list[DeviceMesh]:

@@ -145,7 +145,7 @@ class FromTorch(CommHook):
     def _check_ranks(self, axis: Axis, axis_comm: comm.AxisComm) -> None:
         group = self.state if isinstance(self.state, dist.ProcessGroup) else getattr(self.state, "process_group", None)
         theirs = sorted(dist.get_process_group_ranks(group))  # None: the default group, as hooks have it
-        ours = sorted(dist.get_process_group_ranks(axis_comm.group))
+        ours = sorted(axis_comm.global_ranks)
         if theirs != ours:
             whose = "the default process group" if group is None else "the process group of its state"
             raise AxisError(
