@@ -245,8 +245,8 @@ def data_parallel(
         argnums: the positional argument(s) that are the parameters, the same on every rank.
         axis: as in :func:`ltx.psum`; the one in scope at the time of the call if None.
         outputs: "local": each rank gets its own value, a train step's ``metrics.aux`` included; take ``ltx.pmean(x)``
-            in the step of what should be a mean. "mean": floating tensors of all that the step returns, aux and buffers
-            included, are averaged over the ranks, and in forward mode so are their tangents.
+            in the step of what should be a mean. "mean": floating and complex tensors of all that the step returns, aux
+            and buffers included, are averaged over the ranks, and in forward mode so are their tangents.
         returns: "grads" for a step that itself returns gradients (JAX's habit in ``pmap``): the returned tree, or the
             first element of a returned tuple, is reduced; the rest is passed on, or averaged with ``outputs="mean"``.
 

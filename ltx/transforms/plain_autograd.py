@@ -159,5 +159,5 @@ def call_below(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = Call(step, args, kwargs)
     outputs = Below.apply(call, *(call.leaves[i] for i in call.wrapped))
     if not call.outputs:
-        raise StepError("the step returned no floating tensor that depends on its parameters.")
+        raise StepError("the step returned no floating or complex tensor that depends on its parameters.")
     return call.result(outputs)

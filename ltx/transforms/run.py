@@ -14,6 +14,7 @@ from ltx.arguments import brief, check_fields, is_number
 from ltx.axis import Axis
 from ltx.comm import to_device
 from ltx.errors import StepError, StrategyError, WeightError
+from ltx.gradients.planning import differentiable
 from ltx.gradients.schedule import Schedule
 from ltx.hooks import CommHook
 from ltx.placements import Placements
@@ -187,11 +188,11 @@ class Marked:
     as_given: bool = False
 
     def tied(self, output: Any) -> Any:
-        """`output` with its floating tensors tied."""
+        """`output` with its floating and complex tensors tied."""
         if self.tie is None:
             return output
         leaves, spec = tree.flatten(output)
-        ties = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        ties = _floating(leaves)
         if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
             # What is detached stays so. Where all is, the rank's loss reaches no parameter, and counts all the same.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
@@ -202,14 +203,20 @@ class Marked:
             for i, x in zip(ties, tied if placements is None else placements.placed(tied), strict=True):
                 leaves[i] = x
         elif self.schedule is not None:
-            raise StepError("the step returned no floating tensor, so its parameters have no gradient.")
+            raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
         return tree.unflatten(spec, leaves)
 
 
+def _floating(leaves: list[Any]) -> list[int]:
+    """The places of floating and complex tensors."""
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    return [tensors[i] for i in differentiable([leaves[i] for i in tensors])]
+
+
 def averaged(values: Tree, axis: Any) -> Tree:
-    """`values` with the mean over ranks of floating tensors."""
+    """`values` with the mean over ranks of floating and complex tensors."""
     leaves, spec = tree.flatten(values)
-    floating = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    floating = _floating(leaves)
     if floating:
         for i, x in zip(floating, collectives.pmean([leaves[i] for i in floating], axis), strict=True):
             leaves[i] = x
@@ -247,7 +254,7 @@ class Run:
         return self.averaged(output)
 
     def averaged(self, values: Tree) -> Tree:
-        """`values` with the mean over ranks of floating tensors, if outputs are means."""
+        """`values` with the mean over ranks of floating and complex tensors, if outputs are means."""
         return averaged(values, self.axis) if self.mean else values
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:

@@ -33,7 +33,7 @@ def sync_gradients(
     """Reduce gradients over the ranks of an axis, as the backward pass of a data-parallel step would.
 
     Args:
-        grads: tree of tensors, the same structure, shapes and dtypes on every rank; leaves that aren't floating are
+        grads: tree of tensors, the same structure, shapes and dtypes on every rank; integers and booleans are
             passed on. None leaves are part of the structure. Sparse ones (COO, as of ``nn.Embedding(sparse=True)``) are
             reduced exactly, whatever the hook, by their entries alone, and come back coalesced; each rank may have
             entries at other places.

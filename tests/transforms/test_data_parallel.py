@@ -279,3 +279,33 @@ def test_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(step)) == step
     other = dataclasses.replace(step, strategy=ltx.DDPStrategy())
     assert other == ltx.data_parallel(scaled)
+
+
+def test_complex_outputs(ranks: Ranks, seed: int) -> None:
+    """Each rank's loss may come of another output, as with real ones; and "mean" averages them."""
+    torch.manual_seed(seed)
+    w, xs = torch.randn(3, dtype=torch.cfloat), torch.randn(2, 3, dtype=torch.cfloat)
+
+    def outputs(w: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"real": (w * x).real, "complex": w * x}
+
+    def loss(out: dict[str, Tensor], rank: int) -> Tensor:
+        return out["complex"].abs().sum() if rank else out["real"].sum()
+
+    def on_rank(w: Tensor, xs: Tensor) -> tuple[list[Tensor], Tensor]:
+        rank, grads = int(ltx.axis_index()), []
+        for fn in (outputs, lambda w, x: {"complex": w * x}):
+            leaf = w.clone().requires_grad_()
+            loss(ltx.data_parallel(fn)(leaf, xs[rank]), rank or fn is not outputs).backward()
+            assert leaf.grad is not None
+            grads.append(leaf.grad)
+        return grads, ltx.data_parallel(outputs, outputs="mean")(w, xs[rank])["complex"]
+
+    grads, mean = ranks(2).run(on_rank, w, xs).replicated()
+    for grad, others in zip(grads, ([0, 1], [1, 1]), strict=True):
+        leaf = w.clone().requires_grad_()
+        (sum(loss(outputs(leaf, x), rank) for x, rank in zip(xs, others, strict=True)) / 2).backward()
+        torch.testing.assert_close(grad, leaf.grad)
+    torch.testing.assert_close(mean, w * xs.mean(0))
+    step = ltx.data_parallel(outputs, outputs="mean")
+    torch.testing.assert_close(ltx.vmap(step, (None, 0))(w, xs)["complex"][1], w * xs.mean(0))

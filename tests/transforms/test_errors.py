@@ -137,7 +137,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tensor": (
         lambda: ltx.vmap(torch.func.grad(ltx.data_parallel(lambda p: 3)), in_dims=None, axis_size=2)(P),
         StepError,
-        "the step returned no floating tensor, so its parameters have no gradient.",
+        "the step returned no floating or complex tensor, so its parameters have no gradient.",
     ),
     "ltx.grad of a vector": (
         lambda: ltx.grad(ltx.data_parallel(lambda p, x: {"y": p["w"] * x}["y"][:1]))(P, X),
