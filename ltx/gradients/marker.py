@@ -120,7 +120,8 @@ class Tie(Function):
 
     @staticmethod
     def forward(schedule: Schedule, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        return _views(tensors[tokens + 2 * kept :])
+        # A loss may be changed in place (loss /= steps), which torch refuses for views that a Function makes.
+        return _views([t.clone() if t.ndim == 0 else t for t in tensors[tokens + 2 * kept :]])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

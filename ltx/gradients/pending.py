@@ -87,7 +87,8 @@ class PendingReductions:
         pending = self._pending[place]
         result = pending.work.wait() if pending.work is not None else None
         pending.halfway = True
-        arrived, version = result, -1 if result is None else result._version
+        # Inference tensors count no writes.
+        arrived, version = result, None if result is None or result.is_inference() else result._version
         assert pending.program is not None
         while isinstance(request := advance(pending.program.requests, result), CollectiveRequest):
             if pending.phase == pending.hook.phases_on(self._comm.size):
@@ -110,7 +111,8 @@ class PendingReductions:
                 pending.halfway = False
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
-        if pending.work is not None and request[0] is arrived and version == arrived._version:
+        unchanged = version is not None and request[0] is arrived and version == arrived._version
+        if pending.work is not None and unchanged:
             pending.total = pending.work.total  # the transport's sum is that of the hook's result
         pending.completed, pending.work, pending.program, pending.halfway = request, None, None, False
 

@@ -309,3 +309,18 @@ def test_complex_outputs(ranks: Ranks, seed: int) -> None:
     torch.testing.assert_close(mean, w * xs.mean(0))
     step = ltx.data_parallel(outputs, outputs="mean")
     torch.testing.assert_close(ltx.vmap(step, (None, 0))(w, xs)["complex"][1], w * xs.mean(0))
+
+
+def test_a_loss_that_is_changed_in_place(ranks: Ranks) -> None:
+    def on_rank() -> Tensor:
+        w = torch.ones(2, requires_grad=True)
+        loss = ltx.data_parallel(lambda w, x: (w * x).sum())(w, torch.ones(2) * (1 + ltx.axis_index()))
+        loss += 1
+        loss /= 2
+        loss.backward()
+        assert w.grad is not None
+        return w.grad
+
+    assert ranks(2).run(on_rank).replicated().tolist() == [0.75, 0.75]
+    assert ltx.simulate(on_rank, ranks=2)().replicated().tolist() == [0.75, 0.75]
+    assert on_rank().tolist() == [0.5, 0.5]

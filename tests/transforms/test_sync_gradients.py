@@ -46,3 +46,12 @@ def test_error() -> None:
     with pytest.raises(TreeError) as raised:
         ltx.sync_gradients({"a": [torch.ones(1), 2.0]})
     assert str(raised.value) == "grads must be a tree of tensors, but leaf 'a.1' is of type float."
+
+
+def test_in_inference_mode(ranks: Ranks) -> None:
+    def on_rank() -> list[float]:
+        with torch.inference_mode():
+            mean, _ = ltx.sync_gradients(torch.ones(2) * (1 + ltx.axis_index()))
+        return mean.tolist()
+
+    assert ranks(2).run(on_rank).replicated() == [1.5, 1.5]
