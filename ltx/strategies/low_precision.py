@@ -35,6 +35,7 @@ from ltx.strategies.update import (
     Old,
     PostUpdateHook,
     PostUpdateResult,
+    StateLayout,
     States,
     StepInfo,
     Updated,
@@ -72,6 +73,7 @@ class LowPrecisionDecentralized(GossipStrategy):
     """
 
     updates_in_buckets: ClassVar[bool] = True
+    layout: ClassVar[StateLayout] = replace(GossipStrategy.layout, copies_of="own")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         known = param.detach().to(self._ring.wire_dtype(param.dtype))

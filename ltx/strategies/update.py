@@ -79,6 +79,7 @@ class StateLayout:
 
     Attributes:
         strategy: the strategy that this layout is of, for errors; "" if unknown.
+        copies_of: the communication state of which all others of a parameter are copies, those of peers; "" if none is.
     """
 
     params: LeafLayout = "replicated"
@@ -86,6 +87,7 @@ class StateLayout:
     opt_state: LeafLayout = "replicated"
     sync_state: LeafLayout = "per_rank"
     strategy: str = ""
+    copies_of: str = ""
 
 
 #: :meth:`ltx.strategies.base.Strategy.exchange`.

@@ -88,7 +88,7 @@ class TrainStep(TrainSettings):
 
         Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
         ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.layout``)
-        are the same on all of them afterwards: `src`'s. Every rank calls it.
+        are the same on all of them afterwards: `src`'s, also in what ranks know of each other. Every rank calls it.
 
         Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.
         """
@@ -108,6 +108,8 @@ class TrainStep(TrainSettings):
         params, frozen, buffers, opt_state, entries, loss_scale = tree.map(
             torch.Tensor.detach, collectives.broadcast(parts, src, axis)
         )
+        if name := layout.copies_of:  # of peers, which have the same as this rank now
+            entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
         sync = replace(SyncState.new(entries, choice), step=sync_step)
         return TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
 

@@ -168,6 +168,26 @@ def assert_ring(results: list[list[tuple[Any, Any]]]) -> None:
     assert not torch.equal(params[0]["turned"], params[1]["turned"])  # they are each one's own
 
 
+def test_a_broadcast_state_knows_its_neighbours(ranks: Ranks) -> None:
+    """Ranks that all have one rank's weights know them of each other: copies of others would pull at every step."""
+
+    def run() -> list[Tensor]:
+        train = ltx.train_step(
+            ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.BaguaStrategy("low_precision_decentralized")), SGD
+        )
+        state, x = train.init(torch.ones(3)), torch.full((3,), float(ltx.axis_index()))
+        for _ in range(3):
+            state, _ = train(state, x)
+        state = train.broadcast(state, src=1)
+        weights = [state.params.clone()]
+        for _ in range(10):
+            state, _ = train(state, torch.zeros(3))
+        return [*weights, state.params]
+
+    for before, after in ranks(2).run(run):
+        torch.testing.assert_close(after, before)
+
+
 @pytest.mark.full
 def test_ranks_without_data_come_to_agree(ranks: Ranks) -> None:
     """Where nobody learns anything, gossip makes weights equal."""
