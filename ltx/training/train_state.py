@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ltx import tree
 from ltx.errors import DonatedStateError, InputError, InvalidStateError, UnsupportedError
@@ -192,15 +193,21 @@ class TrainState:
         self.__dict__.update(following.__dict__)
 
     def state_dict(self) -> dict[str, Any]:
-        """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves."""
+        """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves.
+
+        It raises UnsupportedError where that would keep one rank's of what each rank has of its own.
+        """
         self.check_owned()
         self.check_finished("state_dict")
         tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
-        if any(map(is_dtensor, tensors.values())) and tree.flatten(self.sync_state.leaves)[0]:
+        parts = {"params": self.trained, "opt_state": self.opt_state, "sync_state": self.sync_state.leaves}
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        own = {name for name in parts if several and getattr(self.layout, name) == "per_rank"}
+        own |= {"sync_state"} if any(map(is_dtensor, tensors.values())) else set()
+        if lost := [name for name in parts if name in own and tree.flatten(parts[name])[0]]:
             raise UnsupportedError(
-                "state_dict: the communication state is this rank's own, and torch.distributed.checkpoint would keep "
-                "one rank's alone. Use a hook without state, or save the parts that are to be kept: state.params, "
-                "state.opt_state."
+                f"state_dict: each rank has its own {' and '.join(lost)}, and torch.distributed.checkpoint would keep "
+                "one rank's alone. Use ltx.checkpoint.save (for DTensors a hook without state), or save other parts."
             )
         return {**tensors, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
 

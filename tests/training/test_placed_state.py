@@ -356,7 +356,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
         "add_noise(0.1, 0) may need whole parameters",
         "HorovodStrategy",
         "train.init(dict(module.named_parameters()))",
-        "the communication state is this rank's own",
+        "each rank has its own sync_state, and torch.distributed.checkpoint would keep one rank's alone",
         "is a DTensor",
     ]
     for texts in ranks(4).run(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as torch_pytree
 
 import ltx
-from ltx.errors import DonatedStateError, InputError
+from ltx.errors import DonatedStateError, InputError, UnsupportedError
 from tests.twins.cases import assert_same_bits
 from tests.twins.feedback import STRATEGY
 from tests.twins.training import adamw, sgd
+
+Ranks = Callable[[int], ltx.Pool]
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -111,6 +114,30 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     expected, expected_metrics = TRAIN(state, X)
     assert_same_bits(after, expected)
     assert_same_bits(metrics.loss, expected_metrics.loss)
+
+
+def test_what_is_each_ranks_own_isnt_for_torchs_format(ranks: Ranks) -> None:
+    """Of what ranks have under one name it keeps one rank's, of each tensor another one's."""
+
+    def run(strategy: ltx.Strategy) -> str:
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), adamw())
+        state, _ = train(train.init(torch.ones(3)), torch.ones(3))
+        try:
+            state.state_dict()
+        except UnsupportedError as error:
+            return str(error)
+        return ""
+
+    kept = {
+        ltx.DDPStrategy(): None,
+        ltx.LocalSGDStrategy(2): "params and opt_state",
+        ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad(error_feedback=True)): "sync_state",
+    }
+    for strategy, own in kept.items():
+        text = f"state_dict: each rank has its own {own}, and torch.distributed.checkpoint would keep one rank's alone"
+        said = ranks(2).run(run, strategy).replicated()
+        assert said.startswith(text) if own else not said
+        assert not run(strategy)  # alone
 
 
 def test_state_dict_goes_both_ways() -> None:
