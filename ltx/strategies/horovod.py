@@ -242,7 +242,8 @@ class HorovodStrategy(Strategy):
         if self.op == "adasum":
             if self.backward_passes_per_step > 1:
                 added, grads = self._added(update, states)
-                states = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
+                none = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
+                states = update.if_finite(none, states)
                 update = replace(update, grads=grads)
             return replace(moved_together(self, self._short, update, states, info), pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, info.axis)).apply()

@@ -168,6 +168,26 @@ def test_calls_in_between_send_nothing_and_leave_parameters_alone(op: str, ranks
     assert ranks(2).run(run).replicated() == [waits, goes, waits, goes, waits, (True, True)]
 
 
+@pytest.mark.parametrize("op", ["average", "adasum"])
+def test_a_skipped_update_keeps_the_passes_before_it(op: Any) -> None:
+    """They are added to those after it."""
+    step = ltx.data_parallel(lambda w, x: w * x, ltx.HorovodStrategy(op=op, backward_passes_per_step=2))
+    train = ltx.train_step(step, SGD, guard="skip")
+
+    def f(xs: Tensor) -> tuple[Tensor, list[bool]]:
+        state, skipped = train.init(torch.tensor(0.0)), []
+        for x in xs:
+            state, metrics = train(state, x)
+            skipped.append(bool(metrics.skipped))
+        return state.params, skipped
+
+    xs = torch.tensor([1.0, torch.nan, 2.0, 3.0])
+    expected = train.optimizer.apply(torch.tensor(6.0), train.optimizer.init(xs[0]), torch.tensor(0.0))[0]
+    for params, skipped in (f(xs), ltx.simulate(f)(xs.expand(2, 4)).replicated()):
+        assert skipped == [False, True, False, False]
+        torch.testing.assert_close(params, expected)
+
+
 def test_a_checkpoint_knows_how_often_the_optimizer_has_run() -> None:
     train = trainer(
         ltx.optim.from_torch(torch.optim.Adam, lr=lambda count: 0.1 / (1 + count)), backward_passes_per_step=2
