@@ -337,11 +337,12 @@ def as_shards(state: Tree, axis: Axis) -> Shards:
 
 def own_state(shards: Shards, axis: Axis) -> Tree:
     """This rank's part of an optimizer state: what it holds, or its part of a whole one."""
-    if (shards.ranks, shards.rank) == (axis.size, as_shards((), axis).rank):
+    here = as_shards((), axis)
+    if (shards.ranks, shards.rank) == (here.ranks, here.rank):
         return shards.state
     if shards.ranks > 1:
         raise StrategyError(
-            f"ZeroStrategy: this optimizer state is {shards.name}, and here is rank {axis.rank} of {axis.size}. For "
-            "another number of ranks gather it first, where it was made: state = train.gather(state)."
+            f"ZeroStrategy: this optimizer state is {shards.name}, and this rank's is {here.name}. For other ranks, or "
+            "another number of them, gather it first, where it was made: state = train.gather(state)."
         )
     return own_parts(shards.state, axis, lambda x: x.ndim == 1)

@@ -370,9 +370,11 @@ def steps_of(train: Any, state: Any, which: range) -> Any:
 def test_a_part_for_other_ranks_is_refused() -> None:
     state = trainer().init(params_of_all_kinds())
     foreign = replace(state, opt_state=Shards(state.opt_state.state, 4, 1))
-    text = "this optimizer state is shard_1_of_4, and here is rank 0 of 1. For another number of ranks gather it first"
+    text = "this optimizer state is shard_1_of_4, and this rank's is shard_0_of_1. For other ranks, or another number"
     with pytest.raises(StrategyError, match=re.escape(text)):
         trainer()(foreign, torch.ones(8, 6))
+    with pytest.raises(StrategyError, match=r"shard_1_of_4, and this rank's is shard_r_of_2\. For other ranks"):
+        ltx.vmap(trainer(), in_dims=(None, 0))(foreign, torch.ones(2, 8, 6))
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
