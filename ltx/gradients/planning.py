@@ -189,6 +189,7 @@ def make_plan(
     *,
     compare: bool = True,
     background: bool = False,
+    grouped: bool = True,
 ) -> Plan:
     """The plan for reducing `tensors`; ranks compare it when it is new.
 
@@ -200,6 +201,7 @@ def make_plan(
         structure: that of the tree the tensors come from.
         compare: False inside a graph, where ranks can't wait for each other.
         background: for the background channel, on which a hook has one phase.
+        grouped: whether the strategy's groups hold, which are of parameters.
     """
     hook = hook.at(step)
     # Once it has traced several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
@@ -228,7 +230,7 @@ def make_plan(
     on_streams = axis.comm is not None and any(axis.comm.stream_of(x.device) for x in tensors)
     if sizes[0] == DEFAULT_BYTES and not background and on_streams:
         sizes = (DEFAULT_STREAM_BYTES, sizes[1])
-    groups = owner.grouping(paths, order)
+    groups = owner.grouping(paths, order) if grouped else ()
     # A meta axis is used once; its plan isn't cached.
     make = _plan.__wrapped__ if axis.meta else _plan
     plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)

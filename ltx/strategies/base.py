@@ -307,6 +307,7 @@ class Strategy:
             f"{type(self).__name__}{' in the background' if background else ''}",
             tuple(paths),
             background=background,
+            grouped=like is not None,
         )
 
 

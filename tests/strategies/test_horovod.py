@@ -188,6 +188,20 @@ def test_a_skipped_update_keeps_the_passes_before_it(op: Any) -> None:
         torch.testing.assert_close(params, expected)
 
 
+@pytest.mark.parametrize("fields", [{"op": "adasum"}, {"backward_passes_per_step": 2}])
+def test_groups_are_of_parameters(fields: dict[str, Any], ranks: Ranks) -> None:
+    """What a guard sends where gradients are local is in none, and is looked for in none."""
+
+    def run() -> bool:
+        train = ltx.train_step(
+            ltx.data_parallel(loss, ltx.HorovodStrategy(groups=[["w"]], **fields)), SGD, guard="skip"
+        )
+        _, metrics = train(train.init(params_of()), torch.full((3,), torch.nan if ltx.axis_index() else 1.0))
+        return bool(metrics.skipped)
+
+    assert ranks(2).run(run).replicated()
+
+
 def test_a_checkpoint_knows_how_often_the_optimizer_has_run() -> None:
     train = trainer(
         ltx.optim.from_torch(torch.optim.Adam, lr=lambda count: 0.1 / (1 + count)), backward_passes_per_step=2
