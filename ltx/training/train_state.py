@@ -81,7 +81,7 @@ class TrainState:
         object.__setattr__(self, "_seen", _PARTS)
         if self.frozen is not None:
             given = self.__dict__["_params"]
-            frozen = tree.filled(tree.masked(given, self.frozen), self.frozen)
+            frozen = tree.masked(tree.filled(given, self.frozen), self.frozen)  # Dynamo can't flatten None alone
             object.__setattr__(self, "_params", tree.masked(given, self.frozen, there=False))
             object.__setattr__(self, "frozen", frozen)
 

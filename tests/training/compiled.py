@@ -20,6 +20,7 @@ STEPS: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
     "clipped": (ltx.DDPStrategy(), {"optimizer": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.5), ADAMW)}),
     "powersgd": (ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=1, start_step=0)), {"optimizer": SGD}),
     "guarded": (ltx.DDPStrategy(), {"optimizer": ADAMW, "guard": "skip"}),
+    "frozen": (ltx.DDPStrategy(), {"optimizer": ADAMW, "trainable": ["w", "b"]}),
 }
 
 
