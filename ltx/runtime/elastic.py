@@ -14,7 +14,8 @@ from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, settings_of_world
 from ltx.runtime.world import world as current_world
 from ltx.training.data import DataPosition
-from ltx.training.train_state import Metrics, TrainState
+from ltx.training.metrics import Metrics
+from ltx.training.train_state import TrainState
 from ltx.training.train_step import TrainStep
 
 

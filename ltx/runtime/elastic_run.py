@@ -30,8 +30,9 @@ from ltx.runtime.membership import Membership, begin_run
 from ltx.runtime.placement import Placement
 from ltx.runtime.world import World, abandon, process, settings_of_world, world
 from ltx.training.data import DataPosition
+from ltx.training.metrics import Metrics
 from ltx.training.replicas import fingerprint
-from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_state import TrainState
 from ltx.training.train_step import TrainStep
 
 #: ``data(indices)`` gives a rank's batch.

@@ -2,9 +2,10 @@
 
 from ltx.training.accumulate import accumulate
 from ltx.training.data import uneven
+from ltx.training.metrics import Metrics
 from ltx.training.parameters import to_module
 from ltx.training.replicas import check_replicas, sync_params
-from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_state import TrainState
 from ltx.training.train_step import TrainStep, train_step
 
 __all__ = [

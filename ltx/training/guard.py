@@ -18,11 +18,12 @@ from ltx.errors import NotFiniteError, StepError
 from ltx.optim import grad_norm
 from ltx.optim.base import chosen
 from ltx.strategies.update import StepInfo, Updated
+from ltx.training.metrics import Metrics
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.placed_state import on_any_rank
 from ltx.training.random_states import drawn_again
 from ltx.training.settings import TrainSettings
-from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_state import TrainState
 from ltx.transforms.compare import with_ranks
 from ltx.transforms.plain_autograd import gradients
 from ltx.transforms.run import CallOptions, Weighted

@@ -22,11 +22,12 @@ from ltx.training.guard import (
     not_finite_error,
     should_raise,
 )
+from ltx.training.metrics import Metrics
 from ltx.training.outputs import Batch, arguments_of, outputs_of
 from ltx.training.random_states import torch_states
 from ltx.training.replicas import check_replicas
 from ltx.training.settings import TrainSettings, check_layout, refuse_in_graph
-from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_state import TrainState
 from ltx.transforms.run import CallOptions, Weighted
 from ltx.transforms.sync_state import Synced, SyncState, plain_values
 

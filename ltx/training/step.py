@@ -34,12 +34,13 @@ from ltx.training.guard import (
     runs_ahead,
     should_raise,
 )
+from ltx.training.metrics import Metrics
 from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
 from ltx.training.overlap import StepStart
 from ltx.training.pending_step import PendingStep
 from ltx.training.random_states import torch_states
 from ltx.training.settings import TrainSettings
-from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_state import TrainState
 from ltx.transforms.marking import marks_on_wire
 from ltx.transforms.run import CallOptions, Weighted
 from ltx.transforms.sync_state import Synced

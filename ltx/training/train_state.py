@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ltx import tree
-from ltx.errors import DonatedStateError, InputError, InvalidStateError, UnsupportedError
+from ltx.errors import DonatedStateError, InputError, InvalidStateError
 from ltx.optim import TorchState
-from ltx.placements import is_dtensor
+from ltx.placements import is_dtensor, local
 from ltx.strategies.update import StateLayout
 from ltx.typing import Tree
-
-if TYPE_CHECKING:
-    from ltx.comm import PendingSummary
-
 
 # The parts that hold tensors. An instance has them under names with an underscore; properties read them.
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
@@ -195,21 +192,17 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves.
 
-        It raises UnsupportedError where that would keep one rank's of what each rank has of its own.
+        Of tensors of one path that keeps one rank's. So paths of what is each rank's own name the rank, such as
+        ``params.rank_0_of_2.weight`` with local SGD, and as many ranks load them.
         """
         self.check_owned()
         self.check_finished("state_dict")
-        tensors = dict(zip(tree.leaf_paths(self), tree.flatten(self)[0], strict=True))
-        parts = {"params": self.trained, "opt_state": self.opt_state, "sync_state": self.sync_state.leaves}
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        own = {name for name in parts if several and getattr(self.layout, name) == "per_rank"}
-        own |= {"sync_state"} if any(map(is_dtensor, tensors.values())) else set()
-        if lost := [name for name in parts if name in own and tree.flatten(parts[name])[0]]:
-            raise UnsupportedError(
-                f"state_dict: each rank has its own {' and '.join(lost)}, and torch.distributed.checkpoint would keep "
-                "one rank's alone. Use ltx.checkpoint.save (for DTensors a hook without state), or save other parts."
-            )
-        return {**tensors, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
+        tensors = tree.flatten(self)[0]
+        own = [part for part in ("params", "opt_state") if getattr(self.layout, part) == "per_rank"]
+        if self.layout.sync_state == "per_rank" or any(map(is_dtensor, tensors)):
+            own.append("sync_state.leaves")
+        kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tensors))
+        return {**kept, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
@@ -219,24 +212,28 @@ class TrainState:
         Raises:
             InputError: (a ValueError) leaves or their shapes differ; nothing has changed then.
         """
-        mine = self.state_dict()
+        mine, fix = self.state_dict(), "Build the state as it was when it was saved."
         if missing := sorted(mine.keys() ^ state_dict.keys()):
-            raise InputError(
-                f"the checkpoint and this state differ in their leaves: {missing[:8]}. Build the state as "
-                "it was when it was saved."
-            )
+            raise InputError(f"the checkpoint and this state differ in their leaves: {missing[:8]}. {fix}")
         for path, tensor in mine.items():
             if tensor.shape != state_dict[path].shape:  # which copying would repeat along a dimension of size 1
                 raise InputError(
                     f"leaf {path!r} is {tree.describe(state_dict[path])} in the checkpoint, and "
-                    f"{tree.describe(tensor)} in this state. Build the state as it was when it was saved."
+                    f"{tree.describe(tensor)} in this state. {fix}"
                 )
         for path, tensor in mine.items():
             if path not in ("step", "updates"):
                 tensor.copy_(state_dict[path])
         now = counted(self, int(state_dict["step"]), int(state_dict["updates"]))
-        for name in ("step", "_opt_state", "_sync_state"):
-            object.__setattr__(self, name, getattr(now, name))
+        self.__dict__.update({name: getattr(now, name) for name in ("step", "_opt_state", "_sync_state")})
+
+
+def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Path and tensor; with the rank in it, and local, in one of the parts `own`, which each rank has of its own."""
+    part = next((part for part in own if f"{path}.".startswith(f"{part}.")), "")
+    if not part or not dist.is_initialized() or dist.get_world_size() == 1:
+        return path, x
+    return f"{part}.rank_{dist.get_rank()}_of_{dist.get_world_size()}{path.removeprefix(part)}", local(x)
 
 
 def _part(name: str) -> property:
@@ -294,57 +291,4 @@ tree.register_node(
         c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5] if len(c) > len(_PARTS) else None
     ),
     names=lambda s: _children(s),
-)
-
-
-@dataclass(frozen=True, eq=False)
-class Metrics:
-    """What a step reports.
-
-    Attributes:
-        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank; over those
-            that share gradients in this step, as of a node, or this rank's own, where not all do.
-        aux: what the step returned besides; None without `has_aux`. It is this rank's own, unless the step takes the
-            mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``; with ``data_parallel(outputs="mean")``
-            floating tensors in it are means over ranks, like the loss.
-        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without
-            :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm` in the optimizer, or in some
-            groups of a partition.
-        loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
-        skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
-            gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
-            step's.)
-    """
-
-    loss: torch.Tensor
-    aux: Any = None
-    grad_norm: torch.Tensor | None = None
-    loss_scale: torch.Tensor | None = None
-    skipped: torch.Tensor | None = None
-
-    @staticmethod
-    def later(summary: PendingSummary, dtype: torch.dtype, aux: Any) -> Metrics:
-        """Metrics whose loss waits for the step summary when it is read, and for nothing else."""
-        metrics = object.__new__(Metrics)
-        metrics.__dict__.update(aux=aux, _later=(summary, dtype))
-        return metrics
-
-    def __getattr__(self, name: str) -> Any:
-        later = self.__dict__.get("_later")
-        if later is None or name != "loss":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        summary, dtype = later
-        summed = summary.wait()
-        self.__dict__.update(loss=summed.mean.to(dtype), _later=None)
-        return self.__dict__["loss"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loss": self.loss, "_later": None}
-
-
-tree.register_node(
-    Metrics,
-    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), None),
-    lambda children, _: Metrics(*children),
-    names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
 )

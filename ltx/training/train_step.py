@@ -14,6 +14,7 @@ from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.optim import Optimizer
 from ltx.strategies.update import PostUpdateHook, StepInfo, check_next
 from ltx.training.guard import must_sync_finite, scaling
+from ltx.training.metrics import Metrics
 from ltx.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.training.parameters import Trainable, split, taken_from
 from ltx.training.placed_state import init_on_parts, on_parts
@@ -21,7 +22,7 @@ from ltx.training.pure_step import step_purely
 from ltx.training.replicas import check_replicas
 from ltx.training.settings import TrainSettings, check_devices, check_kept, check_layout
 from ltx.training.step import Step
-from ltx.training.train_state import Metrics, TrainState
+from ltx.training.train_state import TrainState
 from ltx.transforms.data_parallel import DataParallel
 from ltx.transforms.sync_state import SyncState
 from ltx.typing import Tree

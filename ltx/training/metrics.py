@@ -1,0 +1,66 @@
+"""Metrics: what a step reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ltx import tree
+
+if TYPE_CHECKING:
+    from ltx.comm import PendingSummary
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """What a step reports.
+
+    Attributes:
+        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank; over those
+            that share gradients in this step, as of a node, or this rank's own, where not all do.
+        aux: what the step returned besides; None without `has_aux`. It is this rank's own, unless the step takes the
+            mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``; with ``data_parallel(outputs="mean")``
+            floating tensors in it are means over ranks, like the loss.
+        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping; None without
+            :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm` in the optimizer, or in some
+            groups of a partition.
+        loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
+        skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
+            gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
+            step's.)
+    """
+
+    loss: torch.Tensor
+    aux: Any = None
+    grad_norm: torch.Tensor | None = None
+    loss_scale: torch.Tensor | None = None
+    skipped: torch.Tensor | None = None
+
+    @staticmethod
+    def later(summary: PendingSummary, dtype: torch.dtype, aux: Any) -> Metrics:
+        """Metrics whose loss waits for the step summary when it is read, and for nothing else."""
+        metrics = object.__new__(Metrics)
+        metrics.__dict__.update(aux=aux, _later=(summary, dtype))
+        return metrics
+
+    def __getattr__(self, name: str) -> Any:
+        later = self.__dict__.get("_later")
+        if later is None or name != "loss":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        summary, dtype = later
+        summed = summary.wait()
+        self.__dict__.update(loss=summed.mean.to(dtype), _later=None)
+        return self.__dict__["loss"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "loss": self.loss, "_later": None}
+
+
+tree.register_node(
+    Metrics,
+    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), None),
+    lambda children, _: Metrics(*children),
+    names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
+)
