@@ -216,6 +216,13 @@ class Placements:
         split = (i for i, placement in enumerate(self.leaves) if placement is not None and placement.split_over)
         return next(split, None)
 
+    @cached_property
+    def first_shared(self) -> int | None:
+        """The place of the first leaf that some ranks share between which another leaf is split; None if none is."""
+        split = [set[Any]() if placement is None else {*placement.split_over} for placement in self.leaves]
+        groups = set[Any]().union(*split)
+        return next((i for i, own in enumerate(split) if own != groups), None)
+
 
 @lru_cache(maxsize=64)
 def _obstacle(placements: Placements, ranks: tuple[int, ...]) -> tuple[int, str] | None:

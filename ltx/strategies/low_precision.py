@@ -92,6 +92,10 @@ class LowPrecisionDecentralized(GossipStrategy):
                 )
         return super().init_optimizer(optimizer, params, axis)
 
+    @property
+    def needs_whole(self) -> bool:
+        return True  # the grid of a bucket depends on all that lies in it, and so on who holds which parts
+
     def communicates_after_update(self, step: int) -> bool:
         return self.communicates(step)
 

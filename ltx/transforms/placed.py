@@ -52,7 +52,7 @@ def check_placements(
 ) -> None:
     """Raise unless `strategy` can reduce the gradients of leaves that lie on meshes so over `axis`.
 
-    Looked at are the hooks that `strategy` holds, and the one that it uses at `step`.
+    Looked at are the hooks that `strategy` holds, and those that it uses at `step` and in its cycle.
 
     `paths`: the leaves'; `what` begins the error.
 
@@ -66,14 +66,24 @@ def check_placements(
         raise UnsupportedError(
             f"{what}: {found!r} works on whole parameters, and leaf {paths()[place]!r} is a DTensor of which ranks "
             "hold parts, so that its result would depend on how many these are. Use a hook that works on numbers "
-            "wherever they lie: ltx.hooks.FP16(), ByteGrad(), TopK()."
+            "wherever they lie: ltx.hooks.FP16()."
+        )
+    shared = None if place is None else placements.first_shared
+    lossy = (hook for hook in _hooks_of(strategy, step) if not (hook.exact or hook.elementwise))
+    if place is not None and shared is not None and (found := next(lossy, None)) is not None:
+        raise UnsupportedError(
+            f"{what}: what {found!r} makes of a gradient depends on those in the same bucket. Of leaf "
+            f"{paths()[place]!r} (a DTensor) ranks hold parts, so that leaf {paths()[shared]!r}, which they share, "
+            "would become different on them. Use a hook that works on each number by itself, such as "
+            "ltx.hooks.FP16(), or place all parameters alike."
         )
 
 
 def _hooks_of(strategy: Strategy, step: int) -> Iterator[CommHook]:
-    """The hooks that a strategy holds, the one that it uses at `step`, and those that they are made of."""
+    """The hooks that a strategy holds, those that it uses at `step` and later, and those that they are made of."""
     yield from _hooks_in(vars(strategy).values())
-    yield from _hooks_in([strategy.hook(step)])
+    first, length = strategy.cycle  # a hook may begin later, and be in force at a period's end alone
+    yield from _hooks_in([strategy.hook(at) for at in (step, first, first + length - 1)])
 
 
 def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:

@@ -282,10 +282,13 @@ def test_torchs_checkpoints_of_what_is_each_ranks_own(
         from torch.distributed.tensor import Shard, distribute_tensor
 
         with mesh_of(2, 2) as mesh:
-            params = {"w": distribute_tensor(w, mesh["model"], [Shard(0)]), "b": torch.zeros(4)}
-            step = ltx.data_parallel(
-                lambda p, x: (x @ p["w"].full_tensor().T + p["b"]).sin().mean(), strategy, axis=mesh["data"]
-            )
+            params = {"w": distribute_tensor(w, mesh["model"], [Shard(0)])}
+            params["b"] = distribute_tensor(torch.zeros(4), mesh["model"], [Shard(0)])
+
+            def loss(params: Any, x: Tensor) -> Tensor:
+                return (x @ params["w"].full_tensor().T + params["b"].full_tensor()).sin().mean()
+
+            step = ltx.data_parallel(loss, strategy, axis=mesh["data"])
             train, mine = ltx.train_step(step, _sgd(), donate=False), ltx.shard(x, axis=mesh["data"])
             state, _ = train(train.init(params), mine)
             dcp.save({"state": state}, checkpoint_id=path)

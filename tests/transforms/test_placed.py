@@ -281,6 +281,8 @@ def test_what_is_refused(ranks: Ranks) -> None:
             part = {"w": DTensor.from_local(torch.ones(2, 2), mesh["model"], [Partial()])}
             both = {"w": DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Shard(0)])}
             at_hand = {"w": torch.ones(2, 2), "v": w["w"]}
+            beside = {**w, "b": DTensor.from_local(torch.ones(2), mesh["model"], [Replicate()])}
+            grad(ltx.DDPStrategy(comm_hook=ltx.hooks.FP16()), beside)
             wrapped = ltx.data_parallel(step, axis=mesh["data"])
             compiled: Any = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
             return [
@@ -291,6 +293,12 @@ def test_what_is_refused(ranks: Ranks) -> None:
                     UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_wrapper=lambda _: ltx.hooks.after(5, power)))
                 ),
                 _text(UnsupportedError, lambda: grad(MakesItsHook())),
+                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5)), beside)),
+                _text(
+                    UnsupportedError,
+                    lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.after(5, ltx.hooks.ByteGrad())), beside),
+                ),
+                _text(UnsupportedError, lambda: grad(ltx.BaguaStrategy("qadam", warmup_steps=7), beside)),
                 _text(UnsupportedError, lambda: ltx.sync_gradients({"w": w["w"]}, MakesItsHook(), axis=mesh["data"])),
                 _text(UnsupportedError, lambda: ltx.sync_gradients(at_hand, ltx.DDPStrategy(comm_hook=adasum))),
                 _text(UnsupportedError, lambda: grad(params=part)),
@@ -305,10 +313,19 @@ def test_what_is_refused(ranks: Ranks) -> None:
             ]
 
     split = "leaf 'w' is a DTensor of which ranks hold parts"
+    beside = ["Of leaf 'w' (a DTensor)", "that leaf 'b', which they share"]
     wanted = [
         ["PowerSGD(start_step=0) works on whole parameters", split, "ltx.hooks.FP16()"],
         ["Adasum() works on whole parameters", split],
-        *[["PowerSGD(start_step=0) works on whole parameters", split]] * 4,
+        *[["PowerSGD(start_step=0) works on whole parameters", split]] * 3,
+        [
+            "what TopK(ratio=0.5) makes of a gradient depends",
+            "Of leaf 'w' (a DTensor)",
+            "that leaf 'b', which they share",
+        ],
+        ["what ByteGrad() makes of a gradient depends", "Of leaf 'w' (a DTensor)", "that leaf 'b', which they share"],
+        ["makes of a gradient depends", "Of leaf 'w' (a DTensor)", "that leaf 'b', which they share"],
+        ["PowerSGD(start_step=0) works on whole parameters", split],
         ["sync_gradients: ", "leaf 'v' is a DTensor whose mesh"],
         ["leaf 'w' is a DTensor with placements (Partial(sum),)", "x.redistribute"],
         ["leaf 'w' is a DTensor whose mesh", "so does the axis", 'axis=mesh["data"]'],
