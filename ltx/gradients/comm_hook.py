@@ -240,3 +240,14 @@ def program_of(hook: CommHook, inputs: BucketInput) -> Program:
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:
     """Drive one reduction to its end with differentiable collectives: the readable reference for the schedules."""
     return drive(hook.reduce(inputs), lambda request: answer_at_once(request, axis))
+
+
+def unchanging(hook: CommHook, step: int) -> CommHook:
+    """The hook that a graph compiled at `step` can hold, for `hook`."""
+    if hook.constant_after is None or step < hook.constant_after:
+        raise UnsupportedError(
+            f"{hook!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
+            "Take the first steps eagerly until the hook no longer changes, or compile the step inside: "
+            "ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    return hook.at(step)

@@ -14,6 +14,7 @@ from ltx import comm, hooks, tree
 from ltx.arguments import brief, check_fields, seconds, whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.gradients.comm_hook import unchanging
 from ltx.gradients.pending import Exchange
 from ltx.gradients.planning import DEFAULT_BYTES, MIB, make_plan
 from ltx.gradients.reduction import LeafState
@@ -240,6 +241,12 @@ class Strategy:
         hook = self.hook(0)
         return (0 if hook is None else hook.constant_after or 0), 1
 
+    @property
+    def steps_ahead(self) -> tuple[int, ...]:
+        """The steps whose hooks checks look at before training: the first, and a whole cycle."""
+        first, length = self.cycle
+        return (0, *range(first, first + length))
+
     def exchange(
         self,
         hook: CommHook,
@@ -309,17 +316,6 @@ class Strategy:
             background=background,
             grouped=like is not None,
         )
-
-
-def unchanging(hook: CommHook, step: int) -> CommHook:
-    """The hook that a graph compiled at `step` can hold, for `hook`."""
-    if hook.constant_after is None or step < hook.constant_after:
-        raise UnsupportedError(
-            f"{hook!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
-            "Take the first steps eagerly until the hook no longer changes, or compile the step inside: "
-            "ltx.data_parallel(torch.compile(f), strategy)."
-        )
-    return hook.at(step)
 
 
 def resolve_hook(strategy: Strategy, name: str, *besides: str) -> CommHook:

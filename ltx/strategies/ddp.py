@@ -18,8 +18,9 @@ import torch
 from ltx import hooks
 from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError, SyncStateError
+from ltx.gradients.comm_hook import unchanging
 from ltx.gradients.reduction import LeafState
-from ltx.strategies.base import Strategy, resolve_hook, unchanging
+from ltx.strategies.base import Strategy, resolve_hook
 from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 

@@ -21,10 +21,11 @@ from ltx import hooks, tree
 from ltx.arguments import brief, check_fields, check_whole, is_whole, number
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.gradients.comm_hook import unchanging
 from ltx.gradients.reduction import LeafState
 from ltx.optim import Optimizer
 from ltx.optim.update import Update
-from ltx.strategies.base import Strategy, unchanging
+from ltx.strategies.base import Strategy
 from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree

@@ -20,13 +20,12 @@ import torch
 from ltx import hooks, tree
 from ltx.arguments import brief, check_whole, is_number
 from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import around
+from ltx.gradients.comm_hook import around, unchanging
 from ltx.gradients.packing import unpack
 from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 from ltx.optim import Optimizer
 from ltx.optim.quantized_adam import QAdamOptimizer
 from ltx.optim.update import Update
-from ltx.strategies.base import unchanging
 from ltx.strategies.nodes import ByNode, NodeStrategy
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 

@@ -284,8 +284,7 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     else:
         fn = Casted(step.fn, precision, step.argnums)
     casted = replace(step, fn=fn, precision=precision)
-    first, length = step.strategy.cycle
-    for at in (0, first, first + length - 1):  # a hook may begin later, and be in force at a period's end alone
+    for at in step.strategy.steps_ahead:
         for training in (False, True):
             casted.hook(at, training)  # raises for one that can't be cast
     return casted

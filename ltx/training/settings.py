@@ -77,8 +77,7 @@ def check_loss_scale(step: DataParallel) -> None:
     if scale is None or scale == 1:
         return
     strategy = step.strategy
-    first, length = strategy.cycle
-    for at in (0, *range(first, first + length)):
+    for at in strategy.steps_ahead:
         hook = strategy.hook(at)
         if hook is not None and not hook.gives_gradients:
             raise UnsupportedError(

@@ -9,6 +9,7 @@ makes DTensors of the marked parts for the user's step; its transpose gives a gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from ltx import tree
@@ -82,8 +83,13 @@ def check_placements(
 def _hooks_of(strategy: Strategy, step: int) -> Iterator[CommHook]:
     """The hooks that a strategy holds, those that it uses at `step` and later, and those that they are made of."""
     yield from _hooks_in(vars(strategy).values())
-    first, length = strategy.cycle  # a hook may begin later, and be in force at a period's end alone
-    yield from _hooks_in([strategy.hook(at) for at in (step, first, first + length - 1)])
+    yield from _hooks_in([strategy.hook(step)])
+    yield from _hooks_in(_hooks_ahead(strategy))
+
+
+@lru_cache(maxsize=64)  # each step of DTensors asks, and a cycle may be long
+def _hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
+    return tuple(dict.fromkeys(map(strategy.hook, strategy.steps_ahead)))
 
 
 def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:

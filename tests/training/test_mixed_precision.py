@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -254,6 +254,16 @@ STEPS = 16
 def batch(step: int, rank: int) -> Tensor:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank))
     return x * 1e5 if (step, rank) in OVERFLOWS else x  # inf in float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now(ltx.Strategy):
+    """One that compresses in the middle of its cycle alone."""
+
+    cycle = (2, 3)
+
+    def hook(self, step: int) -> ltx.hooks.CommHook:
+        return ltx.hooks.TopK(0.01) if step % 3 == 0 and step else ltx.hooks.AllReduce()
 
 
 class Half(nn.Module):
@@ -524,6 +534,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
             for strategy, hook in (
                 (ltx.DDPStrategy(comm_hook=ltx.hooks.after(10, ltx.hooks.TopK(0.01))), "TopK()"),
                 (QAdam(warmup_steps=3), "MeanMomentum(beta1=0.9)"),
+                (Now(), "TopK()"),
             )
         ),
         (
