@@ -273,6 +273,8 @@ class Modules:
             try:
                 self._reload(module)
             except Exception as error:
+                if isinstance(error, ModuleNotFoundError) and error.name == name:
+                    continue  # it came by value, or was loaded from a path: there is nothing to read by its name
                 raise WorkerError(
                     f"the module {name!r} was edited since this worker imported it, and reading it again raised "
                     f"{type(error).__name__}: {error}. Mend {module.__file__}, or start new workers."

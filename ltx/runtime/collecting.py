@@ -99,7 +99,7 @@ def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any]
 
 def _wait(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float) -> None:
     while waiting and time.monotonic() < end:
-        waiting -= _receive(workers, waiting, answers, end).keys()
+        waiting.difference_update(_receive(workers, waiting, answers, end))
 
 
 def _receive(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float) -> dict[int, Any]:
