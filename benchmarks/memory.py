@@ -47,9 +47,7 @@ def made_by_ddp(model: nn.Module, views: bool, fp16: bool = False) -> Step:
     return step
 
 
-def made_by_ltx(
-    model: nn.Module, copied: bool, overlap: Literal["backward", "update", "step"], fp16: bool = False
-) -> Step:
+def made_by_ltx(model: nn.Module, copied: bool, overlap: Literal["backward", "update"], fp16: bool = False) -> Step:
     """One step of ltx."""
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -73,13 +71,11 @@ VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
     "ltx, copied": lambda model: made_by_ltx(model, True, "backward"),
     "ltx, taken over": lambda model: made_by_ltx(model, False, "backward"),
     'ltx, taken over, "update"': lambda model: made_by_ltx(model, False, "update"),
-    'ltx, taken over, "step"': lambda model: made_by_ltx(model, False, "step"),
 }
 ALONE: dict[str, Callable[[nn.Module], Step]] = {
     "ddp, views, fp16": lambda model: made_by_ddp(model, True, fp16=True),
     "ltx, taken over, fp16": lambda model: made_by_ltx(model, False, "backward", fp16=True),
     'ltx, taken over, "update", fp16': lambda model: made_by_ltx(model, False, "update", fp16=True),
-    'ltx, taken over, "step", fp16': lambda model: made_by_ltx(model, False, "step", fp16=True),
     **{name: VARIANTS[name] for name in ("ddp, views", "ltx, taken over")},
 }
 

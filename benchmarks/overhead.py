@@ -45,7 +45,6 @@ ON_GPU = {
     "ddp, fp16": "ddp, fp16",
     "ltx, fp16": "ddp, fp16",
     "ltx update, fp16": "ddp, fp16",
-    "ltx step, fp16": "ddp, fp16",
 }
 
 
@@ -113,7 +112,6 @@ def variants(count: int, device: str) -> dict[str, Variant]:
             "ddp, fp16": loop(ddp(fp16=True)),
             "ltx, fp16": train(HALVES),
             "ltx update, fp16": train(HALVES, overlap="update"),
-            "ltx step, fp16": train(HALVES, overlap="step"),
         }
 
     step, alone = ltx.data_parallel(loss), torch.func.grad(loss)

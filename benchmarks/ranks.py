@@ -83,8 +83,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each variant at each iteration, taken in turns; each the slowest rank's.
 
-    Turns are of `block` iterations, of which the mean is taken. Where one leaves something under way, it is waited for
-    at the end of its turn, within its time: ``variant.finish``. `host`: is given this rank's seconds by the time that
+    Turns are of `block` iterations, of which the mean is taken. `host`: is given this rank's seconds by the time that
     the host was done, before it waited for a GPU.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -97,7 +96,6 @@ def interleaved(
                 variant()
             if host is not None and iteration >= warmup:
                 host.setdefault(name, []).append((time.perf_counter() - began) / block)
-            getattr(variant, "finish", lambda: None)()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             taken = torch.tensor((time.perf_counter() - began) / block)

@@ -5,7 +5,7 @@
 
 Each variant does forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank. A figure is the
 median over iterations of the ratio of two variants' times in the same iteration, the slowest rank's each. Variants take
-turns of 30 steps where one of them leaves something under way (`--block`), which its own turn waits for. `--memory`
+turns of `--block` steps. `--memory`
 runs each variant in processes of its own and compares their peak resident memory above that of the imports. `--alone`
 compares a world of one with the bare torch loop, and with that loop through ``functional_call``, which costs about half
 a percent by itself. `--auto` compares buckets and hooks that ltx chooses for the link with its defaults and with DDP;
@@ -38,13 +38,10 @@ from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, r
 GOALS: list[tuple[str, str, float, str | None]] = [
     ("ltx", "ddp", 1.0, None),
     ("ltx update", "ddp", 0.97, None),
-    ("ltx step", "ddp", 1.0, "loopback"),
-    ("ltx step", "ddp", 0.78, "1gbit"),
-    ("ltx step", "ddp", 0.97, "100mbit"),
-    ("ltx step, auto buckets", "ddp", 1.0, "loopback"),
-    ("ltx step, auto buckets", "ddp", 0.78, "1gbit"),
-    ("ltx step, auto buckets", "ddp", 0.97, "100mbit"),
-    ("ltx step, fp16", "ddp", 0.62, "1gbit"),
+    ("ltx update, auto buckets", "ddp", 1.0, "loopback"),
+    ("ltx update, auto buckets", "ddp", 0.78, "1gbit"),
+    ("ltx update, auto buckets", "ddp", 0.97, "100mbit"),
+    ("ltx update, fp16", "ddp", 0.62, "1gbit"),
     ("ltx func.grad", "ddp gradients", 1.0, None),
     ("ltx compiled", "ddp compiled", 0.95, None),
     ("ltx alone", "torch loop", 1.01, None),
@@ -136,8 +133,6 @@ class Setting:
         if strategy == AUTO:
             state[0] = replace(state[0], sync_state=replace(state[0].sync_state, step=SETTLED))
             step.chosen = f"{state[0].sync_state.choice} for {ltx.profile.measure_network()}"
-        if options.get("overlap") == "step":
-            step.finish = lambda: state[0].params
         return step
 
     def ltx_of_compiled_loss(self, strategy: ltx.Strategy | None = None) -> Variant:
@@ -201,10 +196,8 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "ltx alone": setting.ltx_step,
         "ltx update": lambda: setting.ltx_step(overlap="update"),
         "ltx guarded": lambda: setting.ltx_step(guard="skip"),
-        "ltx step": lambda: setting.ltx_step(overlap="step"),
         "ltx auto buckets": lambda: setting.ltx_step(AUTO_BUCKETS),
-        "ltx step, auto buckets": lambda: setting.ltx_step(AUTO_BUCKETS, overlap="step"),
-        "ltx step, fp16": lambda: setting.ltx_step(replace(AUTO_BUCKETS, comm_hook="fp16"), overlap="step"),
+        "ltx update, auto buckets": lambda: setting.ltx_step(AUTO_BUCKETS, overlap="update"),
         "ltx auto": lambda: setting.ltx_step(AUTO),
         "ltx auto update": lambda: setting.ltx_step(AUTO, overlap="update"),
         "ltx func.grad": setting.ltx_gradients,
@@ -288,7 +281,7 @@ def main() -> None:
     if arguments.memory:
         peaks = {
             name: measure([name], "loopback", 2, 20, keep_memory=False)["peak_mib"]
-            for name in ("local", "ddp", "ltx", "ltx update", "ltx step")
+            for name in ("local", "ddp", "ltx", "ltx update")
         }
         print("| peak memory | MiB | ratio to ddp |\n|---|---|---|")
         for name, peak in peaks.items():
@@ -306,17 +299,17 @@ def main() -> None:
         names = ["local", "ddp", "ltx", "ltx auto buckets", "ltx auto", "ltx auto update"]
         ranks, base = arguments.ranks, "ddp"
     elif arguments.waiting:
-        names = ["local", "ddp", "ltx", "ltx update", "ltx step", "ltx step, auto buckets"]
+        names = ["local", "ddp", "ltx", "ltx update", "ltx update, auto buckets"]
         ranks, base = arguments.ranks, "ddp"
     else:
         names, ranks, base = (
-            ["local", "ddp", "ltx", "ltx update", "ltx step", "ddp gradients", "ltx func.grad"],
+            ["local", "ddp", "ltx", "ltx update", "ddp gradients", "ltx func.grad"],
             arguments.ranks,
             "ddp",
         )
     names = arguments.variants or names
     keep = not arguments.default_malloc
-    block = arguments.block or (30 if any(name.startswith("ltx step") for name in names) else 1)
+    block = arguments.block or 1
     warmup = arguments.warmup or (5 if block == 1 else 1)
     waiting = arguments.waiting
     device, large = arguments.device, arguments.large

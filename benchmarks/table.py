@@ -34,15 +34,15 @@ from benchmarks.ranks import ratio
 from benchmarks.step_time import NBYTES, measure
 
 HERE = Path(__file__).parent
-VARIANTS = ["local", "ddp", "fabric", "accelerate", "ltx", "ltx update", "ltx step"]
-VARIANTS += ["ltx step, auto buckets", "ltx step, fp16", "ltx auto update"]
+VARIANTS = ["local", "ddp", "fabric", "accelerate", "ltx", "ltx update"]
+VARIANTS += ["ltx update, auto buckets", "ltx update, fp16", "ltx auto update"]
 # On one rank, where ltx leaves out exact sums.
-ALONE = ["local", "ddp", "ltx", "ltx update", "ddp, fp16", "ltx, fp16", "ltx update, fp16", "ltx step, fp16"]
+ALONE = ["local", "ddp", "ltx", "ltx update", "ddp, fp16", "ltx, fp16", "ltx update, fp16"]
 ALONE += ["ltx guarded, fp16"]
 COMPILED = ["local compiled", "ddp compiled", "ltx of a compiled loss", "ltx compiled", "ltx compiled step"]
 COMPILED += ["ddp compiled, fp16", "ltx of a compiled loss, fp16"]
 NEEDS = {"fabric": "lightning_fabric", "accelerate": "accelerate", "JAX": "jax"}
-# (rounds, turns, steps a turn): a turn of one that leaves something under way waits for it at its end.
+# (rounds, turns, steps a turn)
 TURNS = {"loopback": (3, 4, 20), "1gbit": (2, 3, 20), "100mbit": (1, 3, 8)}
 Row = tuple[str, float, float]  # name, milliseconds, ratio to DDP in the same way: compiled, with the same hook
 

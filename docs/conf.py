@@ -100,15 +100,12 @@ autosummary_context = {"returned": returned}
 INTERNAL = {
     "DataParallel": {"params_of", "run", "hook_as_chosen"},
     "DynamicLossScale": {"after", "start"},
-    "Metrics": {"later"},
     "SyncState": {"advanced", "checked_step", "new"},
     "TrainState": {
         "become",
         "check_owned",
         "donate",
-        "pending_step",
         "invalidate",
-        "later",
         "parts",
         "renew",
         "seen",

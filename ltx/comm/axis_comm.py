@@ -29,7 +29,7 @@ from ltx.comm.heartbeat import release_heartbeat
 from ltx.comm.negotiation import Negotiation
 from ltx.comm.opening import NewGroup, Opening
 from ltx.comm.process_groups import abort, drop_groups, open_group, unregister
-from ltx.comm.recovery import Later, Recovery, Unread
+from ltx.comm.recovery import Recovery, Unread
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
 from ltx.comm.transports.shared_memory import SharedMemoryTransport, open_transport
@@ -66,8 +66,6 @@ class AxisComm:
         self.network: Any = None  # the ltx.comm.Network, once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], Axis] = {}
-        #: Steps whose reductions are still pending (see ltx.training.pending_step), oldest first.
-        self.pending_steps: list[Later] = []
         self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # collectives of the user that may have a part in a backward pass
         #: Collectives that were begun and not waited for yet (see ltx.collectives.futures), oldest first.
@@ -147,10 +145,6 @@ class AxisComm:
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
 
-    def is_later_phase(self, channel: Channel) -> bool:
-        """Whether `channel` is that of a second or later collective of each bucket."""
-        return channel in self._phases[1:]
-
     def _fail_channels(self, error: LtxError) -> None:
         for channel in (*self._phases, self.background):
             channel.failed = channel.failed or error
@@ -181,11 +175,6 @@ class AxisComm:
         self.open_phases(count)
         for part in self._part_comms:
             part.recovery.recover()
-
-    def wait_for_earlier(self) -> None:
-        """Wait for pending steps before more is issued on the bucket channels. All ranks do so in the same order."""
-        for later in list(self.pending_steps):
-            later.wait_all()
 
     @property
     def device(self) -> torch.device:
@@ -222,9 +211,6 @@ class AxisComm:
         _in_turn([*first, *parts, self._end_heartbeat, self._destroy_groups])
 
     def _end_pending(self) -> None:
-        for later in list(self.pending_steps):
-            with suppress(LtxError):  # a later read of that state raises
-                later.wait_all()
         for future in list(self.futures):
             future.wait_all()
         self.background.drain(self.store_exchange)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ltx.comm.heartbeat import Heartbeat
-from ltx.comm.recovery import Later, Recovery
+from ltx.comm.recovery import Recovery
 from ltx.comm.signature import Agreement
 from ltx.comm.store_exchange import StoreExchange
 from ltx.errors import LtxError
@@ -40,7 +40,6 @@ class Communicator(Protocol):
     global_ranks: list[int]
     closed: bool
     under_way: str
-    pending_steps: list[Later]
     heartbeat: Heartbeat
     store_exchange: StoreExchange
     recovery: Recovery
@@ -54,8 +53,6 @@ class Communicator(Protocol):
 
     @property
     def channels(self) -> Sequence[ComparedChannel]: ...
-
-    def is_later_phase(self, channel: Any) -> bool: ...
 
     def lost(self) -> list[int]: ...
 

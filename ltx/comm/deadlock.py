@@ -36,8 +36,6 @@ from ltx.errors import LtxError, RankMismatchError
 PATIENCE_S = 1.0
 # How often it looks then, and how long the first to find a deadlock waits for the others to hear of it.
 _PAUSE_S, _LINGER_S = 0.5, 3.0
-#: Among the threads that issue on a channel: one that doesn't wait.
-FREE_THREAD = 0
 #: How keys end for which a rank that hasn't heard of them has made no issue: it hasn't opened that axis.
 OPENED = "opened"
 
@@ -142,7 +140,7 @@ class Deadlocks:
         waits = list(self._waits.values())
         if not waits and self._found is None:
             return None
-        alive = {FREE_THREAD, *sys._current_frames()}
+        alive = set(sys._current_frames())
         counts = {
             key: (number, sorted(alive.intersection(threads)))
             for of_axis in list(self.counts.values())

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from ltx.comm.communicator import BUCKETS, Communicator, ComparedChannel
-from ltx.comm.deadlock import FREE_THREAD, OPENED, PATIENCE_S
+from ltx.comm.deadlock import OPENED, PATIENCE_S
 from ltx.comm.debug import CHECKS, called, caller, under_way
 from ltx.comm.signature import Post, Signature, explain_posts
 from ltx.comm.store_exchange import EXCHANGES
@@ -149,8 +149,6 @@ class Negotiation:
         }
         for channel in self._comm.channels:
             threads = set(channel.threads)
-            if self._comm.pending_steps and self._comm.is_later_phase(channel):
-                threads.add(FREE_THREAD)  # a thread of their own may look after them
             counts[self.key(channel)] = (channel.begun, threads)
             counts[self.key(channel, compared=True)] = (channel.compared, threads)
         return counts

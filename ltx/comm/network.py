@@ -69,7 +69,6 @@ class Network:
 def measured(axis_comm: AxisComm) -> Network:
     """The network of `axis_comm` as its buckets see it. Its ranks make the first call together, which measures it."""
     if axis_comm.network is None:
-        axis_comm.wait_for_earlier()
         axis_comm.recovery.recover()
         try:
             axis_comm.network = _measure(axis_comm.bucket_channel(0), axis_comm.device)

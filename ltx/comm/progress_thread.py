@@ -1,9 +1,8 @@
 """A thread that continues what is pending while its process does something else.
 
-A hook with several phases issues a bucket's next collective when the last one is complete, and a collective through
-shared memory goes on when its ranks do its phases; so something has to check. Peers that wait for theirs depend on it.
-A running step checks, and so does a wait; but a process may also be in another library's barrier, or at the prompt of a
-notebook. So once a pending step or a future is older than a step should take, a thread checks.
+A collective through shared memory goes on when its ranks do its phases, so something has to check: peers that wait for
+theirs depend on it. A running step checks, and so does a wait; but a process may also be in another library's barrier,
+or at the prompt of a notebook. So once a future is older than a step should take, a thread checks.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class _Mover:
 def _poll(ref: weakref.ref[Pending]) -> None:
     pending = ref()
     if pending is not None:
-        with suppress(BaseException):  # a read of the state, or a wait, raises
+        with suppress(BaseException):  # a wait raises
             pending.poll()
 
 

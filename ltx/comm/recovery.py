@@ -31,13 +31,6 @@ def nested_run() -> Iterator[None]:
         _enclosing.pop()
 
 
-class Later(Protocol):
-    """A step whose reductions are still pending on the bucket channels."""
-
-    def wait_all(self) -> None:
-        """Wait for all of them, on this rank."""
-
-
 class Unread(Protocol):
     """Something on the device that the host has to look at sooner or later."""
 

@@ -145,7 +145,6 @@ def begin_pass(
         agreement: what the ranks have compared of it.
         total, weight: the loss and its weight on this rank, 0-dim tensors; 0 where nobody asks for them.
     """
-    axis_comm.wait_for_earlier()
     read_last_summary(among)
     among.recovery.recover()
     channel = among.bucket_channel(0)

@@ -38,7 +38,6 @@ class _PendingReduction:
     work: comm.Work | None = None
     phase: int = 0
     completed: Reduced | None = None
-    halfway: bool = False  # between two collectives
     total: float | None = None  # of all elements of the result, if the transport knows it
     fence: StreamFence | None = None  # until the stream that waits is behind the result
 
@@ -86,7 +85,6 @@ class PendingReductions:
         """Wait for a reduction's collective, run it up to its next one, and issue that."""
         pending = self._pending[place]
         result = pending.work.wait() if pending.work is not None else None
-        pending.halfway = True
         # Inference tensors count no writes.
         arrived, version = result, None if result is None or result.is_inference() else result._version
         assert pending.program is not None
@@ -108,13 +106,12 @@ class PendingReductions:
             if request.buffer.numel():
                 what = f"{self._what} {place}"
                 pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
-                pending.halfway = False
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
         unchanged = version is not None and request[0] is arrived and version == arrived._version
         if pending.work is not None and unchanged:
             pending.total = pending.work.total  # the transport's sum is that of the hook's result
-        pending.completed, pending.work, pending.program, pending.halfway = request, None, None, False
+        pending.completed, pending.work, pending.program = request, None, None
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
@@ -123,7 +120,7 @@ class PendingReductions:
                 self._advance(place)
 
     def _may_issue(self, place: int, phase: int) -> bool:
-        return all(self._is_past(earlier, phase) for earlier in range(place))
+        return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])
 
     @property
     def done(self) -> bool:
@@ -144,28 +141,6 @@ class PendingReductions:
     def total(self, place: int) -> float | None:
         """The sum of all elements of a complete bucket, or NaN; None if it wasn't taken."""
         return self._pending[place].total
-
-    @property
-    def intact(self) -> bool:
-        """Whether no reduction was interrupted between two collectives by an exception."""
-        return not any(pending.halfway for pending in self._pending)
-
-    def wait(self, place: int) -> Reduced:
-        """The result of one bucket, once it is complete. Earlier buckets continue as far as the order requires."""
-        pending = self._pending[place]
-        while pending.completed is None:
-            if pending.phase < pending.hook.phases_on(self._comm.size):  # it may issue another collective
-                for earlier in range(place):
-                    while not self._is_past(earlier, pending.phase):
-                        self._advance(earlier)
-            self._advance(place)
-        reduced = self.completed(place)
-        assert reduced is not None
-        return reduced
-
-    def _is_past(self, place: int, phase: int) -> bool:
-        pending = self._pending[place]
-        return pending.completed is not None or pending.phase > phase
 
     def wait_each(self) -> Iterator[Reduced]:
         """The results of all buckets in order, each as soon as it is complete."""
@@ -241,7 +216,6 @@ class Exchange:
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, hook = self._plan, self._plan.hook
         if background:
-            axis_comm.wait_for_earlier()
             axis_comm.recovery.recover()
             axis_comm.under_way = "an exchange of the strategy"
             assert plan.agreement is not None

@@ -1,4 +1,4 @@
-"""The eager schedule for process groups: starts buckets asynchronously in launch order, waits at the fence."""
+"""The eager schedule for process groups: starts buckets asynchronously in their order, waits at the fence."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class PassOptions:
 class ProcessSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
 
-    With `deferred` there is no fence: a train step waits for the buckets itself, one by one. With `next_forward` they
-    are still pending while the next forward pass runs: see :func:`launch_order`.
+    With `deferred` there is no fence: a train step waits for the buckets itself, one by one.
 
     If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
 
@@ -49,13 +48,11 @@ class ProcessSchedule(Schedule):
 
     threaded = False
 
-    def __init__(self, plan: Plan, deferred: bool = False, next_forward: bool = False):
+    def __init__(self, plan: Plan, deferred: bool = False):
         super().__init__(plan)
         assert plan.axis.comm
         self.fenced = not deferred
         self.comm: comm.AxisComm = plan.axis.comm
-        next_forward = next_forward and self.progresses_alone
-        self._order = launch_order(plan.buckets) if next_forward else range(len(plan.buckets))
         self.summary: comm.PendingSummary | None = None
         self.options = PassOptions()
         #: Called when the backward pass is over.
@@ -97,13 +94,13 @@ class ProcessSchedule(Schedule):
             self.among.recovery.abort(reason)
 
     def _reset(self) -> None:
-        #: The buckets that are launched, in the order of launches.
+        #: The buckets that are launched.
         self.pending = PendingReductions(self.comm, summed=self.options.sums)
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Make the program of a bucket whose gradients are there, and launch what is due in the order of launches."""
+        """Make the program of a bucket whose gradients are there, and launch what is due in bucket order."""
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         with self._watched():
@@ -137,9 +134,8 @@ class ProcessSchedule(Schedule):
         self._launch_ready()
 
     def _launch_ready(self) -> None:
-        # In the order of launches: a bucket that is ready early waits for those before it.
-        while len(self.pending) < len(self._order) and (place := self._order[len(self.pending)]) in self._ready:
-            self.pending.launch(self._ready.pop(place), self.hook)
+        while (program := self._ready.pop(len(self.pending), None)) is not None:  # one that is early waits its turn
+            self.pending.launch(program, self.hook)
 
     def program(
         self,
@@ -157,14 +153,7 @@ class ProcessSchedule(Schedule):
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
         """The buckets in order, each as soon as it is complete, with what its program returned."""
         self.launch()
-        for place, reduced in zip(self._order, self.pending.wait_each(), strict=False):
-            yield self.plan.buckets[place], reduced
-
-    def wait_bucket(self, index: int) -> tuple[Bucket, Reduced]:
-        """One bucket, once it is complete, with what its program returned."""
-        reduced = self.pending.wait(self._order.index(index))
-        self.pending.poll()
-        return self.plan.buckets[index], reduced
+        yield from zip(self.plan.buckets, self.pending.wait_each(), strict=False)
 
     def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
         """The reduced gradients of a bucket."""
@@ -173,22 +162,12 @@ class ProcessSchedule(Schedule):
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
         same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
-        return self.pending.total(self._order.index(bucket.index)) if same else None
+        return self.pending.total(bucket.index) if same else None
 
     @property
     def has_later_phases(self) -> bool:
         """Whether a bucket may issue more than one collective."""
         return self.hook.phases_on(self.plan.axis.size) > 1
-
-    @property
-    def progresses_alone(self) -> bool:
-        """Whether buckets progress while no rank waits for them.
-
-        Through shared memory they don't. Nor do those of a hook without collectives of its own, which runs when it is
-        waited for.
-        """
-        by_hand = self.comm.bucket_channel(0).transport is not None and self.plan.buckets[0].device.type == "cpu"
-        return not by_hand and self.hook.phases_on(self.plan.axis.size) > 0
 
     def confirm(self) -> None:
         """Where the host runs ahead of the device: wait until all ranks' devices have completed all buckets.
@@ -235,29 +214,6 @@ def _issued_in_graphs() -> int:
     return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
 
 
-def launch_order(buckets: Sequence[Bucket]) -> Sequence[int]:
-    """The order of launches when the next forward pass runs while buckets are pending.
-
-    The forward pass first needs the parameters whose gradients come last, so in the order of arrival it would wait for
-    the whole backlog. So every third bucket (by bytes) is held back, and these go out after all others, in the order of
-    use. The rest keeps the link busy during the backward pass. The buckets that complete last are those that arrived
-    first; they belong to the layers that are used last. So the link is idle only from there to the first bucket of the
-    next backward pass.
-    """
-    come = sent = 0
-    at_once, back = list[int](), list[int]()
-    for place, bucket in enumerate(buckets):
-        nbytes = bucket.numel * bucket.dtype.itemsize
-        come += nbytes
-        if 3 * (sent + nbytes) <= 2 * come:
-            sent += nbytes
-            at_once.append(place)
-        else:
-            back.append(place)
-    return (*at_once, *reversed(back))
-
-
-def schedule_for(plan: Plan, deferred: bool = False, next_forward: bool = False) -> Schedule:
-    """The eager schedule of `plan`; `deferred` and `next_forward` are those of :class:`ProcessSchedule`."""
-    on_processes = plan.axis.comm is not None
-    return ProcessSchedule(plan, deferred, next_forward) if on_processes else ImmediateSchedule(plan)
+def schedule_for(plan: Plan, deferred: bool = False) -> Schedule:
+    """The eager schedule of `plan`; `deferred` is that of :class:`ProcessSchedule`."""
+    return ProcessSchedule(plan, deferred) if plan.axis.comm is not None else ImmediateSchedule(plan)

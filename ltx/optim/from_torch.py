@@ -198,7 +198,7 @@ def from_torch(
         cls: the class, not an instance. SparseAdam needs sparse gradients, Muon 2-D parameters, as in torch; LBFGS is
             refused, since it calls the loss. A class of another author that doesn't gather its tensors in
             ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) is run as it is, on all parameters
-            of its :func:`partition` together: eagerly, and with neither ``overlap="update"`` or ``"step"`` nor ZeRO.
+            of its :func:`partition` together: eagerly, and with neither ``overlap="update"`` nor ZeRO.
         lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
             optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
             step 0.)

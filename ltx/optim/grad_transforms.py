@@ -122,7 +122,7 @@ def measure_global_norm() -> Optimizer:
     In a train step's chain it gives ``metrics.grad_norm``: the Euclidean norm of all gradients as the optimizer gets
     them, reduced and without the loss scale; one norm for all ranks, also where each holds a part of them
     (:class:`ltx.ZeroStrategy`). Where a strategy leaves gradients local it is each rank's own. It costs one pass over
-    the gradients. As all of them are needed, ``overlap="update"`` and ``"step"`` refuse it.
+    the gradients. As all of them are needed, ``overlap="update"`` refuses it.
 
     >>> import torch, ltx
     >>> optimizer = ltx.optim.chain(measure_global_norm(), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))

@@ -37,7 +37,7 @@ class OpaqueOptimizer(ClassOptimizer):
     """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
 
     It updates all parameters together, because its update of one may depend on the others (LAMB's clipping does). So it
-    isn't leafwise: ``overlap="update"`` and ``"step"`` and ZeRO refuse it. In a :func:`ltx.optim.partition` it updates
+    isn't leafwise: ``overlap="update"`` and ZeRO refuse it. In a :func:`ltx.optim.partition` it updates
     those of its group together.
     """
 

@@ -127,9 +127,9 @@ def _check(run: ElasticRun, state: TrainState, position: DataPosition) -> None:
     if not run.min_ranks <= world.size <= (run.max_ranks or world.size) and not joins:
         limits = f"min_ranks={run.min_ranks}" + f", max_ranks={run.max_ranks}" * (run.max_ranks is not None)
         raise InputError(f"elastic: {limits}, and there are {world.size} ranks.")
-    if run.train.overlap_policy.by_bucket:
+    if run.train.overlap == "update":
         raise UnsupportedError(
-            f"elastic: the train step has overlap={run.train.overlap!r}, which doesn't commit a step whole: a "
+            "elastic: the train step has overlap='update', which doesn't commit a step whole: a "
             'loss in the middle would leave an invalid state. Make it with overlap="backward".'
         )
     axis = run.axis

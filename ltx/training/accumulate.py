@@ -22,7 +22,6 @@ from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
 from ltx.gradients.planning import tracked
 from ltx.training.outputs import as_loss, loss_in
-from ltx.training.pending_step import leaf_like
 from ltx.training.random_states import drawn_again, torch_states
 from ltx.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.transforms.data_parallel import DataParallel
@@ -201,7 +200,7 @@ class _Call:
         if torch._C._are_functorch_transforms_active():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value)
-        leaves = [leaf_like(x) for x in at]
+        leaves = [x.detach().requires_grad_() for x in at]
         try:
             with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
                 value = total(*leaves)

@@ -1,8 +1,6 @@
 """The two halves of an eager training step: what the forward pass gave, and what the backward pass needs and gives.
 
-What is done with its buckets is in :mod:`ltx.training.completion`. When that is, the step's policy says: at the end of
-the backward pass for all of them, as each arrives, or where the next step first uses a parameter
-(:class:`ltx.training.pending_step.PendingStep`).
+What is done with its buckets is in :mod:`ltx.training.completion`.
 """
 
 from __future__ import annotations

@@ -119,15 +119,14 @@ class UpdateBuckets:
     """Runs the optimizer on each bucket. With `donate` in the state's own memory, else in copies."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
-        # Not `work`: it holds the old parameters, and a pending step holds this.
         self.updated = 0
-        self._optimizer, self.state, self.trained = work.optimizer, work.state, work.trained
+        self._optimizer, self._state, self._trained = work.optimizer, work.state, work.trained
         self._schedule, self._scale = schedule, scale
-        self.params, self._opt_state = work.state.trained, work.state.opt_state
+        self._params, self._opt_state = work.state.trained, work.state.opt_state
         if not work.donate:
-            self.params, self._opt_state = tree.map(torch.clone, (self.params, self._opt_state))
-        self._leaves = tree.flatten(self.params)[0]
-        self._leaf_states = work.optimizer.leaf_states(self._opt_state, self.params)
+            self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
+        self._leaves = tree.flatten(self._params)[0]
+        self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
         self._counts = work.optimizer.counts(self._opt_state)
         self._applied = scale.conditional(work.optimizer, [self._leaves[i] for i in work.trained])
         self._states: dict[int, LeafState] = {}
@@ -137,16 +136,16 @@ class UpdateBuckets:
         grads = unpack(reduced[0].view(-1), bucket)
         self.updated += 1
         self._scale.apply(grads)
-        at = [self.trained[m] for m in bucket.members]
+        at = [self._trained[m] for m in bucket.members]
         states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
         with comm.span("update"):
             self._applied.apply_leaves(grads, states, params, self._counts)
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
-        before = self.state.sync_state.leaves
-        after = states_after(self._schedule.plan, self._states, before, self.params, self.trained)
-        return BackwardResult(None, after, self.params, self._optimizer.advance(self._opt_state))
+        before = self._state.sync_state.leaves
+        after = states_after(self._schedule.plan, self._states, before, self._params, self._trained)
+        return BackwardResult(None, after, self._params, self._optimizer.advance(self._opt_state))
 
 
 class UpdateThenSend:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ltx import tree
-
-if TYPE_CHECKING:
-    from ltx.comm import PendingSummary
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,25 +34,6 @@ class Metrics:
     grad_norm: torch.Tensor | None = None
     loss_scale: torch.Tensor | None = None
     skipped: torch.Tensor | None = None
-
-    @staticmethod
-    def later(summary: PendingSummary, dtype: torch.dtype, aux: Any) -> Metrics:
-        """Metrics whose loss waits for the step summary when it is read, and for nothing else."""
-        metrics = object.__new__(Metrics)
-        metrics.__dict__.update(aux=aux, _later=(summary, dtype))
-        return metrics
-
-    def __getattr__(self, name: str) -> Any:
-        later = self.__dict__.get("_later")
-        if later is None or name != "loss":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        summary, dtype = later
-        summed = summary.wait()
-        self.__dict__.update(loss=summed.mean.to(dtype), _later=None)
-        return self.__dict__["loss"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loss": self.loss, "_later": None}
 
 
 tree.register_node(

@@ -54,7 +54,7 @@ class PlacedState:
     @staticmethod
     def of(state: Any) -> PlacedState | None:
         """That of `state`; None where its parameters are plain tensors."""
-        if dtensor_class() is None or not isinstance(state, TrainState) or state.pending_step is not None:
+        if dtensor_class() is None or not isinstance(state, TrainState):
             return None
         state.check_owned()
         trained, frozen = state.held("params"), state.frozen
@@ -77,7 +77,6 @@ class PlacedState:
 
     def train(self, train: Train) -> Train:
         """`train` for :meth:`local` states."""
-        train.overlap_policy.check_placed()
         axis, strategy = comm.resolve(train.step.axis), train.step.strategy
         if strategy.needs_whole and self.given.first_split is not None and axis.size > 1:
             raise UnsupportedError(

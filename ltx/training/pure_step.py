@@ -42,7 +42,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
             check_replicas(state, train.step.axis)
     strategy, sync = train.step.strategy, state.sync_state
     if torch.compiler.is_compiling():
-        refuse_in_graph(strategy, checks_finite(train), train.guard, train.overlap)
+        refuse_in_graph(strategy, checks_finite(train), train.guard)
         axis = Axis("data", 1)
     else:
         axis = comm.resolve(train.step.axis)

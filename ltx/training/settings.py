@@ -11,7 +11,6 @@ from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
-from ltx.training.overlap import OVERLAP_POLICIES, OverlapPolicy, policy_called
 from ltx.training.parameters import Trainable, check_trainable
 from ltx.transforms.compare import tensors_by_path
 from ltx.transforms.data_parallel import DataParallel
@@ -88,6 +87,30 @@ def check_loss_scale(step: DataParallel) -> None:
             )
 
 
+def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
+    """Raise unless a step of these pieces can apply its buckets as `overlap` says."""
+    if overlap not in ("backward", "update"):
+        fix = ' "step", which was never faster than "update", is gone: use "update".' if overlap == "step" else ""
+        raise StrategyError(f'overlap must be "backward" or "update", got {brief(overlap)}.{fix}')
+    if overlap == "backward":
+        return
+    strategy, said = step.strategy, 'overlap="update" applies the optimizer bucket by bucket'
+    if not strategy.updates_in_buckets:
+        raise StrategyError(
+            f'{said}, and {type(strategy).__name__} does its part on all parameters together. Use overlap="backward".'
+        )
+    if not optimizer.leafwise:
+        raise StrategyError(
+            f'{said}, before other gradients are complete; {optimizer!r} needs all of them. Use overlap="backward".'
+        )
+    asks = None if step.precision is None else step.precision.dynamic
+    asked = f'guard="{guard}"' if guard != "off" else repr(asks) if asks is not None else ""
+    if asked:
+        raise StrategyError(
+            f'{said}, before it is known whether all gradients are finite, which {asked} asks. Use overlap="backward".'
+        )
+
+
 @traced.at_trace_time
 def check_layout(strategy: Strategy, step: int) -> None:
     """Raise where ranks come to differ at `step` and the strategy hasn't said so.
@@ -104,7 +127,7 @@ def check_layout(strategy: Strategy, step: int) -> None:
 
 
 @traced.at_trace_time
-def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap: str) -> None:
+def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str) -> None:
     """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
     if guard == "raise":
         raise UnsupportedError(
@@ -116,7 +139,6 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str, overlap
             f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
             "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
         )
-    OVERLAP_POLICIES[overlap].check_graph()
     if strategy.communicates_besides or not strategy.updates_in_buckets:
         raise UnsupportedError(
             f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
@@ -151,7 +173,7 @@ class TrainSettings:
     optimizer: Optimizer
     donate: bool = True
     guard: Literal["off", "skip", "raise"] = "off"
-    overlap: Literal["backward", "update", "step"] = "backward"
+    overlap: Literal["backward", "update"] = "backward"
     has_aux: bool = False
     check_every: int | None = None
     trainable: Trainable = None
@@ -164,8 +186,4 @@ class TrainSettings:
         check_pieces(self.step, self.optimizer, self.guard)
         check_every(self.check_every, self.step.strategy)
         check_loss_scale(self.step)
-        policy_called(self.overlap).check(self.step, self.optimizer, self.guard)
-
-    @property
-    def overlap_policy(self) -> OverlapPolicy:
-        return OVERLAP_POLICIES[self.overlap]
+        check_overlap(self.overlap, self.step, self.optimizer, self.guard)

@@ -17,11 +17,10 @@ from ltx import comm, tree
 from ltx.errors import LtxError, WeightError
 from ltx.gradients.planning import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
-from ltx.gradients.reduction import ProgramOf
 from ltx.optim.update import Update
 from ltx.strategies.update import PostUpdateHook, StepInfo, Updated, check_next, check_updated
 from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
-from ltx.training.completion import Completion, UpdateBuckets, UpdateThenSend, scale_of
+from ltx.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.training.donated import hand_over
 from ltx.training.guard import (
     all_finite,
@@ -36,8 +35,6 @@ from ltx.training.guard import (
 )
 from ltx.training.metrics import Metrics
 from ltx.training.outputs import Batch, arguments_of, outputs_of, unshared
-from ltx.training.overlap import StepStart
-from ltx.training.pending_step import PendingStep
 from ltx.training.random_states import torch_states
 from ltx.training.settings import TrainSettings
 from ltx.training.train_state import TrainState
@@ -70,7 +67,6 @@ class Step:
         train: the train step.
         state, batch: its arguments.
         seen: the parts of `state` whose tensors the user may hold.
-        start: the parameters and communication state that the step begins with.
         info: when and where.
         pending: what the strategy's `begin` gave.
         late: ranks communicate after the optimizer.
@@ -81,7 +77,6 @@ class Step:
     state: TrainState
     batch: Batch
     seen: tuple[str, ...]
-    start: StepStart
     info: StepInfo
     pending: Any
     late: bool
@@ -99,8 +94,6 @@ class Step:
             done = work.run_alone(forward.total, divisor)
         else:
             completion = self._backward(forward, forward.schedule, work)
-            if completion is None:
-                return self._leave_pending(forward, forward.schedule, work)
             done, mean = self._wait(forward, forward.schedule, work, completion)
         return self._apply(forward, work, done, mean, drawn)
 
@@ -109,35 +102,32 @@ class Step:
         return self.train.donate and (self.post_update_hook is not None or not self.late)
 
     @cached_property
+    def _params(self) -> tuple[list[torch.Tensor], Any]:
+        """The leaves of the parameters, and their structure."""
+        return tree.flatten(self.state.trained)
+
+    @cached_property
     def _trained(self) -> list[int]:
-        return differentiable(self.start.leaves)
+        return differentiable(self._params[0])
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def _forward(self) -> Forward:
         """Run the user's step on the marked parameters."""
-        train, start, strategy, sync = self.train, self.start, self.train.step.strategy, self.start.sync
-        if train.donate and not self.late and sync.leaves and start.pending_step is None:
+        train, strategy, sync = self.train, self.train.step.strategy, self.state.sync_state
+        leaves, spec = self._params
+        if train.donate and not self.late and sync.leaves:
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
-            sync = replace(sync, leaves=unshared(sync.leaves, tree.unflatten(start.spec, start.leaves)))
-        leaves = start.leaves
+            sync = replace(sync, leaves=unshared(sync.leaves, self.state.trained))
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
         hook = self.post_update_hook
         if hook is None and not marks_on_wire(train.step.hook_as_chosen(sync), self.info.step, training=True):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
-        given = tree.unflatten(start.spec, leaves)
+        given = tree.unflatten(spec, leaves)
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        around = None if start.pending_step is None else start.pending_step.hidden_in
-        options = CallOptions(
-            deferred=True,
-            next_forward=train.overlap_policy.next_forward,
-            step=self.info.step,
-            hook=hook,
-            frozen=self.state.frozen,
-            around=around,
-        )
+        options = CallOptions(deferred=True, step=self.info.step, hook=hook, frozen=self.state.frozen)
         with comm.span("forward"), torch.enable_grad():
             arguments = arguments_of(given, self.state.buffers, self.batch)
             run = train.step.run(arguments, self.batch.named, options)
@@ -147,8 +137,6 @@ class Step:
         if isinstance(loss, Weighted):
             strategy.check_weighted(self.info.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
-        if start.pending_step is not None:
-            start.pending_step.wait_all()
         return Forward(run, leaves, sync_leaves, sync_spec, total, weight, buffers, aux)
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -165,20 +153,20 @@ class Step:
         look = probes if checks_finite(train) and not runs_ahead(self.info) else None
         return Backward(train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look)
 
-    def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion | None:
+    def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion:
         """Send the step summary, and run the backward pass, which launches the buckets' programs.
 
-        Returns what is done with them when they complete; None if that is the next step's concern.
+        Returns what is done with them when they complete.
         """
         total, weight = forward.total, forward.weight
-        options = PassOptions(f"step {self.state.step}", checks_finite(self.train), self._program(schedule))
+        options = PassOptions(f"step {self.state.step}", checks_finite(self.train))
         schedule.configure(options)
         self._read_last_summary(schedule)
         schedule.send_summary(total.detach(), 1.0 if weight is None else weight)
         completion: Completion | None = None
         try:
             if self.post_update_hook is not None:
-                before = self.start.sync.leaves
+                before = self.state.sync_state.leaves
                 completion = UpdateThenSend(self.post_update_hook, work, schedule, before, total, weight)
                 schedule.configure(replace(options, program=completion.program))
             if (objective := work.objective(total)) is not None:
@@ -186,7 +174,11 @@ class Step:
                     torch.autograd.backward(objective, inputs=work.inputs)
             schedule.launch()
             schedule.configure(PassOptions())  # all programs are made; `program` holds this step
-            return completion or self.train.overlap_policy.completion(work, schedule, weighted=weight is not None)
+            if completion is None:
+                scale = scale_of(work, schedule, weighted=weight is not None)
+                of = UpdateBuckets if self.train.overlap == "update" else CollectGradients
+                completion = of(work, schedule, scale)
+            return completion
         except BaseException as error:
             self._abandon(error, schedule, work, completion)
             raise
@@ -203,14 +195,6 @@ class Step:
                 f"({type(error).__name__}: {error}). Load a checkpoint."
             )
             raise
-
-    def _program(self, schedule: ProcessSchedule) -> ProgramOf | None:
-        """Programs that read the states of an earlier step: they weren't known yet when the marker was made."""
-        earlier = self.start.pending_step
-        states = None if earlier is None else earlier.states_for(schedule.plan, self._trained)
-        if states is None:
-            return None
-        return lambda bucket, grads, _: schedule.program(bucket, grads, [states[m] for m in bucket.members])
 
     def _abandon(
         self, error: BaseException, schedule: ProcessSchedule, work: Backward, completion: Completion | None
@@ -240,29 +224,6 @@ class Step:
         assert summary is not None
         local = completion.mean if isinstance(completion, UpdateThenSend) else None
         return done, summary.mean.to(forward.total.dtype) if local is None else local
-
-    def _leave_pending(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> tuple[TrainState, Metrics]:
-        """The next state and metrics of a step whose buckets complete during the next one."""
-        state, start, summary = self.state, self.start, schedule.summary
-        assert summary is not None
-        try:
-            scale = scale_of(work, schedule, weighted=forward.weight is not None)
-        except BaseException as error:
-            self._abandon(error, schedule, work, None)
-            raise
-        kept = replace(state, _lease=[None])  # it can still be read when the original is donated
-        if self.train.donate:
-            hand_over(state, kept, self.seen)
-        updates = UpdateBuckets(replace(work, state=kept), schedule, scale)
-        sync = replace(kept.sync_state, step=self.info.step + 1)
-        stand_in = None if start.pending_step is None else start.pending_step.stand_in
-        pending_step = PendingStep(updates, schedule, sync, stand_in)
-        # What the step returned mustn't change when the parameters do.
-        buffers, aux = unshared((forward.buffers, forward.aux), kept.trained)
-        layout = replace(self.train.step.strategy.layout, strategy=state.layout.strategy)
-        others = {"step": state.step + 1, "layout": layout, "loss_scale": kept.loss_scale, "frozen": state.frozen}
-        following = TrainState.later(pending_step, buffers=buffers, pending=state.pending, **others)
-        return following, Metrics.later(summary, forward.total.dtype, aux)
 
     # --- apply and commit --------------------------------------------------------------------------------------------
 
@@ -298,7 +259,7 @@ class Step:
         try:
             with uninterrupted(self._in_place):
                 updated = self._updated(done, states, finite, lambda: overwritten.append(True))
-                next_sync = self.start.sync.advanced(updated.states)
+                next_sync = state.sync_state.advanced(updated.states)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
                 with uninterrupted(updated.finish is not None):
@@ -331,7 +292,7 @@ class Step:
             params, after = check_next(strategy, "after_update", got, done.params, states)
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
-            leaves, spec = tree.flatten(state.trained)
+            leaves, spec = self._params
             reduced = dict(zip(self._trained, done.grads, strict=True))
             done.grads.clear()  # so that the optimizer's are all that is left of them
             filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,13 @@ from ltx.typing import Tree
 # The parts that hold tensors. An instance has them under names with an underscore; properties read them.
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
 
-# Those of them that steps write into, and that overlap="step" applies later, in the order of PendingStep.result().
-_LATE = ("params", "opt_state", "sync_state")
+# Those of them that steps write into.
+_WRITTEN = ("params", "opt_state", "sync_state")
 
 
 # Which step a state was donated to, or why it is invalid: one cell, which copies of the state share. A list, because a
 # compiled graph can't make objects.
 _Lease = list[int | str | None]
-
-
-class PendingStep(Protocol):
-    """A step that isn't applied yet: :class:`ltx.training.pending_step.PendingStep`."""
-
-    def result(self) -> tuple[Tree, Tree, Any]:
-        """(params, opt_state, sync_state), waited for."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,35 +74,17 @@ class TrainState:
             object.__setattr__(self, "_params", tree.masked(given, self.frozen, there=False))
             object.__setattr__(self, "frozen", frozen)
 
-    @staticmethod
-    def later(pending_step: PendingStep, **others: Any) -> TrainState:
-        """A state three parts of which are still pending; reading one of them waits for all."""
-        state = object.__new__(TrainState)
-        named = {f"_{name}" if name in _PARTS else name: value for name, value in others.items()}
-        state.__dict__.update(named, _pending_step=pending_step, _lease=[None], _seen=())
-        return state
-
     @property
     def trained(self) -> Tree:
         """The parameters that are trained, with None in the places of frozen ones."""
         self._look_at("params")
         return self.__dict__["_params"]
 
-    @property
-    def pending_step(self) -> PendingStep | None:
-        """What this state waits for, where it isn't whole yet."""
-        pending_step: PendingStep | None = self.__dict__.get("_pending_step")
-        return pending_step
-
     def _look_at(self, part: str) -> None:
-        """A part is read: complete it if it is pending, and note that the user may hold its tensors."""
+        """A part is read: note that the user may hold its tensors."""
         if torch.compiler.is_compiling():
             return
         self.check_owned()
-        if self.pending_step is not None and part in _LATE:
-            self.__dict__.update(
-                zip((f"_{name}" for name in _LATE), self.pending_step.result(), strict=True), _pending_step=None
-            )
         if part not in self.seen:
             self.__dict__["_seen"] = (*self.seen, part)
 
@@ -163,15 +137,12 @@ class TrainState:
         return isinstance(self._lease[0], int)
 
     def parts(self, names: Sequence[str]) -> list[Tree]:
-        """The parts that are there and that steps write into."""
-        held = [f"_{name}" for name in names if name in _LATE]
-        return [self.__dict__[name] for name in held if name in self.__dict__]
+        """Those of the parts `names` that steps write into."""
+        return [self.__dict__[f"_{name}"] for name in names if name in _WRITTEN]
 
     def renew(self, made: Callable[[Tree], Tree]) -> None:
         """Replace each part by what `made` makes of it; for a state that the user hasn't read yet."""
-        for name in _PARTS:
-            if f"_{name}" in self.__dict__:
-                self.__dict__[f"_{name}"] = made(self.__dict__[f"_{name}"])
+        self.__dict__.update({f"_{name}": made(self.__dict__[f"_{name}"]) for name in _PARTS})
 
     def donate(self) -> None:
         """Mark this state as donated: from now on reading it raises."""
@@ -182,7 +153,7 @@ class TrainState:
     def invalidate(self, why: str) -> None:
         """Mark this state as invalid, because only some tensors were updated in place: reading it raises with `why`."""
         self._lease[0] = why
-        for name in _LATE:
+        for name in _WRITTEN:
             self.__dict__.pop(f"_{name}", None)
 
     def become(self, following: TrainState) -> None:

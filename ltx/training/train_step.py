@@ -157,19 +157,19 @@ class TrainStep(TrainSettings):
         state.check_owned()
         axis, seen = comm.resolve(self.step.axis), state.seen  # before the comparison looks at the state
         self._compare(state, axis)
-        start = self.overlap_policy.start(state, self.step.fn)
-        strategy, info = self.step.strategy, StepInfo(start.sync.checked_step(), axis)
+        params, sync = state.trained, state.sync_state
+        strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
         strategy.check_axis(axis)
         check_layout(strategy, info.step)
         pending = state.pending
-        if strategy.communicates_besides:  # never with a pending step, for whose parameters `state.trained` would wait
-            pending = strategy.begin(state.trained, start.sync.leaves, info, pending)
+        if strategy.communicates_besides:
+            pending = strategy.begin(params, sync.leaves, info, pending)
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         buffers = state.held("buffers")
         try:
             with comm.span("step"):
-                return Step(self, state, batch, seen, start, info, pending, late, hook).run()
+                return Step(self, state, batch, seen, info, pending, late, hook).run()
         except BaseException as error:
             begun = pending is not None and pending is not state.pending
             if (late or begun or must_sync_finite(self, info)) and axis.comm is not None:
@@ -202,7 +202,7 @@ class TrainStep(TrainSettings):
 
         None where they do nothing then, or do it only when the optimizer has run on all parameters.
         """
-        if not self.overlap_policy.by_bucket or not self.step.strategy.communicates_after_update(step):
+        if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
             return None
         hook = self.step.strategy.post_update_hook(self.optimizer, step)
         return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
@@ -215,7 +215,7 @@ def train_step(
     *,
     donate: bool = True,
     guard: Literal["off", "skip", "raise"] = "off",
-    overlap: Literal["backward", "update", "step"] = "backward",
+    overlap: Literal["backward", "update"] = "backward",
     has_aux: bool = False,
     check_every: int | None = None,
     trainable: Trainable = None,
@@ -243,8 +243,7 @@ def train_step(
             middle a donated state is invalid, and using it raises InvalidStateError. For optimizers that update leaf by
             leaf; refused for others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum, the
             low-precision ring), it runs and they communicate bucket by bucket during the backward pass, so a failure of
-            that invalidates the state too. "step": buckets also complete between steps and during the next forward
-            pass, see below.
+            that invalidates the state too.
         has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. With
             ``data_parallel(outputs="mean")`` floating tensors in it are means over ranks, at the price of a message;
             or the step takes the mean of what it wants the mean of, ``return loss, {"accuracy": ltx.pmean(accuracy)}``.
@@ -266,24 +265,8 @@ def train_step(
         WeightError: all weights of a Weighted step are 0; before the update.
         ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
-        InvalidStateError: something failed while a step with overlap="update" or "step" was being applied.
+        InvalidStateError: something failed while a step with overlap="update" was being applied.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
-
-    With ``overlap="step"`` a step returns when its backward pass is done. Each bucket completes where the next step
-    first uses its parameters, and the optimizer runs there; values are the same, bit for bit, as with the others. No
-    pending tensor is visible: reading, flattening, saving, pickling or printing the state waits for all of it, and
-    ``metrics.loss`` waits for the loss alone. ltx.shutdown and the end of the process wait too. So:
-
-    * it pays on slow links. Through shared memory nothing progresses while no rank waits, so "step" is "update" there.
-    * a step that reads all of its parameters before it begins waits for all of them: a cast of mixed precision does,
-      and so does a compiled function, which is noticed at the first such step.
-    * an error of the network is raised in the next step, or where the state is read. That state is invalid from then
-      on, and every later use raises. Keep checkpoints.
-    * a donated state can't be read any more.
-    * code that bypasses torch, such as a C++ extension, finds NaN in a parameter that nothing else has used before in
-      this step.
-    * it is refused for strategies that change parameters between two steps, for dynamic loss scaling, and for a train
-      step that is compiled as a whole.
 
     Example:
         >>> import torch, ltx

@@ -7,7 +7,7 @@ gradient with respect to a replicated argument is reduced over the axis.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -126,20 +126,17 @@ class DataParallel(StepSettings):
         if torch.compiler.is_compiling():
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:
-            output = self._call(self._replaced(args, given), kwargs, marked, options)
+            output = self._call(self._replaced(args, given), kwargs, marked)
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
         mean = self.outputs == "mean" and not self.blocked
         return Run(tied, self.axis, marked.schedule, mean, local, within, marked.inputs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, options: CallOptions) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked) -> Any:
         """Call the user's step, and see to what it does besides returning something."""
         token, before = in_step.set(True), nodes_made()
         try:
-            with (
-                look_at_modules(self.fn),
-                nullcontext() if options.around is None else options.around(marked.leaves, self.fn),
-            ):
+            with look_at_modules(self.fn):
                 output = whole_scalars(self.fn(*args, **kwargs))
         finally:
             in_step.reset(token)

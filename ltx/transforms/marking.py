@@ -160,7 +160,7 @@ def mark(
         tuple(tuple(state) for state in states),
         step,
         lambda: [paths()[i] for i in wanted],
-        'data_parallel with overlap="step"' if options.next_forward else "data_parallel",
+        "data_parallel",
         spec,
     )
     # Ranks that share gradients start from the same parameters; ranks that communicate after the optimizer needn't.
@@ -170,7 +170,7 @@ def mark(
         if options.step is None:  # a train step compares its whole state
             agreed = plan.agreement
             check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
-    schedule = schedule_for(plan, options.deferred, options.next_forward)
+    schedule = schedule_for(plan, options.deferred)
     if isinstance(schedule, ProcessSchedule) and source is not None and not functions.can_raise_priority():
         hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         schedule.on_end = hooks.finish

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -151,19 +150,15 @@ class CallOptions:
     Attributes:
         deferred: the backward pass doesn't wait for its reductions: the caller does. The caller then differentiates
             with respect to :attr:`Run.inputs`, and parameters needn't require gradients.
-        next_forward: the next forward pass goes on while reductions of this one are pending.
         step: the number of steps so far, for a caller that counts them; None: the communication state counts.
         hook: what ranks share in place of gradients; None: what the strategy says.
         frozen: parameters that take the places of None among those of the step.
-        around: a context manager, given the marked parameters and the step's function, that surrounds the call.
     """
 
     deferred: bool = False
-    next_forward: bool = False
     step: int | None = None
     hook: CommHook | None = None
     frozen: Tree = None
-    around: Callable[[list[Any], Any], AbstractContextManager[Any]] | None = None
 
 
 PLAIN_CALL = CallOptions()

@@ -148,7 +148,7 @@ def loss_of(module: nn.Module) -> Callable[[Params, Tensor], Tensor]:
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
+@pytest.mark.parametrize("overlap", ["backward", "update"])
 @pytest.mark.parametrize("network", [FAST, GIGABIT, SLOW])
 def test_training_is_that_of_the_hook_that_was_chosen(
     ranks: Ranks, network: ltx.profile.Network, overlap: Any, seed: int

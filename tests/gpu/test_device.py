@@ -103,9 +103,9 @@ def on_streams(streams: Callable[[int], Any], **options: Any) -> dict[str, Tenso
 
 
 @needs_cuda
-@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
+@pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_steps_on_other_streams(overlap: Any, workers: Any) -> None:
-    """All on a side stream; and each on another one, so that with "step" a bucket completes where it didn't begin."""
+    """All on a side stream; and each on another one."""
 
     def run() -> list[dict[str, Tensor]]:
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
@@ -122,8 +122,8 @@ def test_memory_that_another_stream_takes_meanwhile(workers: Any) -> None:
     """A step that completes on one stream while the one that it began on goes on with other work."""
 
     def run() -> Any:
-        expected = on_streams(lambda step: None, overlap="step")
-        train, side = train_step(overlap="step"), torch.cuda.Stream()
+        expected = on_streams(lambda step: None)
+        train, side = train_step(), torch.cuda.Stream()
         state, given = train.init(params_of(model())), [batch(step) for step in range(6)]
         for step in range(0, 6, 2):
             state, _ = train(state, *given[step])
@@ -183,7 +183,7 @@ def test_out_of_memory(where: str, workers: Any) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
+@pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_donated_steps_take_no_more_memory(overlap: Any, workers: Any) -> None:
     def run() -> list[int]:
         train = train_step(overlap=overlap)

@@ -81,7 +81,7 @@ def alone() -> dict[str, Tensor]:
     return plain(4, grads)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "step"])
+@pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_a_step_on_half_the_batch_each(overlap: str, workers: Any, tmp_path: Path) -> None:
     (expected,) = workers.run(alone)
     first, second = on_two(trained, tmp_path, overlap, overlap == "backward")

@@ -12,7 +12,6 @@ from torch import Tensor
 from ltx import hooks
 from ltx.gradients.buckets import Bucket, Leaf, leaves_of, plan_buckets
 from ltx.gradients.packing import pack, pack_pure, unpack
-from ltx.gradients.process_schedule import launch_order
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -104,11 +103,3 @@ def test_what_a_hook_carries_over_is_added(seed: int) -> None:
     for grad, state, part in zip(grads, states, unpack(flat, bucket), strict=True):
         torch.testing.assert_close(part, grad / 2 + state.get("residual", 0))
     assert torch.equal(flat, pack_pure(grads, bucket, hook, 2, states))
-
-
-def test_launches_ahead_of_the_next_forward_pass() -> None:
-    """Two thirds of the bytes as they come; then every third bucket, what the forward pass uses first at first."""
-    leaves = tuple(Leaf(torch.Size([10]), torch.float32, CPU) for _ in range(9))
-    buckets = plan_buckets(leaves, tuple(range(9)), 40, 40)
-    assert list(launch_order(buckets)) == [1, 2, 4, 5, 7, 8, 6, 3, 0]
-    assert list(launch_order(buckets[:1])) == [0]

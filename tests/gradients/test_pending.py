@@ -69,17 +69,3 @@ def test_what_completes_first_waits_for_the_buckets_before_it() -> None:
     first.works[0].done = True
     pending.poll()
     assert second.issued == ["bucket 0", "bucket 1", "bucket 2"]
-
-
-def test_one_that_is_asked_for_takes_those_before_it_along() -> None:
-    first, second = channels = [Channel(), Channel()]
-    pending = PendingReductions(
-        cast(comm.AxisComm, SimpleNamespace(size=2, rank=0, stream_of=lambda device: None)),
-        lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
-    )
-    for _ in range(3):
-        pending.launch(program_of(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2)), Twice())
-    first.works[1].done = True
-    assert pending.wait(1)[0].tolist() == [1.0, 1.0]
-    assert second.issued == ["bucket 0", "bucket 1"]
-    assert (first.works[2].done, second.works[0].done) == (False, False)

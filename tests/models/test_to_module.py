@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, bool, ltx.Strategy | None, str]] = {
     "gpt2": ("gpt2", True, None, "backward"),
     "gpt2, by parameters": ("gpt2", False, None, "update"),
     "gpt2, zero": ("gpt2", True, ltx.ZeroStrategy(bucket_bytes=1024, first_bucket_bytes=1024), "update"),
-    "llama": ("llama", True, None, "step"),
+    "llama": ("llama", True, None, "update"),
     "llama, zero": ("llama", True, ltx.ZeroStrategy(), "backward"),
 }
 

@@ -6,8 +6,8 @@ MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
         file="gradients/process_schedule.py",
-        old="while len(self.pending) < len(self._order) and (place := self._order[len(self.pending)]) in self._ready:",
-        new="while self._ready and (place := next(iter(self._ready))) is not None:",
+        old="while (program := self._ready.pop(len(self.pending), None)) is not None:",
+        new="while self._ready and (program := self._ready.pop(next(iter(self._ready)))) is not None:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
         tests=(
             "tests/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",
@@ -25,7 +25,7 @@ MUTANTS = (
     Mutant(
         name="gradients: a later phase overtakes an earlier bucket",
         file="gradients/pending.py",
-        old="return all(self._is_past(earlier, phase) for earlier in range(place))",
+        old="return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])",
         new="return True",
         breaks="second collectives of buckets go out as the first ones complete, which is another order on each rank",
         tests=("tests/gradients/test_pending.py",),

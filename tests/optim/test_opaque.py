@@ -263,9 +263,8 @@ def test_a_checkpoint_of_a_state_that_has_not_begun(tmp_path: Any, seed: int) ->
 
 def test_what_it_cannot_do_is_refused() -> None:
     step = ltx.data_parallel(lambda w: (w**2).sum())
-    for overlap in ("update", "step"):
-        with pytest.raises(StrategyError, match=r"bucket by bucket, .* from_torch\(Lion\) needs all of them"):
-            ltx.train_step(step, from_torch(Lion), overlap=overlap)
+    with pytest.raises(StrategyError, match=r"bucket by bucket, .* from_torch\(Lion\) needs all of them"):
+        ltx.train_step(step, from_torch(Lion), overlap="update")
     with pytest.raises(
         StrategyError, match=r"ZeroStrategy gives each rank a part .* from_torch\(Lion\) needs whole ones"
     ):

@@ -399,7 +399,6 @@ TRAINS: dict[str, Any] = {name: ltx.train_step(ltx.data_parallel(loss, s), SGD) 
     "weighted, accumulated": ltx.train_step(ltx.accumulate(ltx.data_parallel(weighted), steps=2), SGD),
     "accumulated": ltx.train_step(ltx.accumulate(ltx.data_parallel(loss), steps=2), SGD),
     "bucket by bucket": ltx.train_step(ltx.data_parallel(loss, STRATEGIES["zero"]), SGD, overlap="update"),
-    "pending": ltx.train_step(ltx.data_parallel(loss), SGD, overlap="step"),
     "compared": ltx.train_step(ltx.data_parallel(loss), SGD, donate=False, guard="skip", check_every=1),
     "scaled": ltx.train_step(
         ltx.mixed_precision(ltx.data_parallel(loss), ltx.Precision(loss_scale=ltx.DynamicLossScale(init=8.0))),

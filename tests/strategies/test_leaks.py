@@ -11,14 +11,14 @@ import torch
 
 import ltx
 from ltx.errors import StrategyError
-from ltx.training.overlap import policy_called
+from ltx.training.settings import check_overlap
 from tests.comm.conftest import OnFreshAxis
 from tests.strategies.problem import loss, make_problem
 from tests.strategies.table import ROWS
 
-Overlap = Literal["backward", "update", "step"]
+Overlap = Literal["backward", "update"]
 
-OVERLAPS: tuple[Overlap, ...] = ("backward", "update", "step")
+OVERLAPS: tuple[Overlap, ...] = ("backward", "update")
 # After 30 more steps, every strategy of the table is at the same place in what it does over and over.
 WARMUP_STEPS, STEPS = 5, 30
 
@@ -30,7 +30,7 @@ def _trainers(overlap: Overlap) -> dict[str, Any]:
         step = ltx.data_parallel(loss, row.strategy)
         if 2 in row.ranks:
             try:
-                policy_called(overlap).check(step, row.optimizer, "off")
+                check_overlap(overlap, step, row.optimizer, "off")
             except StrategyError:
                 continue
             found[name] = ltx.train_step(step, row.optimizer, overlap=overlap)
@@ -72,10 +72,9 @@ def _grown(overlap: Overlap, seed: int, steps: int) -> dict[str, dict[str, int]]
     return grown
 
 
-def _assert_nothing_left(by_rank: Any, overlap: Overlap) -> None:
+def _assert_nothing_left(by_rank: Any) -> None:
     for grown in by_rank:
-        assert {"ddp", "horovod"} < set(grown)
-        assert ("zero" in grown) == (overlap != "step")
+        assert {"ddp", "horovod", "zero"} < set(grown)
         assert {name: layout for name, layout in grown.items() if layout} == {}
 
 
@@ -83,15 +82,12 @@ def _assert_nothing_left(by_rank: Any, overlap: Overlap) -> None:
 @pytest.mark.covering(1, of=lambda overlap: ())
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_steps_leave_nothing_behind(overlap: Overlap, on_new_axis: OnFreshAxis, seed: int) -> None:
-    """Over sockets with overlap="step", which does something of its own there alone."""
-    by_rank = on_new_axis(lambda: _grown(overlap, seed, STEPS), timeout_s=40.0, sockets=overlap == "step")
-    _assert_nothing_left(by_rank, overlap)
+    _assert_nothing_left(on_new_axis(lambda: _grown(overlap, seed, STEPS), timeout_s=40.0))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_thousand_steps_leave_nothing_behind(overlap: Overlap, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LTX_SHARED_MEMORY", str(int(overlap != "step")))
+def test_a_thousand_steps_leave_nothing_behind(overlap: Overlap, seed: int) -> None:
     with ltx.Pool(2) as pool:
-        _assert_nothing_left(pool.run(_grown, overlap, seed, 990), overlap)
+        _assert_nothing_left(pool.run(_grown, overlap, seed, 990))

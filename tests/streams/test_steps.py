@@ -65,7 +65,6 @@ SMALL = {"bucket_bytes": 512, "first_bucket_bytes": 128}
 STRATEGIES: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
     "mean": (ltx.DDPStrategy(**SMALL), {}),
     "update": (ltx.DDPStrategy(**SMALL), {"overlap": "update"}),
-    "step": (ltx.DDPStrategy(**SMALL), {"overlap": "step"}),
     "fp16": (ltx.DDPStrategy(comm_hook=hooks.FP16(), **SMALL), {}),
     "powersgd": (ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=1, start_step=0), **SMALL), {}),
     "bytegrad": (ltx.DDPStrategy(comm_hook=hooks.ByteGrad(), **SMALL), {}),

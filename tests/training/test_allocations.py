@@ -43,7 +43,7 @@ def setting() -> tuple[Params, Callable[[Params, Tensor], Tensor], Tensor]:
 
 
 @pytest.mark.full(but=2)
-@pytest.mark.parametrize("overlap", ["backward", "update", "step"])
+@pytest.mark.parametrize("overlap", ["backward", "update"])
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_training_step(ranks: Ranks, overlap: Any, donate: bool) -> None:
     def counted() -> tuple[Counter[int], Counter[int], Counter[int]]:

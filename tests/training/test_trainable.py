@@ -44,14 +44,12 @@ def test_frozen_parameters_stay(ranks: Ranks, seed: int) -> None:
         x = torch.randn(4, 6, 4)[ltx.axis_index()]
         wrong = []
         for strategy in STRATEGIES:
-            for overlap in ("backward", "update", "step"):
+            for overlap in ("backward", "update"):
                 if (
                     overlap != "backward"
                     and not strategy.updates_in_buckets
                     and not strategy.communicates_after_update(0)
                 ):
-                    continue
-                if overlap == "step" and strategy.communicates_besides:
                     continue
                 net = model()
                 net[0].requires_grad_(False)
