@@ -67,7 +67,8 @@ class Ema(Optimizer):
 
     def init(self, params: Tree) -> EmaState:
         check_tensors(params, "params")
-        return EmaState(self.optimizer.init(params), tree_map(lambda p: p.detach().clone(), params))
+        averages = tree_map(lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
+        return EmaState(self.optimizer.init(params), averages)
 
     def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
         check_state(self, state, EmaState)
@@ -113,13 +114,15 @@ class Ema(Optimizer):
     @torch.no_grad()
     def _average_in_place(self, averages: list[Tensor], params: list[Tensor]) -> None:
         if self._skip is None:
-            torch._foreach_lerp_(averages, params, 1 - self.decay)
+            torch._foreach_lerp_(
+                averages, [p.to(a.dtype) for a, p in zip(averages, params, strict=True)], 1 - self.decay
+            )
             return
         for average, param in zip(averages, params, strict=True):
             average.copy_(self._next(average, param))
 
     def _next(self, average: Tensor, param: Tensor) -> Tensor:
-        moved = average.lerp(param, 1 - self.decay)
+        moved = average.lerp(param.to(average.dtype), 1 - self.decay)
         # Though the parameter hasn't moved, the average would move towards it.
         return moved if self._skip is None else torch.where(self._skip.to(average.device), average, moved)
 
@@ -132,8 +135,8 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
 
     After each update ``average <- decay * average + (1 - decay) * params``, beginning with the first parameters, as
     torch's ``get_ema_multi_avg_fn`` does from its first call on. :func:`averaged` reads it; saved and loaded it is with
-    the state. Nothing is communicated: where ranks have the same parameters, they have the same averages. It overlaps
-    where `optimizer` does.
+    the state. Averages are in float32 at least: in 16 bits they would stand still. Nothing is communicated: where ranks
+    have the same parameters, they have the same averages. It overlaps where `optimizer` does.
 
     >>> import torch
     >>> from ltx.optim.from_torch import from_torch

@@ -262,7 +262,7 @@ class HorovodStrategy(Strategy):
                 )
         totals = [states[path][PASSES] + grad for path, grad in zip(paths, grads, strict=True)]
         added = {path: {**states[path], PASSES: total} for path, total in zip(paths, totals, strict=True)}
-        return {**states, **added}, tree.unflatten(spec, totals)
+        return {**states, **added}, tree.unflatten(spec, [x.to(g.dtype) for x, g in zip(totals, grads, strict=True)])
 
 
 @lru_cache(maxsize=64)

@@ -65,7 +65,7 @@ class Scaled(hooks.CommHook):
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        passes = {PASSES: torch.zeros_like(param)} if self.passes else {}
+        passes = {PASSES: torch.zeros_like(param, dtype=_wide(param.dtype))} if self.passes else {}
         return {**self.hook.init(param, path), **passes}
 
     def at(self, step: int) -> hooks.CommHook:
@@ -86,7 +86,7 @@ class Scaled(hooks.CommHook):
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         narrow = self.hook.wire_dtype(dtype)
         # Passes are added before anything is rounded.
-        return torch.promote_types(dtype, narrow) if self.passes else narrow
+        return _wide(dtype) if self.passes else narrow
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat
@@ -101,6 +101,10 @@ class Scaled(hooks.CommHook):
         if self.predivide is not None:
             total = total.to(dtype) * (self.predivide / inputs.axis_size)
         return total, after
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:

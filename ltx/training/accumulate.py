@@ -2,6 +2,8 @@
 
     f(p, [b_1 ... b_k]) = (f(p, b_1) + ... + f(p, b_k)) / k          grad f = (grad f_1 + ... + grad f_k) / k
 
+Sums are taken in float32 at least: in bfloat16 a thousand equal gradients would add up to 256 of them.
+
 The first k - 1 micro-batches are one autograd Function that computes its gradients G in its forward pass and keeps only
 them; the last one is plain graph, so that the reduction overlaps with its backward pass. Since G is an output of the
 Function, with a derivative of its own (computed again when asked for), second derivatives are exact.
@@ -99,6 +101,7 @@ class _Call:
         self._positions: list[int] = []  # of tensors among the leaves
         self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
         self.drawn: dict[str, Any] = {}  # of what random numbers were drawn
+        self._dtype = torch.float32  # of the losses
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
         """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
@@ -106,10 +109,16 @@ class _Call:
         Chunks that were made outside a Function may belong to a transform that isn't run inside it.
         """
         parts = []
+        # What several micro-batches share gets its gradients in float32: those of copies, which are rounded back.
+        shared = [
+            _widened(x) if chunk is None and len(which) > 1 else x for x, chunk in zip(leaves, self.chunks, strict=True)
+        ]
         for k in which:
             filled = [
-                leaf if chunk is None else (chunk[k] if leaves is self.leaves else self.step.chunks_of(leaf)[k])
-                for leaf, chunk in zip(leaves, self.chunks, strict=True)
+                (x if x is leaf else x.to(leaf.dtype))
+                if chunk is None
+                else (chunk[k] if leaves is self.leaves else self.step.chunks_of(leaf)[k])
+                for leaf, x, chunk in zip(leaves, shared, self.chunks, strict=True)
             ]
             given, named = tree.unflatten(self.spec, filled)
             args, kwargs = list(given), dict(zip(self.names, named, strict=True))
@@ -149,11 +158,15 @@ class _Call:
                     "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) "
                     "from the step, or choose a batch size that divides."
                 )
-        return _Part(first, None, [rest], carry)
+        self._dtype = first.dtype if first.is_floating_point() else _wide(first)
+        return _Part(first.to(_wide(first)), None, [rest], carry)
 
     def finish(self, part: _Part) -> Any:
         """The output of the whole: a mean (or Weighted sums), then what the step returned besides, stacked."""
-        first = part.total / self.step.steps if part.weight is None else Weighted(part.total, part.weight)
+        if part.weight is None:
+            first: Any = (part.total / self.step.steps).to(self._dtype)
+        else:
+            first = Weighted(part.total, part.weight)
         rest = tuple(_stack(values) for values in zip(*part.rest, strict=True))
         carried = () if self.step.carry is None else (part.carry,)
         return (first, *carried, *rest) if carried or rest else first
@@ -178,7 +191,7 @@ class _Call:
         for k in range(self.step.steps - 1):
             found, one = self._gradient(tensors, k, part.carry if part is not None else None)
             part = one if part is None else _add(part, one)
-            grads = found if not grads else [total + g for total, g in zip(grads, found, strict=True)]
+            grads = [g.to(_wide(g)) if part is one else grads[i] + g for i, g in enumerate(found)]
         assert part is not None
         extras, spec = tree.flatten((part.weight, part.rest, part.carry))
         self._structure = (spec, [torch.empty(0) if isinstance(x, torch.Tensor) else x for x in extras])
@@ -196,7 +209,7 @@ class _Call:
             parts.append(self.run(leaves, range(k, k + 1), carry))
             return parts[-1].total
 
-        at = [tensors[i] for i in self.wanted]
+        at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]  # which may be in float32
         if torch._C._are_functorch_transforms_active():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value)
@@ -251,10 +264,11 @@ class MicroBatches(Function):
                 return call(here)[1 : 1 + len(wanted)]
 
             with drawn_again(call.drawn):
-                pull = torch.func.vjp(gradient, *(tensors[i] for i in call.wanted))[1]
+                pull = torch.func.vjp(gradient, *(tensors[i].to(_wide(tensors[i])) for i in call.wanted))[1]
             again = pull(tuple(cotangents))
             found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
-        by_position = dict(zip(call.wanted, found, strict=True))
+        rounded = [None if g is None else g.to(tensors[i].dtype) for i, g in zip(call.wanted, found, strict=True)]
+        by_position = dict(zip(call.wanted, rounded, strict=True))
         return (None, *(by_position.get(i) for i in range(ctx.inputs)))
 
     @staticmethod
@@ -262,6 +276,16 @@ class MicroBatches(Function):
         # The differentiable path: levels below this one see plain operations.
         outs = torch.vmap(lambda *mine: call(mine), in_dims=in_dims[1:], randomness=info.randomness)(*tensors)
         return outs, (0,) * len(outs)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _widened(leaf: Any) -> Any:
+    """`leaf`, or a copy of it if it is differentiated and narrower than float32."""
+    floats = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return leaf.to(_wide(leaf)) if floats and (torch.compiler.is_compiling() or tracked(leaf)) else leaf
 
 
 def _add(a: _Part, b: _Part) -> _Part:
@@ -305,9 +329,9 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
         each stacked along a new dimension 0 of size `steps`.
 
     Gradient:
-        Of the mean over micro-batches, to any order; what is carried from one to the next has none. Second derivatives
-        compute the micro-batches again. In forward mode (jvp, hessian), inside a compiled graph and under vmap within
-        an outer grad all graphs are held.
+        Of the mean over micro-batches, to any order, with sums in float32 at least; what is carried from one to the
+        next has none. Second derivatives compute the micro-batches again. In forward mode (jvp, hessian), inside a
+        compiled graph and under vmap within an outer grad all graphs are held.
 
     Raises:
         StepError: the batch doesn't split evenly, or the step returns no loss.

@@ -100,7 +100,8 @@ class Backward:
     def divided(self, grads: list[torch.Tensor], divisor: torch.Tensor | None) -> list[torch.Tensor]:
         """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
         if divisor is not None:
-            grads = [g / divisor.to(g.dtype) for g in grads]
+            # In float32 at least: float16 has no 100,000, and bfloat16 no 1,025.
+            grads = [(g.to(torch.promote_types(g.dtype, divisor.dtype)) / divisor).to(g.dtype) for g in grads]
         return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
 
     def invalidated_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
