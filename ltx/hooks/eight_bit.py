@@ -205,6 +205,9 @@ class ByteGrad(EightBitHook):
                 [  0., 255.]])
     """
 
+    def filling(self, last: torch.Tensor) -> torch.Tensor:
+        return last[-1]  # a zero might lie outside of the range
+
     def grid(self, groups: torch.Tensor) -> Grid:
         low, high = _extremes(groups)
         around = (low <= 0) & (high >= 0)

@@ -158,8 +158,15 @@ class CompressedAllReduce(LossyHook):
     sums: ClassVar[bool] = False
 
     def multiple(self) -> int:
-        """Rows are padded with zeros to a multiple of this many elements."""
+        """Rows are filled up to a multiple of this many elements: a block. Where it is 1, a row is one block."""
         return 1
+
+    def filling(self, last: torch.Tensor) -> torch.Tensor:
+        """The number that fills up a block behind its own numbers, `last`: zero. It is cut off after decoding.
+
+        A codec that computes something over a block which zeros would change, such as a mean, overrides it.
+        """
+        return last.new_zeros(())
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         """Messages, uint8 of shape ``(k, length)``, of `rows`, floating of shape ``(k, m)``.
@@ -205,9 +212,9 @@ class CompressedAllReduce(LossyHook):
         if not numel:
             return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         lot = n * self.multiple()
-        flat = inputs.flat if numel % lot == 0 else torch.nn.functional.pad(inputs.flat, (0, -numel % lot))
-        rows = flat.view(n, -1)
-        m = rows.shape[1]
+        m = -(-numel // lot) * self.multiple()
+        last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1  # the last row with own numbers, and how many
+        rows = self._filled(inputs.flat, n * m, m).view(n, m)
         first, second = self.keys(inputs)
         encode = self.encode_and_keep if in_place else self.encode
         outgoing = encode(rows, first)
@@ -218,6 +225,11 @@ class CompressedAllReduce(LossyHook):
         part = self.decode(incoming[:1], m, dtype)[0]
         for place in range(1, 1 if incoming.is_meta else n):  # shapes alone have nothing to add
             self.add_decoded(incoming[place], part)
+        if own_of_last < m:  # a sum of fillings isn't the filling of the sum
+            if not isinstance(rank, int):
+                part = torch.where(rank == last, self._filled(part[:own_of_last], m, m), part)
+            elif rank == last:
+                part = self._filled(part[:own_of_last], m, m)
         message = encode(part[None], second)
         rest = part - self.decode(message, m, dtype)[0] if mine is not None else part
         messages = yield CollectiveRequest("all_gather", message[0])
@@ -238,6 +250,14 @@ class CompressedAllReduce(LossyHook):
             return with_rest(rows if mine is None else rows - mine, rest)
 
         return CompressionResult(total[:numel], own, inputs.states, remainder)
+
+    def _filled(self, own: torch.Tensor, length: int, m: int) -> torch.Tensor:
+        """`own`, from the start of a row of `m` numbers on, filled up to `length`."""
+        if len(own) == length:
+            return own
+        block = m if self.multiple() == 1 else self.multiple()
+        filling = self.filling(own[(len(own) - 1) // block * block :])
+        return torch.cat([own, filling.expand(length - len(own))])
 
 
 def to_message(numbers: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,9 @@ class OneBit(CompressedAllReduce):
     def multiple(self) -> int:
         return self.block
 
+    def filling(self, last: torch.Tensor) -> torch.Tensor:
+        return last.abs().mean()  # which leaves the block's size as it is
+
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         if is_plain(rows):
             return self._in_chunks(rows, keep=False)

@@ -169,7 +169,7 @@ class PowerSGD(PowerHook):
 
 @dataclass(frozen=True)
 class BatchedPowerSGD(PowerHook):
-    """Low-rank gradients: a whole bucket as one square matrix, padded with zeros.
+    """Low-rank gradients: a whole bucket as one matrix, as square as may be; the few numbers left over travel whole.
 
     Fewer and larger products than :class:`PowerSGD`, and a worse approximation. The random matrices are new at every
     step: state belongs to parameters, and a bucket's isn't any one's.
@@ -191,14 +191,16 @@ class BatchedPowerSGD(PowerHook):
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         numel, n = inputs.flat.numel(), inputs.axis_size
-        side = max(1, isqrt(max(numel - 1, 0)) + 1)
-        matrix = torch.nn.functional.pad(inputs.flat, (0, side * side - numel)).view(1, side, side)
+        side = max(1, isqrt(numel))
+        matrix = inputs.flat[: numel // side * side].view(1, -1, side)
         place = (inputs.step, inputs.bucket.index)
         start = self._random(min(self.rank, side), side, matrix.dtype, *place, device=matrix.device)
-        first = orthonormal((yield CollectiveRequest("psum", start @ matrix.mT)))
+        first = start @ matrix.mT
+        first, rest = _cut((yield CollectiveRequest("psum", _joined([first, inputs.flat[matrix.numel() :]]))), [first])
+        first = orthonormal(first)
         second = yield CollectiveRequest("psum", first @ matrix)
-        total = (first.mT @ second).view(-1)[:numel]
-        finite = is_plain(second) and bool(second.isfinite().all())  # see PowerSGD
+        total = _joined([first.mT @ second, rest])
+        finite = is_plain(second) and bool(_joined([second, rest]).isfinite().all())  # see PowerSGD
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
             return corrected.sub_(total, alpha=1 / n)

@@ -46,8 +46,11 @@ def with_feedback(send: Callable[..., Any]) -> Twin:
     return twin
 
 
-def scattered(code: Code, multiple: int = 1, seed: int | None = None) -> Twin:
-    """Row r of each share goes to rank r as a message; the messages are added up, and the sum is a message to all."""
+def scattered(code: Code, multiple: int = 1, seed: int | None = None, padded: bool = False) -> Twin:
+    """Row r of each share goes to rank r as a message; the messages are added up, and the sum is a message to all.
+
+    The code is told of the numbers of a row alone; `padded`: and of the zeros behind them.
+    """
 
     def send(shares: list[dict[str, Tensor]], states: States, step: int) -> Any:
         n, numel = len(shares), flat(shares[0]).numel()
@@ -58,13 +61,18 @@ def scattered(code: Code, multiple: int = 1, seed: int | None = None) -> Twin:
         def key(rank: int, turn: int) -> Any:
             return None if seed is None else noise.key_of(seed, step, 0, turn, rank, device=torch.device("cpu"))
 
+        counts = [max(0, min(length // n, numel - r * length // n)) for r in range(n)]
+
+        def coded(row: Tensor, count: int) -> Tensor:
+            return code(row, None) if padded else torch.cat([code(row[:count], None), row[count:]])
+
         if seed is None:
-            sent = [torch.stack([code(row, None) for row in of]) for of in rows]
+            sent = [torch.stack([coded(row, count) for row, count in zip(of, counts, strict=True)]) for of in rows]
         else:  # one draw for all of a rank's rows
             sent = [code(of, key(rank, 0)) for rank, of in enumerate(rows)]
         sums = sum(sent)
         result = torch.stack(
-            [code(sums[r], None) if seed is None else code(sums[r : r + 1], key(r, 1))[0] for r in range(n)]
+            [coded(sums[r], counts[r]) if seed is None else code(sums[r : r + 1], key(r, 1))[0] for r in range(n)]
         )
         for rank in range(n):
             sent[rank][rank] += result[rank] - sums[rank]
@@ -83,7 +91,7 @@ def eight_bit(extended: bool, channel: int | None) -> Code:
 
     def code(row: Tensor, key: Any) -> Tensor:
         out = torch.empty_like(row)
-        for start in range(0, len(row), channel or len(row)):
+        for start in range(0, len(row), channel or max(1, len(row))):
             group = row[start : start + (channel or len(row))]
             low, high = group.min(), group.max()
             # The last bit matters: what lies halfway between two codes is not so rare in a sum of codes.
@@ -196,14 +204,12 @@ def power(rank: int, warm_start: bool = True, rate: float = 2.0) -> Twin:
 def batched_power(rank: int, seed: int) -> Twin:
     def send(shares: list[dict[str, Tensor]], states: States, step: int) -> Any:
         n, whole = len(shares), sum(flat(s) for s in shares)
-        side = 1
-        while side * side < whole.numel():
-            side += 1
-        matrix = torch.nn.functional.pad(whole, (0, side * side - whole.numel())).view(side, side)
+        side = int(whole.numel() ** 0.5)
+        matrix = whole[: whole.numel() // side * side].view(-1, side)
         key = noise.key_of(seed, step, 0, device=torch.device("cpu"))
         start = noise.normal(key, min(rank, side) * side, whole.dtype).view(-1, side)
         p = columns_of(matrix @ start.mT)
-        total = unflat((p @ (p.mT @ matrix)).flatten()[: whole.numel()], shares[0])
+        total = unflat(torch.cat([(p @ (p.mT @ matrix)).flatten(), whole[matrix.numel() :]]), shares[0])
         following = [{name: dict(state) for name, state in of.items()} for of in states]
         return total, [{name: x / n for name, x in total.items()} for _ in shares], following
 

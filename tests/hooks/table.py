@@ -48,7 +48,7 @@ ROWS: dict[str, Row] = {
     "quantize per channel": Row(hooks.Quantize("channel", 16), scattered(eight_bit(True, 16), 16), 0.02),
     "qsgd": Row(hooks.QSGD(block=32, seed=3), scattered(qsgd(127, 32), 32, seed=3), 0.1, unbiased=True),
     "onebit": Row(hooks.OneBit(block=16), scattered(one_bit(16), 16)),
-    "topk": Row(hooks.TopK(0.25), scattered(top_k(0.25))),
+    "topk": Row(hooks.TopK(0.25), scattered(top_k(0.25), padded=True)),
     "randomk": Row(hooks.RandomK(0.25, seed=5), random_k(0.25, 5, feedback=True)),
     "randomk, unbiased": Row(
         hooks.RandomK(0.25, seed=5, error_feedback=False), random_k(0.25, 5, feedback=False), unbiased=True
