@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._C import _functorch
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ltx import comm
 from ltx.axis import Axis
@@ -76,11 +77,22 @@ def add_rule(rule: Rule) -> Rule:
 
 
 class Function(torch.autograd.Function):
-    """A typed ``apply``, and one look at forward's signature, where torch 2.13 takes one at each call (50 µs)."""
+    """A typed ``apply``, and one look at forward's signature, where torch 2.13 takes one at each call (50 µs).
+
+    torch turns forward mode off while it runs a ``jvp``: the tangents' own tangents, of an outer level, would be lost
+    without a word.
+    """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+        rule = cls.jvp
+
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            with _set_fwd_grad_enabled(True):
+                return rule(ctx, *tangents)
+
+        cls.jvp = staticmethod(jvp)  # type: ignore[method-assign]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

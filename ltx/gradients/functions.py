@@ -117,19 +117,16 @@ def _peel(
     return here, stacked
 
 
-def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The mean over ranks (what the hook counts as in derivatives), differentiable. States have no derivative."""
-    plan = schedule.plan
-    factor = plan.hook.derivative_scale(plan.axis.size)
-    grads = [t for t, state in zip(tensors, plan.is_state, strict=True) if not state]
-    at, left = [i for i, here in enumerate(dims) if here], _left(plan.axis, dims)
+def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The mean over ranks (what the hook counts as in derivatives), differentiable."""
+    axis = schedule.plan.axis
+    factor = schedule.plan.hook.derivative_scale(axis.size)
+    at, left = [i for i, here in enumerate(dims) if here], _left(axis, dims)
     if left is None:
-        means = iter([(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in grads])
-    else:
-        front = list(range(len(at)))  # where collectives want the levels that are off
-        totals = apply("psum", (), left, [t.movedim(at, front) for t in grads], schedule.compiled)
-        means = iter([t.movedim(front, at) * factor for t in totals])
-    return [None if state else next(means) for state in plan.is_state]
+        return [(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in tensors]
+    front = list(range(len(at)))  # where collectives want the levels that are off
+    totals = apply("psum", (), left, [t.movedim(at, front) for t in tensors], schedule.compiled)
+    return [t.movedim(front, at) * factor for t in totals]
 
 
 def _reverse_only(schedule: Schedule) -> bool:
@@ -207,12 +204,45 @@ class Wait(Peeled):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         # This pass goes on to the markers, which from here on reduce gradients of gradients.
         ctx.schedule.again = True
-        return (None, None, None, None, *_counted(ctx.schedule, ctx.dims, cotangents))
+        return (None, None, None, None, *Wait._derivatives(ctx, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         filled = [z() if t is None else t for t, z in zip(tangents[4:], ctx.zeros, strict=True)]
-        return tuple(_counted(ctx.schedule, ctx.dims, filled))
+        return tuple(Wait._derivatives(ctx, filled))
+
+    @staticmethod
+    def _derivatives(ctx: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Those of gradients; states have none."""
+        is_state = ctx.schedule.plan.is_state
+        grads = [t for t, state in zip(tensors, is_state, strict=True) if not state]
+        means = iter(_counted(ctx.schedule, ctx.dims, grads))
+        return [None if state else next(means) for state in is_state]
+
+
+class Shared(Peeled):
+    """``Shared.apply(schedule, None, dims, index, *tangents)``: the tangents of parameters that all ranks share.
+
+    Identity, whose transpose is the exact mean: a derivative of a tangent is reduced as that of the parameter is.
+    """
+
+    @staticmethod
+    def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *tangents: torch.Tensor) -> tuple[Any, ...]:
+        return _views(tangents)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.schedule, _, ctx.dims, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, None, None, *_counted(ctx.schedule, ctx.dims, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> tuple[Any, ...]:
+        index = _index(ctx.schedule.plan.axis, ctx.dims)
+        shared: tuple[Any, ...] = Shared.apply(ctx.schedule, None, ctx.dims, index, *tangents[4:])
+        return shared
 
 
 def reduce_gradients(

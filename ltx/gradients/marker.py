@@ -35,6 +35,7 @@ from ltx.gradients.functions import (
     Begin,
     Launch,
     Peeled,
+    Shared,
     Wait,
     _index,
     _peel,
@@ -109,7 +110,9 @@ class Mark(Peeled):
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         # A token's tangent, though zero, keeps this rank in step with its peers in forward over reverse mode.
         count = len(ctx.schedule.plan.buckets[ctx.bucket].members)
-        return (*_views(tangents[4 : 4 + count]), torch.zeros_like(ctx.saved_tensors[-1]))
+        index = _index(ctx.schedule.plan.axis, ctx.dims)
+        shared = Shared.apply(ctx.schedule, None, ctx.dims, index, *tangents[4 : 4 + count])
+        return (*shared, torch.zeros_like(ctx.saved_tensors[-1]))
 
 
 class Tie(Function):

@@ -110,7 +110,7 @@ class SumOfCopies(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.clone()
+        return SumOfCopies.apply(tangent, ctx.n)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, n: int) -> tuple[Tensor, int]:
