@@ -54,6 +54,29 @@ def at_trace_time(fn: F) -> F:
     return fn if _TORCH >= "2.12" else _by_address(fn)
 
 
+def whole(fn: F) -> F:
+    """Decorate a function that is traced as a whole, or not at all.
+
+    What Dynamo can't trace would end a graph in the middle, and the rest would run as if it were traced too: that
+    raises, and says what it was. Where Dynamo has given up, as after an exception, it leaves alone what `fn` calls.
+    """
+
+    @wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with torch._dynamo.error_on_graph_break(True):
+                return fn(*args, **kwargs)
+        before = _set_eval_frame(None)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _set_eval_frame(before)
+
+    return run  # type: ignore[return-value]
+
+
+_set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+
 _CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype)
 
 

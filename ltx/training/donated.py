@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
+from torch._guards import TracingContext
 
 from ltx import tree
 from ltx.errors import DonatedStateError
@@ -32,7 +33,9 @@ class DonatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HARMLESS:
+        # Dynamo looks at all tensors of a module, also at those in whose places functional_call puts others.
+        looked_at = not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
+        if func in _HARMLESS or looked_at:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise DonatedStateError(next(kind._why for kind in types if issubclass(kind, DonatedTensor)))

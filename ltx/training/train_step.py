@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import collectives, comm, tree
+from ltx import collectives, comm, traced, tree
 from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
@@ -145,6 +145,7 @@ class TrainStep(TrainSettings):
         opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.trained, state.opt_state, info)
         return replace(state, opt_state=opt_state, layout=replace(state.layout, opt_state="replicated"))
 
+    @traced.whole
     @on_parts
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
         batch = Batch(args, named)

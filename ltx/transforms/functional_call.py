@@ -16,7 +16,8 @@ from torch import nn
 from ltx.arguments import brief
 from ltx.axis import axes_in_scope
 from ltx.backings import unwrapped
-from ltx.errors import InputError, StepError, TreeError
+from ltx.errors import InputError, StepError, TreeError, UnsupportedError
+from ltx.traced import at_trace_time
 from ltx.transforms.recompute import tensors_in_place
 from ltx.transforms.swap import Buffer, Members, Swap, version_of
 
@@ -53,7 +54,8 @@ def functional_call(
     Gradient:
         With respect to the given tensors, as through the module. With ``use_reentrant=True`` checkpoints run as with
         False, which have the same gradients. Where torch.func makes the graph (simulated ranks, second derivatives,
-        :func:`ltx.grad` in a world of one) torch can't checkpoint: values are the same, and activations are kept.
+        :func:`ltx.grad` in a world of one, compiled steps) torch can't checkpoint: values are the same, and activations
+        are kept.
 
     Raises:
         InputError: a name that the module doesn't have, is given twice, or different tensors for tied names.
@@ -75,6 +77,7 @@ def functional_call(
     args = args if isinstance(args, tuple) else () if args is None else (args,)
     kwargs = {} if kwargs is None else dict(kwargs)
     if torch.compiler.is_compiling():
+        _check_traceable(module)
         # There checkpoints are operators that have all they need as arguments.
         names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given]
         filled = {**given, **{name: given[name].clone() for name in names}}
@@ -108,6 +111,17 @@ def functional_call(
                 "module.eval()."
             )
     return output
+
+
+@at_trace_time
+def _check_traceable(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        if isinstance(part, nn.RNNBase) and torch._C._are_functorch_transforms_active():
+            where = f", {path!r} of this {type(module).__name__}" if path else ""
+            raise UnsupportedError(
+                f"torch.compile can't trace the gradient of a {type(part).__name__}{where}. Don't compile the step; "
+                "or compile parts of the module that have none, such as module.head = torch.compile(module.head)."
+            )
 
 
 def _merged(given: Any) -> dict[str, torch.Tensor]:

@@ -110,7 +110,8 @@ class _Hook(_checkpoint_hook):
     """What makes a checkpointed call forget its activations; not under torch.func, which has no such hooks."""
 
     def __enter__(self) -> None:
-        self._off = torch._C._are_functorch_transforms_active() and bool(placed.get())
+        refused = _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        self._off = torch._C._are_functorch_transforms_active() and (refused or bool(placed.get()))
         if not self._off:
             super().__enter__()
 

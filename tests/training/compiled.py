@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ltx
 from ltx import hooks
@@ -58,3 +62,54 @@ def trained(name: str, backend: str) -> tuple[Any, Any]:
         assert following.step == state.step == step + 1
         torch.testing.assert_close(metrics.loss, expected.loss)
     return state, other
+
+
+class Checkpointed(torch.nn.Module):
+    """Tied weights, a frozen one, and a checkpoint of the kind that `reentrant` says."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.first, self.second, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.second.weight, self.last.bias.requires_grad = self.first.weight, False
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda h: self.second(self.first(h).tanh()), x, use_reentrant=self.reentrant)
+        return self.last(hidden.relu())
+
+
+#: Modules that train.init takes over.
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "linear": lambda: torch.nn.Linear(4, 4),
+    "checkpointed": lambda: Checkpointed(False),
+    "checkpointed reentrant": lambda: Checkpointed(True),
+    "parametrized": lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)),
+    "attention": lambda: torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+}
+
+
+def taken_over(name: str, backend: str, seed: int, after_failure: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters after 3 steps: of a compiled train step that took a module over, of torch on the whole batch."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    module = MODULES[name]().double()
+    twin, x = copy.deepcopy(module), torch.randn(4, 3, 4, dtype=torch.float64)
+    twin.reentrant = False  # torch's other kind has no gradients of what it closes over
+
+    def squares(params: Any, x: Tensor) -> Tensor:
+        return ltx.functional_call(module, params, x).square().mean()
+
+    train = ltx.train_step(ltx.data_parallel(squares), SGD)
+    state = train.init(module)
+    if after_failure:
+        fails = ltx.train_step(ltx.data_parallel(lambda params, x: squares(params, x) * float(params["bias"][0])), SGD)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Tensor\.item"):
+            torch.compile(fails, backend=backend)(state, x)
+    compiled = torch.compile(train, backend=backend)
+    sgd = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1, momentum=0.9, nesterov=True)
+    for _ in range(3):
+        state, _ = compiled(state, ltx.shard(x))
+        twin(x).square().mean().backward()
+        sgd.step()
+        sgd.zero_grad()
+    return dict(state.params), {name: p.detach() for name, p in twin.named_parameters()}

@@ -1,0 +1,88 @@
+"""torch.compile of a train step: right, or refused with what to do, before anything of Dynamo's own shows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import DonatedStateError
+from tests.training.compiled import MODULES, SGD, taken_over
+
+pytestmark = [pytest.mark.slow_compile, pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")]
+
+Ranks = Callable[[int], ltx.Pool]
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_taken_over(name: str, seed: int) -> None:
+    torch.testing.assert_close(*taken_over(name, "eager" if name == "linear" else "aot_eager", seed, name == "linear"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["linear", "checkpointed"])
+def test_a_module_taken_over_by_two_ranks(name: str, ranks: Ranks, seed: int) -> None:
+    for got, want in ranks(2).run(taken_over, name, "aot_eager", seed, name == "linear"):
+        torch.testing.assert_close(got, want)
+
+
+def on(module: torch.nn.Module) -> Callable[..., Tensor]:
+    return lambda params, x: ltx.functional_call(module, params, x)
+
+
+class Last(torch.nn.Module):
+    """The last state of a recurrent layer."""
+
+    def __init__(self, kind: type[torch.nn.RNNBase]):
+        super().__init__()
+        self.layer = kind(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[None])[0][0, -1]
+
+
+def raises(params: Any, x: Tensor) -> Tensor:
+    raise ValueError("the user's own error")
+
+
+linear = torch.nn.Linear(3, 3)
+TAKEN = r"this parameter of a Linear was taken over by train\.init\(module\)"
+
+#: What can't be one graph: a loss of the module that train.init has taken over, the error's type and text.
+REFUSED: dict[str, tuple[torch.nn.Module, Callable[..., Any], Any, str]] = {
+    **{
+        kind.__name__: (
+            (module := Last(kind)),
+            on(module),
+            torch._dynamo.exc.InternalTorchDynamoError,
+            rf"can't trace the gradient of a {kind.__name__}, 'layer' of this Last\. Don.t compile the step",
+        )
+        for kind in (torch.nn.LSTM, torch.nn.GRU)
+    },
+    "item": (linear, lambda p, x: float(p["bias"].sum()) * x, torch._dynamo.exc.Unsupported, r"Tensor\.item\(\)"),
+    "branch": (linear, lambda p, x: x if p["bias"].sum() > 0 else -x, torch._dynamo.exc.Unsupported, "Data-dependent"),
+    "random": (linear, lambda p, x: x * random.random(), torch._dynamo.exc.Unsupported, "Random.random"),
+    "the user's error": (linear, raises, ValueError, "the user's own error"),
+    "the module itself": (linear, lambda p, x: linear(x), DonatedStateError, TAKEN),
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, seed: int) -> None:
+    torch._dynamo.reset()
+    module, loss, error, text = REFUSED[name]
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: loss(p, x).square().mean()), SGD)
+    state = train.init(ltx.to_module(module, {k: torch.randn(p.shape) for k, p in module.named_parameters()}))
+    with pytest.raises(error, match=text):
+        torch.compile(train, backend="eager")(state, torch.randn(4, 3))
+    with pytest.raises(error if error in (ValueError, DonatedStateError) else torch._dynamo.exc.TorchDynamoException):
+        torch.compile(train, backend="eager")(state, torch.randn(4, 3))
+    assert state.step == 0
+    assert ltx.tree.flatten(state.params)[0][0].isfinite().all()
