@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -38,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also tests marked full, and all rows of tables")
     parser.addoption("--streams", action="store_true", help="ranks(n) communicate by a backend that orders streams")
     parser.addoption("--part", default="1/1", help="with --full: k/n runs the k-th of n parts of what it adds")
+
+
+def pytest_configure() -> None:
+    """Hear SIGINT, and let processes that tests start hear it: a shell's background jobs, such as this, ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 #: Examples in docstrings that start processes of their own, as tests of those modules do.

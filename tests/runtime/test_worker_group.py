@@ -73,10 +73,9 @@ def drivers() -> Iterator[list[Driver]]:
 
 
 HANGS = """
-import os, signal, time, torch, ltx
+import os, time, torch, ltx
 from ltx.runtime.pool import Pool
 from ltx.runtime.world import world
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and so this, may ignore it
 pool = Pool(2)
 print(*pool.run(os.getpid), flush=True)
 def hang():

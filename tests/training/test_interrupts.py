@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,14 +21,6 @@ Ranks = Callable[[int], Pool]
 
 def _loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return ((params["w"] * x).sum() - 1.0) ** 2
-
-
-@pytest.fixture(autouse=True)
-def _heard() -> Iterator[None]:
-    """A shell's background jobs, and so this one perhaps, ignore the signal."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("donate", [True, False])
