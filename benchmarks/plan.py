@@ -1,15 +1,11 @@
 """What ltx.profile.plan predicts of a step on a shaped link, and what a step takes there.
 
     python -m benchmarks.plan [--links 1gbit 100mbit] [--iterations 30] [--strategies ddp ...]
-    python -m benchmarks.plan --codecs
     python -m benchmarks.plan --scale
 
-The model, the batch and the optimizer are those of benchmarks.step_time. The step of one rank alone, the latency and
-the processor's time for a byte sent are measured in the same run, the steps in turns; the bandwidth is the link's, less
-what the headers of its packets take.
-
-`--codecs` measures what hooks take a number on one core (its own time, whoever else is there), for the table in
-ltx.estimate.costs. `--scale` times plans and recommendations for many ranks.
+The model, the batch and the optimizer are those of benchmarks.step_time. The step of one rank alone and the latency are
+measured in the same run, the steps in turns; the bandwidth is the link's, less what the headers of its packets take.
+What processors do for a message isn't in the plan, so it is short by that. `--scale` times plans for many ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +20,9 @@ from collections.abc import Callable
 import torch
 
 import ltx
-from benchmarks import links
 from benchmarks.hooks import HOOKS
-from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio, run_ranks
+from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio
 from benchmarks.step_time import Setting
-from ltx.estimate.costs import measured
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "ddp": ltx.DDPStrategy(),
@@ -76,24 +70,11 @@ def alone(setting: Setting) -> Variant:
     return step
 
 
-def send_s(numel: int = 1 << 20, repetitions: int = 20) -> float:
-    """Seconds of this process, all its threads, for a byte that it sends in a sum."""
-    numbers, nbytes = torch.ones(numel), 2 * (1 - 1 / ltx.world().size) * 4 * numel
-    ltx.psum(numbers)
-    times = []
-    for _ in range(repetitions):
-        began = time.process_time()
-        ltx.psum(numbers)
-        times.append(time.process_time() - began)
-    return statistics.median(times) / nbytes
-
-
 def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
     with ltx.init(backend=backend_on("cpu")) as world:
         setting = Setting(world.rank)
-        sending = send_s()
         numbers = torch.ones(8)
         made: dict[str, Variant] = {
             "alone": alone(setting),
@@ -105,7 +86,7 @@ def worker(arguments: argparse.Namespace) -> None:
             # Under load each variant is compared with the step alone in the same turn.
             by_itself = statistics.median(times["alone"])
             took = {name: by_itself * ratio(times, name, "alone") for name in times if name != "sum"}
-            print(json.dumps({**took, "sum": statistics.median(times["sum"]), "send": sending}))
+            print(json.dumps({**took, "sum": statistics.median(times["sum"])}))
 
 
 def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
@@ -114,13 +95,11 @@ def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
     took: dict[str, float] = found_by_ranks(command, link, ranks)
     by_itself, latency = took["alone"], took["sum"] / (2 * (ranks - 1))
     params = Setting(0).params
-    sending = took["send"]
-    found = f"{1e3 * by_itself:.1f} ms alone, latency {1e6 * latency:.0f} us, {1e9 * sending:.2f} ns a byte sent"
-    print(f"\n{link}: {found}\n")
+    print(f"\n{link}: {1e3 * by_itself:.1f} ms alone, latency {1e6 * latency:.0f} us\n")
     print("| strategy | predicted ms | measured ms | ratio |\n|---|---|---|---|")
     for name in names:
         strategy = STRATEGIES[name]
-        network = {"bandwidth": PAYLOAD * BITS_S[link], "latency": latency, "compute_s": by_itself, "send_s": sending}
+        network = {"bandwidth": PAYLOAD * BITS_S[link], "latency": latency, "compute_s": by_itself}
         cost = ltx.profile.plan(strategy, params, world=ranks, optimizer=OPTIMIZERS.get(name), **network)
         measured = took[name] / strategy.cycle[1]
         share = cost.time_s / measured
@@ -145,8 +124,6 @@ def scale() -> None:
         for name, strategy in STRATEGIES.items():
             seconds = timed(lambda s=strategy, n=world: ltx.profile.plan(s, params, world=n, **network))
             print(f"| {world} | {name} | {seconds:.3f} |")
-        seconds = timed(lambda n=world: ltx.profile.recommend(params, world=n, **network))
-        print(f"| {world} | recommend | {seconds:.3f} |")
 
 
 def main() -> None:
@@ -156,19 +133,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
-    parser.add_argument("--codecs", action="store_true", help="what hooks take a number")
     parser.add_argument("--scale", action="store_true", help="what planning takes for many ranks")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker and arguments.codecs:
-        torch.set_num_threads(1)
-        for hook in HOOKS.values():
-            print(f"{1e9 * measured(hook, torch.device('cpu'), (1024, 1024)):8.2f} ns a number: {hook!r}")
-    elif arguments.worker:
+    if arguments.worker:
         worker(arguments)
-    elif arguments.codecs:
-        with links.link("loopback", 1) as made:
-            print(run_ranks(["-m", "benchmarks.plan", "--worker", "--codecs"], made, 1))
     elif arguments.scale:
         scale()
     else:

@@ -126,7 +126,6 @@ _NOW_IN_PROFILE = frozenset(
         "explain",
         "measure_network",
         "plan",
-        "recommend",
         "record",
         "timeline",
     }

@@ -139,7 +139,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
         case VmapBacking(part=whole):
             return Axis(name, size, replace(backing, part=part if whole is None else part.within(whole)))
         case MetaBacking(rank=rank):
-            return Axis(name, size, replace(backing, rank=part.place(rank)))
+            members = tuple(backing.part[i] if backing.part else i for i in part.members(rank))
+            return Axis(name, size, replace(backing, rank=part.place(rank), part=members))
     return Axis(name, size)
 
 

@@ -167,14 +167,16 @@ class MetaBacking:
 
     Attributes:
         rank: the one that is looked at.
-        answer: ``(operation, buffer, arguments, number of ranks)`` -> what that collective would give.
+        answer: ``(operation, buffer, arguments, axis)`` -> what that collective would give.
         exchange: makes a strategy's exchanges in place of :class:`ltx.gradients.pending.Exchange`, if given: ``(plan,
             tensors, states, background, paths)``.
+        part: for a part of an axis, the ranks of the whole that it has.
     """
 
     rank: int
-    answer: Callable[[str, torch.Tensor, tuple[int, ...], int], torch.Tensor] = field(repr=False)
+    answer: Callable[[str, torch.Tensor, tuple[int, ...], Any], torch.Tensor] = field(repr=False)
     exchange: Callable[..., Any] | None = field(default=None, repr=False)
+    part: tuple[int, ...] = ()
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

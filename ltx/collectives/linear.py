@@ -258,7 +258,7 @@ def each_rank(
 def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: MetaBacking, x: torch.Tensor) -> torch.Tensor:
     if rule.operation is None:
         return rule.before(x, axis.size, static)
-    answer = backing.answer(rule.operation, rule.before(x, axis.size, static), rule.arguments(static), axis.size)
+    answer = backing.answer(rule.operation, rule.before(x, axis.size, static), rule.arguments(static), axis)
     return rule.after(answer, backing.rank, axis.size, static)
 
 

@@ -55,8 +55,6 @@ class Operation:
         result_shape: ``(shape of the buffer, n)``; None where the result has the buffer's shape.
         in_place: the result overwrites the buffer.
         moves: it only moves data, so it takes every dtype.
-        core_share: how long a byte that is sent through the kernel's sockets keeps a core busy, to one of a sum of
-            float32 numbers: gathers and exchanges go in pieces that are put together. For :mod:`ltx.estimate`.
     """
 
     name: str
@@ -68,7 +66,6 @@ class Operation:
     result_shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
     in_place: bool = False
     moves: bool = False
-    core_share: float = 1.0
 
     def new_result(self, buffer: torch.Tensor, n: int) -> torch.Tensor:
         """Memory for the result: the buffer itself where the operation works in place, else uninitialised."""
@@ -120,7 +117,6 @@ _ROWS = (
         bytes_sent=lambda nbytes, n: nbytes * (n - 1),
         result_shape=_row_for_each,
         moves=True,
-        core_share=1.8,
     ),
     Operation(
         "psum_scatter",
@@ -128,7 +124,6 @@ _ROWS = (
         functional.psum_scatter,
         chunks.psum_scatter,
         result_shape=_own_row,
-        core_share=1.7,
     ),
     Operation(
         "broadcast", group_collectives.broadcast, functional.broadcast, chunks.broadcast, in_place=True, moves=True
@@ -151,7 +146,6 @@ _ROWS = (
         functional.all_to_all,
         chunks.all_to_all,
         moves=True,
-        core_share=1.7,
     ),
     Operation(
         "ppermute",
@@ -161,7 +155,6 @@ _ROWS = (
         bytes_sent=lambda nbytes, n: nbytes,
         messages=lambda n: 1,
         moves=True,
-        core_share=0.9,
     ),
 )
 

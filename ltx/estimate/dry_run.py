@@ -88,7 +88,7 @@ class Watched(Exchange):
             )
             for bucket, asked in zip(self._plan.buckets, self._asked, strict=True)
         )
-        return ExchangeStarted(self, rows, None if self._background else summary(self._plan.axis.size))
+        return ExchangeStarted(self, rows, None if self._background else summary(self._plan.axis))
 
 
 class Gradients:
@@ -150,7 +150,7 @@ class Gradients:
         return Issues((), self._summary(hook) if buckets else None, buckets)
 
     def _summary(self, hook: hooks.CommHook) -> Collective:
-        return summary((hook.within(self.axis) or self.axis).size)
+        return summary(hook.within(self.axis) or self.axis)
 
     def _reduced(
         self, plan: Plan, hook: hooks.CommHook, bucket: Bucket, states: Sequence[LeafState]
@@ -172,13 +172,13 @@ class Gradients:
         yield
         self._asked = None
 
-    def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], ranks: int) -> torch.Tensor:
+    def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], axis: Axis) -> torch.Tensor:
         if self._asked is None:
             raise UnsupportedError(
                 f"{self.strategy!r} communicates by a collective ({operation} of {tree.describe(buffer)}) that belongs "
                 "to no exchange, so that nothing can be said of it ahead. Let it communicate through Strategy.exchange."
             )
-        return self._asked.answer(operation, buffer, ranks)
+        return self._asked.answer(operation, buffer, axis)
 
     def _exchange(self, *args: Any) -> Exchange:
         raise AssertionError("gradients are no exchange")

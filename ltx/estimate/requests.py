@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from ltx import comm, hooks, tree
+from ltx.axis import Axis
 from ltx.comm.operations import OPERATIONS
 from ltx.errors import StrategyError
 from ltx.gradients.buckets import Bucket
@@ -29,12 +30,14 @@ class Collective:
         buffer: dtype and shape of what goes in, as "float16[99]".
         nbytes: bytes that this rank sends for it, as :func:`ltx.profile.record` will count them.
         ranks: how many take part.
+        between: the first and the last of them.
     """
 
     operation: str
     buffer: str
     nbytes: int
     ranks: int
+    between: tuple[int, int] = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,17 @@ class Issues:
         return tuple(summary for summary in (self.summary, *started) if summary is not None)
 
 
-def collective(operation: str, buffer: torch.Tensor, ranks: int) -> Collective:
+def collective(operation: str, buffer: torch.Tensor, axis: Axis) -> Collective:
     """The collective of a buffer, of which the shape is read."""
-    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, ranks), ranks)
+    part = axis.meta.part if axis.meta else ()
+    between = (part[0], part[-1]) if part else (0, axis.size - 1)
+    nbytes = comm.bytes_sent(operation, buffer, axis.size)
+    return Collective(operation, tree.describe(buffer), nbytes, axis.size, between)
 
 
-def summary(ranks: int) -> Collective:
+def summary(axis: Axis) -> Collective:
     """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
-    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
+    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), axis)
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -160,7 +166,7 @@ class Asked:
     size: int  # the number of all ranks
     found: list[Collective] = field(default_factory=list)
 
-    def answer(self, operation: str, buffer: torch.Tensor, ranks: int) -> torch.Tensor:
+    def answer(self, operation: str, buffer: torch.Tensor, axis: Axis) -> torch.Tensor:
         """Shape and dtype of what the collective gives."""
         if not buffer.numel():  # the schedules send nothing then
             return buffer
@@ -175,5 +181,5 @@ class Asked:
                 f"{self.hook!r} asks for {operation!r} in {self.what}. A reduction may ask for "
                 f"{', '.join(others)} and {last}."
             )
-        self.found.append(collective(operation, buffer, ranks))
-        return OPERATIONS[operation].new_result(buffer, ranks)
+        self.found.append(collective(operation, buffer, axis))
+        return OPERATIONS[operation].new_result(buffer, axis.size)

@@ -2,7 +2,8 @@
 
 ==================================  ==============================================================================
 :func:`explain`                     what a step will send, bucket by bucket, before anything runs
-:func:`plan`, :func:`recommend`     what a step will take on a network that you describe, and which strategy is worth it
+:func:`plan`                        what a step will take on a network that you describe
+:func:`compare`                     what it takes here, with several strategies in turns
 :func:`record`                      every collective of a piece of program, with times and bytes
 :func:`timeline`                    the same as a picture, or as a file for a trace viewer
 :func:`measure_network`             bandwidth and latency between the ranks
@@ -17,29 +18,31 @@ from ltx.profile.recording import record
 from ltx.profile.traces import Timeline, Trace, timeline
 
 if TYPE_CHECKING:
+    from ltx.profile.comparison import Comparison, compare
     from ltx.profile.explanation import Explanation, explain
-    from ltx.profile.recommendation import recommend
     from ltx.profile.step_plan import Cost, plan
 
 # Imported when first asked for: programs that only train use none of them.
 _LATER = {
+    "Comparison": "ltx.profile.comparison",
     "Cost": "ltx.profile.step_plan",
     "Explanation": "ltx.profile.explanation",
+    "compare": "ltx.profile.comparison",
     "explain": "ltx.profile.explanation",
     "plan": "ltx.profile.step_plan",
-    "recommend": "ltx.profile.recommendation",
 }
 
 __all__ = [
+    "Comparison",
     "Cost",
     "Explanation",
     "Network",
     "Timeline",
     "Trace",
+    "compare",
     "explain",
     "measure_network",
     "plan",
-    "recommend",
     "record",
     "timeline",
 ]

@@ -249,7 +249,8 @@ def explain(
     trains, strategy, post_update_hook = isinstance(step, TrainStep), inner.strategy, None
     gradients = Gradients(strategy, params, size, rank)
     plain_bytes = sum(
-        collective("psum", meta((b.numel,), b.dtype), size).nbytes for b in gradients.plan(hooks.AllReduce()).buckets
+        collective("psum", meta((b.numel,), b.dtype), gradients.axis).nbytes
+        for b in gradients.plan(hooks.AllReduce()).buckets
     )
     issues = Issues()
     if size > 1 and isinstance(step, TrainStep):

@@ -8,6 +8,7 @@ buckets while the backward pass goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -49,20 +50,11 @@ class DDPStrategy(Strategy):
             "forkserver".
         bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in :class:`Strategy`.
 
-    A hook pays if it takes a rank less time to encode and decode than it saves on the link. Of B bytes of float32 a sum
-    over n ranks takes 2 (n-1)/n B/beta at a bandwidth of beta, with a hook that sends c times less the c-th part of
-    that, and its codec B/4 times the seconds for a number that it takes (:mod:`ltx.estimate.costs`).
-    So it breaks even at
-
-        beta = 8 (n-1)/n (1 - 1/c) / (codec - all-reduce's packing)          (bytes a second)
-
-    which with two ranks is 53 Gbit/s for bfloat16, 10 for eight bits, and 12 for PowerSGD. ``comm_hook="auto"``
-    measures the axis (or takes `network`), and goes from the all-reduce to the next of
-    :func:`ltx.strategies.ddp.candidates` if that takes at most so much of the time, codec and link together: 0.7
-    for BF16 and ByteGrad, with which losses were those of the exact mean in ltx.demo.studies.hooks, and 0.3 for
-    PowerSGD of rank 2, exact for the first 1,000 steps, which lost half a percent there (with rank 4). What of the
-    link's time hides behind the backward pass isn't known then, and counts as if nothing did: where computing takes
-    most of a step, say what you want instead. What codecs take is known of CPUs; on accelerators ``init`` measures it.
+    A hook pays if it takes a rank less time to encode and decode than it saves on the link. ``comm_hook="auto"``
+    measures the axis (or takes `network`). Above 15 Gbit/s gradients go as they are, up to there in bfloat16, up to
+    1.5 Gbit/s in eight bits (ByteGrad), up to 500 Mbit/s as PowerSGD of rank 2, exact for the first 1,000 steps. One
+    that wouldn't send less than those before it isn't taken, nor any where messages' latency counts for more than their
+    bytes. Where computing takes most of a step, say what you want instead; ``ltx.profile.compare`` runs several.
 
     The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, and so the
     same for as long as training goes on; ``ltx.profile.explain(step, state)`` says why. In a world of one, and on
@@ -192,24 +184,34 @@ class Candidate:
     Attributes:
         name: what a state says.
         hook: as it is used.
-        worth: it is taken if it needs at most this part of the time of those that change less.
+        up_to: at which bandwidth between ranks, in bits per second.
     """
 
     name: str
     hook: hooks.CommHook
-    worth: float = 1.0
+    up_to: float = math.inf
 
 
-# What changes gradients least comes first. ltx.demo.studies.hooks has losses with bfloat16 and eight bits that are
-# those of the exact mean; PowerSGD's, of rank 4, were half a percent higher on one of two tasks.
+# What changes gradients least comes first. Measured on two cores, a step of 5 M parameters to DDP's in turns:
+#
+#               shared memory  1 Gbit/s  100 Mbit/s
+#     none          0.96         0.86       1.02
+#     half          0.94         0.61       0.51
+#     bytegrad      1.06         0.55       0.28
+#     powersgd      1.02         0.57       0.10
+#
+# and codecs by themselves, a float32 number on one core: none 0.4, half 0.7, bytegrad 2.7, powersgd 3.0 ns. Each takes
+# over where its codec and its bytes take at most 0.7 of the time of the one before it, alone on the link of two ranks:
+# 15 and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were half a
+# percent higher on one of two tasks, so it has to save more. An accelerator encodes faster, which only moves these up.
 @cache
 def candidates() -> tuple[Candidate, ...]:
     """All of them. Made when first asked for, as most programs use none."""
     return (
         Candidate("none", hooks.AllReduce()),
-        Candidate("bf16", hooks.BF16(), worth=0.7),
-        Candidate("bytegrad", hooks.ByteGrad(), worth=0.7),
-        Candidate("powersgd", hooks.PowerSGD(rank=2), worth=0.3),
+        Candidate("bf16", hooks.BF16(), 15e9),
+        Candidate("bytegrad", hooks.ByteGrad(), 1.5e9),
+        Candidate("powersgd", hooks.PowerSGD(rank=2), 0.5e9),
     )
 
 

@@ -359,15 +359,24 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         ],
         "ltx.profile.Explanation": [],  # results, which nobody makes by hand
         "ltx.profile.Cost": [],
+        "ltx.profile.Comparison": [],
+        "ltx.profile.compare": [
+            Call(
+                lambda state, *batch, steps: ltx.profile.compare({"adam": trained()[0]}, state, *batch, steps=steps),
+                (trained()[1], batch()),
+                {"steps": 1},
+                _uses,
+                free=(1,),
+            )
+        ],
         "ltx.profile.plan": [
             Call(
                 ltx.profile.plan,
                 (ddp, params()),
-                {**network, "optimizer": adam, "steps": range(2), "codec_s": None, "send_s": None},
+                {**network, "optimizer": adam, "steps": range(2), "inside": {2: ltx.profile.Network(1e12, 1e-6)}},
                 _uses,
             )
         ],
-        "ltx.profile.recommend": [Call(ltx.profile.recommend, (params(),), {**network, "send_s": None}, _uses)],
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
         "ltx.profile.measure_network": [Call(ltx.profile.measure_network, ("data",))],

@@ -17,8 +17,6 @@ from ltx.axis import Axis
 from ltx.backings import GroupBacking
 from ltx.comm import network as measuring
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
-from ltx.estimate.costs import Link
-from ltx.estimate.requests import collective, meta
 from ltx.runtime.pool import Pool
 
 from .conftest import OnFreshAxis
@@ -146,8 +144,9 @@ def test_times_are_those_of_plan(seed: int) -> None:
         bandwidth, latency = 10 ** (6 + 4 * torch.rand(())).item(), 10 ** (-5 + 3 * torch.rand(())).item()
         n, numel = int(torch.randint(2, 100, ())), int(torch.randint(1, 1000, ())) * 4950
         mine = ltx.profile.Network(bandwidth, latency).sum_s(4 * numel, n)
-        theirs = Link(bandwidth, latency).seconds(collective("psum", meta((numel,), torch.float32), n))
-        assert mine == pytest.approx(theirs, rel=1e-4)
+        link = {"world": n, "bandwidth": bandwidth, "latency": latency, "compute_s": 0.0}
+        theirs = ltx.profile.plan(ltx.DDPStrategy(), {"w": torch.empty(numel, device="meta")}, **link)
+        assert mine == pytest.approx(next(t.link_s for t in theirs.traffic if t.kind == "gradients"), rel=1e-4)
 
 
 def test_what_is_measured_follows_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:

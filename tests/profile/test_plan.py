@@ -1,11 +1,10 @@
-"""plan and recommend: times against those found by hand, and against what must be so."""
+"""plan: times against those found by hand, and against what must be so."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -15,25 +14,21 @@ import torch
 
 import ltx
 from ltx import hooks
-from ltx.comm.operations import OPERATIONS
 from ltx.errors import InputError, StrategyError
-from ltx.estimate.costs import BESIDE_S, CODEC_S, COPY_S, HALF_SUM, SEND_S
 from ltx.gradients.pending import Exchange
 from ltx.optim.update import Update
-from ltx.profile.recommendation import CANDIDATES, Candidate, Effect, recommend
 from ltx.profile.step_plan import Cost, plan
 from ltx.strategies import StateLayout, StepInfo, Updated
 from tests.strategies.test_protocol import LocalSGD, PostLocalSGD
 
 N, LATENCY, BANDWIDTH = 4, 1e-3, 8e6  # a byte a microsecond
 PARAMS = {"a": torch.empty(30_000), "b": torch.empty(10_000)}  # 120 kB and 40 kB; b's gradient comes first
-MATRIX = {"w": torch.empty(200, 200)}
+FAST = ltx.profile.Network(8e9, 1e-5)
 HEADER_S = 6 * LATENCY + 96e-6
 
 
 def planned(strategy: ltx.Strategy, compute_s: float = 1.0, world: int = N, **kwargs: Any) -> Cost:
     network = {"world": world, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": compute_s}
-    network |= {"codec_s": 0.0, "send_s": 0.0}
     return plan(strategy, PARAMS, **{**network, **kwargs})
 
 
@@ -97,17 +92,6 @@ class Picky(ltx.DDPStrategy):
             raise StrategyError("Picky trains with lr=0.5 alone.")
 
 
-@dataclass(frozen=True)
-class Unknown(hooks.CommHook):
-    def reduce(self, share: hooks.BucketInput) -> hooks.Reduction:
-        return (yield hooks.CollectiveRequest("psum", share.flat)), share.states
-
-
-@dataclass(frozen=True)
-class Kin(hooks.ByteGrad):
-    pass
-
-
 def ddp(**kwargs: Any) -> ltx.DDPStrategy:
     return ltx.DDPStrategy(**{"bucket_bytes": 1, "first_bucket_bytes": 1, **kwargs})
 
@@ -118,7 +102,7 @@ def ddp(**kwargs: Any) -> ltx.DDPStrategy:
 def test_one_bucket_goes_out_behind_the_backward_pass() -> None:
     cost = planned(ltx.DDPStrategy())
     assert cost.time_s == pytest.approx(1.0 + ring(160_000))
-    assert (cost.bytes_per_rank, cost.collectives, cost.codec_s) == (240_000, 1, 0.0)
+    assert (cost.bytes_per_rank, cost.collectives) == (240_000, 1)
     assert cost.waiting_s == pytest.approx(ring(160_000))
     assert cost.link_s == pytest.approx(ring(160_000) + HEADER_S)
 
@@ -148,61 +132,16 @@ def test_a_second_phase_goes_out_where_the_rank_launches_another_bucket() -> Non
     assert planned(ddp(comm_hook=hook)).time_s == pytest.approx(1.0 + 2 * of_a + of_b)
 
 
-def test_operations_take_a_core_different_times() -> None:
-    """All links are as fast as a core here, which sends and does nothing else."""
-    fast = {"bandwidth": 1e15, "latency": 0.0, "send_s": 1e-6}
-    header_s = 96e-6
-    for strategy, nbytes, share in (
-        (ltx.DDPStrategy(), 240_000, 1.0),
-        (ltx.DDPStrategy(comm_hook="fp16"), 120_000, HALF_SUM["float16"]),
-        (ltx.DDPStrategy(comm_hook="bf16"), 120_000, HALF_SUM["bfloat16"]),
-    ):
-        assert planned(strategy, 0.0, **fast).time_s == pytest.approx(header_s + nbytes * share * 1e-6)
-    both = planned(ltx.DDPStrategy(comm_hook=hooks.error_feedback(hooks.FP16())), 0.0, **fast)
-    shares = OPERATIONS["all_to_all"].core_share + OPERATIONS["all_gather"].core_share
-    assert both.time_s == pytest.approx(header_s + 60_000 * shares * 1e-6)
-
-
-def test_gradients_empty_the_caches_of_a_core_that_sends() -> None:
-    none, some = (planned(ltx.DDPStrategy(), codec_s=None, send_s=send_s).codec_s for send_s in (0.0, 1e-12))
-    assert none == pytest.approx(40_000 * CODEC_S["AllReduce"])
-    assert some == pytest.approx(40_000 * (CODEC_S["AllReduce"] + BESIDE_S))
-    exchanged = planned(Local(period=1), codec_s=None, send_s=1e-12).codec_s
-    assert exchanged == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S))
-
-
-def test_codecs_take_the_ranks_time() -> None:
-    # The second phase's third of the work, and that behind it, aren't hidden.
-    cost = planned(ltx.DDPStrategy(), codec_s=1e-5)
-    assert cost.time_s == pytest.approx(1.0 + 0.4 + ring(160_000))
-    assert (cost.codec_s, cost.waiting_s) == (pytest.approx(0.4), pytest.approx(ring(160_000)))
-    measured = planned(ltx.DDPStrategy(comm_hook=hooks.TopK(0.01)), codec_s=None)
-    assert measured.codec_s == pytest.approx(40_000 * CODEC_S["TopK"])
-    both = hooks.after(5, hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad()))
-    chained = planned(ltx.DDPStrategy(comm_hook=both), codec_s=None)
-    assert chained.codec_s == pytest.approx(40_000 * (CODEC_S["RandomK"] + CODEC_S["ByteGrad"]))
-    assert chained.notes == ()
-
-
-def test_sending_takes_the_ranks_core() -> None:
-    """While it waits anyway, for nothing; else at the cost of its own work. Two thirds of a byte's time on the link."""
-    send_s, nbytes = 2e-6 / 3, 240_000
-    waits = planned(ltx.DDPStrategy(), send_s=send_s)
-    assert waits.time_s == planned(ltx.DDPStrategy()).time_s
-    # What goes on in the background takes its share of a long step all the same.
-    assert planned(Background(), send_s=send_s).time_s == pytest.approx(1.0 + send_s * nbytes)
-    assert planned(Background(), send_s=0.0).time_s == pytest.approx(1.0)
-    # By default it is that of sockets on links that they can fill.
-    assert planned(Background(), send_s=None).time_s == pytest.approx(1.0 + SEND_S * nbytes, abs=1e-9)
-    assert planned(Background(), send_s=None, bandwidth=1e10).time_s == 1.0
-    # A link that is faster than the core is as fast as the core.
-    fast = planned(ltx.DDPStrategy(), 0.0, send_s=1e-6, bandwidth=1e12)
-    assert fast.time_s == pytest.approx(planned(ltx.DDPStrategy(), 0.0).time_s)
-
-
-def test_steps_that_communicate_after_the_update_keep_copies() -> None:
-    cost = planned(Local(period=2), codec_s=None)
-    assert cost.codec_s == pytest.approx(40_000 * (CODEC_S["AllReduce"] + COPY_S) / 2)
+def test_nodes_inside_of_which_the_network_is_faster() -> None:
+    """Four ranks, two in each node: within them a scatter and a gather, each of half; a sum of halves between them."""
+    nodes = ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2)
+    within, between = 1e-5 + 80_000 * 8 / 8e9, 2 * LATENCY + 80_000e-6
+    for inside, gather in (({2: FAST}, within), ({}, LATENCY + 80_000e-6)):
+        assert planned(nodes, 0.0, inside=inside).time_s == pytest.approx(HEADER_S + 2 * gather + between)
+    # A sum over all is as slow as its slowest link, unless all are neighbours.
+    assert planned(ltx.DDPStrategy(), 0.0, inside={2: FAST}) == planned(ltx.DDPStrategy(), 0.0)
+    near = planned(ltx.DDPStrategy(), 0.0, bandwidth=FAST.bandwidth, latency=FAST.latency)
+    assert planned(ltx.DDPStrategy(), 0.0, inside={2: ltx.profile.Network(1.0, 9.0), 8: FAST}).time_s == near.time_s
 
 
 def test_local_steps_and_a_mean_in_every_third() -> None:
@@ -295,26 +234,32 @@ traffic      sent  collectives  on the link
 summaries    96 B            1       6.1 ms
 gradients  120 kB            1       126 ms
 
-computing 1 s, packing and encoding 0 us, waiting 126 ms"""
+computing 1 s, waiting 126 ms"""
 
 
 @pytest.mark.full
 def test_many_ranks_take_no_longer_to_plan_for() -> None:
     """10,000 of them as 8, by the calls made: seconds would be the machine's."""
     params = {str(i): torch.empty(160_000, device="meta") for i in range(160)}
-    for candidate in CANDIDATES:
-        if candidate.strategy == ltx.HorovodStrategy(op="adasum"):
-            continue  # for powers of two
-        _, few, many = [calls_of_plan(candidate, params, ranks) for ranks in (8, 8, 10_000)]  # the first also imports
-        assert many < 2 * few, candidate
+    for strategy in (
+        ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=4)),
+        ltx.ZeroStrategy(),
+        ltx.DiLoCoStrategy(period=30),
+        ltx.BaguaStrategy("async", schedule=(8, 4)),
+        ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
+        ltx.BaguaStrategy("low_precision_decentralized"),
+        ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=4),
+    ):
+        _, few, many = [calls_of_plan(strategy, params, ranks) for ranks in (8, 8, 10_000)]  # the first also imports
+        assert many < 2 * few, strategy
 
 
-def calls_of_plan(candidate: Candidate, params: dict[str, torch.Tensor], ranks: int) -> int:
+def calls_of_plan(strategy: ltx.Strategy, params: dict[str, torch.Tensor], ranks: int) -> int:
     network = {"world": ranks, "bandwidth": 1e10, "latency": 5e-5, "compute_s": 0.1}
     count = itertools.count()
     sys.setprofile(lambda *_: next(count))
     try:
-        plan(candidate.strategy, params, optimizer=candidate.optimizer, **network)
+        plan(strategy, params, **network)
     finally:
         sys.setprofile(None)
     return next(count)
@@ -328,14 +273,6 @@ def test_table() -> None:
     assert str(planned(ltx.DDPStrategy(), world=1)).startswith("DDPStrategy() on 1 rank, a step: 1 s\ncomputing 1 s")
 
 
-def test_what_isnt_known_is_said() -> None:
-    cost = planned(ltx.DDPStrategy(comm_hook=Unknown()), codec_s=None)
-    assert cost.notes == ("what Unknown() computes isn't known; it counts as AllReduce(); see codec_s",)
-    assert cost.codec_s == pytest.approx(40_000 * CODEC_S["AllReduce"])
-    kin = planned(ltx.DDPStrategy(comm_hook=Kin()), codec_s=None)
-    assert (kin.notes, kin.codec_s) == ((), pytest.approx(40_000 * CODEC_S["ByteGrad"]))
-
-
 def test_a_strategy_that_insists_on_an_optimizer() -> None:
     own = ltx.optim.from_torch(torch.optim.SGD, lr=0.5)
     with pytest.raises(StrategyError, match=re.escape("Picky trains with lr=0.5 alone.")):
@@ -343,8 +280,6 @@ def test_a_strategy_that_insists_on_an_optimizer() -> None:
     assert planned(Picky(), optimizer=own).bytes_per_rank == 240_000
     train = ltx.train_step(ltx.data_parallel(lambda p: p["a"].sum(), Picky()), own)
     assert ltx.profile.explain(train, PARAMS, world=N).bytes == 240_000
-    (found,) = recommended(1.0, candidates=[Candidate(Picky(), "exact", "picky", own)])
-    assert found.strategy == Picky()
 
 
 def test_errors() -> None:
@@ -354,7 +289,8 @@ def test_errors() -> None:
         ({"bandwidth": 0}, "plan: bandwidth must be a finite number of more than 0, got 0."),
         ({"latency": -1.0}, "plan: latency must be a finite number of at least 0, got -1.0."),
         ({"compute_s": float("nan")}, "plan: compute_s must be a finite number of at least 0, got nan."),
-        ({"codec_s": "1"}, "plan: codec_s must be a finite number of at least 0, got '1'."),
+        ({"inside": {0: FAST}}, "plan: a group of inside must be a whole number of at least 1, got 0."),
+        ({"inside": {2: 1e9}}, "plan: inside maps numbers of ranks to ltx.profile.Network, got {2: 1000000000.0}."),
         ({"steps": range(0)}, "plan: steps must be a range of steps that follow one another, got range(0, 0)."),
         ({"steps": 3}, "plan: steps must be a range of steps that follow one another, got 3."),
     ]
@@ -363,64 +299,6 @@ def test_errors() -> None:
             planned(ltx.DDPStrategy(), **wrong)
     with pytest.raises(StrategyError, match=re.escape("Even needs an even number of ranks, got 3.")):
         planned(Even(), world=3)
-
-
-# --- recommend -------------------------------------------------------------------------------------------------------
-
-
-def recommended(compute_s: float, world: int = N, **kwargs: Any) -> Any:
-    return recommend(MATRIX, world=world, bandwidth=BANDWIDTH, latency=LATENCY, compute_s=compute_s, **kwargs)
-
-
-def test_the_fastest_first() -> None:
-    found = recommended(0.01)
-    assert len(found) == len(CANDIDATES)
-    times = [r.cost.time_s for r in found]
-    assert all(a <= 1.02 * b for a, b in pairwise(times))
-    assert found[0].strategy == ltx.DiLoCoStrategy(period=30)
-    place = {r.strategy: i for i, r in enumerate(found)}
-    assert place[ltx.DDPStrategy(comm_hook="bf16")] < place[ltx.DDPStrategy()]
-    network = {"world": N, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": 0.01}
-    costs = {c.strategy: plan(c.strategy, MATRIX, optimizer=c.optimizer, **network) for c in CANDIDATES}
-    assert [r.cost for r in found] == [costs[r.strategy] for r in found]
-
-
-def test_of_equally_fast_ones_the_more_exact() -> None:
-    effects: list[Effect] = [r.effect for r in recommended(1000.0)]
-    assert effects == [c.effect for c in CANDIDATES]
-    assert recommended(1.0, world=1)[0].strategy == ltx.DDPStrategy()
-
-
-def test_what_doesnt_work_on_so_many_ranks_is_left_out() -> None:
-    candidates = (Candidate(Even(), "exact", "even"), Candidate(ltx.DDPStrategy(), "exact", "all"))
-    assert [len(recommended(1.0, world=n, candidates=candidates)) for n in (2, 3)] == [2, 1]
-
-
-def test_what_doesnt_take_complex_parameters_is_left_out() -> None:
-    network: dict[str, Any] = {"world": N, "bandwidth": BANDWIDTH, "latency": LATENCY, "compute_s": 1.0}
-    params = {"a": torch.empty(50, 50, dtype=torch.complex64), "b": torch.empty(50)}
-    strategies = [r.strategy for r in recommend(params, **network)]
-    assert {ltx.DDPStrategy(), ltx.ZeroStrategy(), ltx.LocalSGDStrategy(period=8)} <= set(strategies)
-    assert not {ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=4)), ltx.DiLoCoStrategy(period=30)} & set(strategies)
-    with pytest.raises(StrategyError, match=re.escape("Picky trains with lr=0.5 alone.")):
-        recommend(params, candidates=[Candidate(Picky(), "exact", "for another reason")], **network)
-
-
-def test_recommendations_as_a_table() -> None:
-    shown = [c for c in CANDIDATES if c.strategy in (ltx.DDPStrategy(), ltx.DDPStrategy(comm_hook="bf16"))]
-    lines = str(recommended(0.01, candidates=shown)).splitlines()
-    assert re.fullmatch(r"strategy +a step +sent +effect +what it does", lines[0])
-    assert re.fullmatch(r"DDPStrategy\(comm_hook=BF16\(\)\)  .* 120 kB  rounded  gradients in bfloat16.*", lines[2])
-    assert re.fullmatch(r"DDPStrategy\(\)  .* 240 kB  exact  .*, as one large batch", lines[3])
-    assert recommended(1.0)._repr_html_().startswith("<pre>strategy")
-
-
-def make(name: str) -> Callable[..., Any]:
-    return getattr(ltx.profile, name) if hasattr(ltx.profile, name) else getattr(ltx, name)
-
-
-def test_names() -> None:
-    assert (make("plan"), make("recommend"), make("Cost")) == (plan, recommend, Cost)
 
 
 @pytest.mark.parametrize("op", ["average", "adasum"])
