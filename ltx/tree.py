@@ -312,7 +312,8 @@ def describe(tensor: torch.Tensor) -> str:
     >>> describe(torch.zeros(2, 3))
     'float32[2, 3]'
     """
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    sparse = f" (sparse in {tensor.sparse_dim()} dim)" if tensor.layout is torch.sparse_coo else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{sparse}"
 
 
 def register_node(

@@ -29,10 +29,10 @@ from ltx.collectives.calls import (
 )
 from ltx.collectives.futures import one_message
 from ltx.collectives.in_step import in_step
-from ltx.collectives.linear import Rule, add_rule
-from ltx.collectives.uneven import gather_all_tensors, told
+from ltx.collectives.linear import Rule, add_rule, apply, key_of
+from ltx.collectives.uneven import padded, told
 from ltx.comm.group_collectives import as_it_is
-from ltx.errors import InputError, RankMismatchError, TreeError, UnsupportedError
+from ltx.errors import InputError, TreeError, UnsupportedError
 from ltx.typing import Tree
 
 add_rule(
@@ -122,7 +122,10 @@ def psum(
         value, then = tree.map(lambda x: _times(x, before), value), lambda total: _times(total, after)
     if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
         refuse_background("psum of sparse tensors", axis)
-        return tree.map(lambda x: then(psum_sparse(x, axis) if is_sparse(x) else psum(x, axis)), value)
+        tree.check_leaves(tree.flatten(value)[0], value, "psum: its argument")
+        sparse, dense = split_sparse(value)
+        totals = tree.map(then, psum_sparse("psum", value, sparse, axis))
+        return tree.filled(totals, collective("psum", dense, axis, lambda x, n: (), then))
     return collective("psum", value, axis, lambda x, n: (), then)
 
 
@@ -244,22 +247,53 @@ def is_sparse(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.layout is torch.sparse_coo
 
 
-def psum_sparse(x: torch.Tensor, axis: Any) -> torch.Tensor:
-    """The sum over ranks of a COO tensor, coalesced; each rank may have entries at other places.
+def split_sparse(value: Tree) -> tuple[Tree, Tree]:
+    """`value` with None for its dense leaves, and with None for its sparse ones."""
+    leaves, spec = tree.flatten(value)
+    sparse = [is_sparse(x) for x in leaves]
+    parts = [[x if of is kind else None for x, of in zip(leaves, sparse, strict=True)] for kind in (True, False)]
+    return tree.unflatten(spec, parts[0]), tree.unflatten(spec, parts[1])
+
+
+# Numbers in a message that goes ahead of sparse tensors: what ranks' trees are, and how many entries some leaves have.
+_HEADER = 32
+
+
+def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
+    """The sums over ranks of the COO tensors of `value`, coalesced; each rank may have entries at other places.
 
     Moves n - 1 times this rank's entries, so it pays as long as few of them are set. Differentiable with respect to
-    the values.
+    the values. Ranks compare the tree `whole`, that `name` was called with, at each call: by one number of the message
+    that says how many entries there are.
     """
     found = comm.resolve(axis)
     if found.simulated or torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
-            "psum of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."
+            f"{name} of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."
         )
-    mine = x.coalesce()
-    kinds = told("psum of sparse tensors", [x.sparse_dim(), x.ndim, *x.shape, *(0 for _ in range(30 - x.ndim))], found)
-    if any(kind != kinds[0] for kind in kinds):
-        each = "; ".join(f"rank {rank}: {kind[2 : 2 + kind[1]]}" for rank, kind in enumerate(kinds))
-        raise RankMismatchError(f"axis {found.name!r}: ranks disagree on the shape of a sparse psum: {each}.")
-    indices = torch.cat(gather_all_tensors(mine.indices(), found), dim=1)
-    values = torch.cat(gather_all_tensors(mine.values(), found))
-    return torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False).coalesce()
+    leaves, spec = tree.flatten(value)
+    mine = [x.coalesce() for x in leaves]
+    signature = comm.Signature.of(name, tree.leaf_paths(whole), tree.flatten(whole)[0])
+    rows: list[list[int]] = [[] for _ in range(found.size)]
+    for start in range(0, len(mine), _HEADER - 1):
+        counts = [x.values().shape[0] for x in mine[start : start + _HEADER - 1]]
+        header = [signature.fingerprint, *counts, *[0] * (_HEADER - 1 - len(counts))]
+        said = told(name, header, found, signature)
+        if any(row[0] != header[0] for row in said):
+            found.comm.negotiation.compare(found.comm.user, signature, None)  # raises on every rank
+        for row, more in zip(rows, said, strict=True):
+            row.extend(more[1 : 1 + len(counts)])
+    parts = [part for x in mine for part in (x.indices().T, x.values())]
+    sent = [padded(part, 0, max(row[place // 2] for row in rows)) for place, part in enumerate(parts)]
+    if found.comm is not None:  # which follows from what was told
+        agreed = comm.Agreement(signature, header[0], None)
+        found.comm.agree([key_of("all_gather", x, (0, 0)) for x in sent], agreed)
+    gathered = [
+        torch.cat([part[: row[place // 2]] for part, row in zip(each, rows, strict=True)])
+        for place, each in enumerate(apply("all_gather", (0, 0), found, sent))
+    ]
+    sums = [
+        torch.sparse_coo_tensor(indices.T, values, x.shape, check_invariants=False).coalesce()
+        for x, indices, values in zip(mine, gathered[::2], gathered[1::2], strict=True)
+    ]
+    return tree.unflatten(spec, sums)

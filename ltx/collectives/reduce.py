@@ -26,25 +26,26 @@ from ltx.errors import AxisError, CollectiveError, InputError, TreeError, Weight
 from ltx.typing import Tree
 
 
-def _bitwise(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-    return lambda x, axis: functools.reduce(op, all_gather(x, axis).unbind(0))
+def _gathered(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tree, Any], Tree]:
+    """What has no collective of its own: `reduced` of what all_gather gives, which is exact for every dtype."""
+    return lambda value, axis: tree.map(reduced, all_gather(value, axis))
 
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _BITWISE = {
-    "band": _bitwise(torch.bitwise_and),
-    "bor": _bitwise(torch.bitwise_or),
-    "bxor": _bitwise(torch.bitwise_xor),
+    "band": _gathered(lambda xs: functools.reduce(torch.bitwise_and, xs.unbind(0))),
+    "bor": _gathered(lambda xs: functools.reduce(torch.bitwise_or, xs.unbind(0))),
+    "bxor": _gathered(lambda xs: functools.reduce(torch.bitwise_xor, xs.unbind(0))),
 }
 
-#: op -> (tensor, axis) -> the reduction. What has no collective of its own gathers, which is exact for every dtype.
-OPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+#: op -> (tree, axis) -> the reduction. Of the whole tree, which ranks compare before anything is sent.
+OPS: dict[str, Callable[[Tree, Any], Tree]] = {
     "sum": psum,
     "mean": pmean,
     "avg": pmean,
     "min": pmin,
     "max": pmax,
-    "product": lambda x, axis: all_gather(x, axis).prod(0, dtype=torch.int64 if x.dtype is torch.bool else x.dtype),
+    "product": _gathered(lambda xs: xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype)),
     **_BITWISE,
 }
 
@@ -96,15 +97,19 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
         only = f'and {name!r} works on integers and booleans. Cast it, or use "sum", "min", "max" or "product".'
         refuse_leaves("reduce", leaves, value, lambda x: x.is_floating_point() or x.is_complex(), only, TreeError)
     refuse_leaves("reduce", leaves, value, lambda x: x.dtype not in known, f"which has no {name}. Cast it.")
+    tensors = tree.unflatten(spec, [x if isinstance(x, torch.Tensor) else None for x in leaves])
+    if OPS[name] is pmean and keep_dtype:
+        mean = functools.partial(_truncated_mean, n=axis_size(axis))
+        reduced = tree.map(mean, psum(countable(tensors, NARROW), axis), tensors)
+    else:
+        reduced = OPS[name](tensors, axis)
+    each = iter(tree.flatten(reduced)[0])
+    return tree.unflatten(spec, [next(each) if isinstance(x, torch.Tensor) else x for x in leaves])
 
-    def one(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        if OPS[name] is pmean and keep_dtype and not (x.is_floating_point() or x.is_complex()):
-            return torch.div(psum(countable(x, NARROW), axis), axis_size(axis), rounding_mode="trunc").to(x.dtype)
-        return OPS[name](x, axis)
 
-    return tree.unflatten(spec, [one(x) for x in leaves])
+def _truncated_mean(total: torch.Tensor, like: torch.Tensor, n: int) -> torch.Tensor:
+    whole = not (like.is_floating_point() or like.is_complex())
+    return torch.div(total, n, rounding_mode="trunc").to(like.dtype) if whole else total / n
 
 
 @in_step

@@ -7,6 +7,7 @@ Built of differentiable collectives and views alone, so gradients follow; paddin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,17 +89,21 @@ def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> list[torch.Size]:
     return shapes
 
 
-def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
-    """Every rank's list of integers, all of one length."""
+def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None = None) -> list[list[int]]:
+    """Every rank's list of integers, all of one length.
+
+    With the signature of the whole `call`, of which they are a part, it is compared the first time; and it is what
+    peers are told that call something else.
+    """
     if axis.backing is None:
         return [numbers]
+    signature = call or comm.Signature(what, (), f"{len(numbers)} lengths")
     if axis.threads:
-        gathered: list[list[int]] = axis.threads.exchange(comm.Signature(what, (), f"{len(numbers)} lengths"), numbers)
+        gathered: list[list[int]] = axis.threads.exchange(signature, numbers)
         return gathered
     axis_comm: comm.AxisComm = axis.comm
-    axis_comm.negotiate_issue(
-        axis_comm.user, (what, "lengths", len(numbers)), lambda: comm.Signature(what, (), f"{len(numbers)} lengths")
-    )
+    agreed = axis_comm.negotiate(axis_comm.user, (what, "lengths", len(numbers)), lambda: signature)
+    axis_comm.user.advance(replace(agreed, signature=signature))
     return _exchanged(what, numbers, axis_comm)
 
 
@@ -142,12 +147,12 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         rows = _exchanged(_INFERRED, mine, axis_comm)
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
     lengths = list(zip(*rows, strict=True))
-    padded = [_padded(x, at, max(parts)) for x, at, parts in zip(moved, ats, lengths, strict=True)]
+    sent = [padded(x, at, max(parts)) for x, at, parts in zip(moved, ats, lengths, strict=True)]
     if found.comm is not None:
-        axis_comm.agree([key_of("all_gather", x, (0, 0)) for x in padded], agreed)  # follows from what was told
+        axis_comm.agree([key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
     whole = [
         torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, parts, strict=True)], at)
-        for gathered, at, parts in zip(apply("all_gather", (0, 0), found, padded), ats, lengths, strict=True)
+        for gathered, at, parts in zip(apply("all_gather", (0, 0), found, sent), ats, lengths, strict=True)
     ]
     return tree.unflatten(
         spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, whole, strict=True)]
@@ -189,30 +194,30 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | 
 
     _agree("all_gather", splits, found, _misfit("all_gather", value, splits, found, check_part))
 
-    def one(x: torch.Tensor) -> torch.Tensor:
-        at = _dim("all_gather", x, dim)
-        gathered = collective("all_gather", _padded(x, at, max(splits)), found, lambda x, n: (0, 0))
+    def joined(x: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        at = dim % x.ndim
         return torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, splits, strict=True)], at)
 
-    return tree.map(one, value)
+    even = tree.map(lambda x: padded(x, dim % x.ndim, max(splits)), value)
+    return tree.map(joined, value, collective("all_gather", even, found, lambda x, n: (0, 0)))
 
 
 def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
     """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
-    if isinstance(splits, str):
-        found = _real(axis, 'psum_scatter(splits="infer")', "")
-        return tree.map(lambda x: psum_scatter_uneven(x, found, dim, _equal_splits(x, dim, found.size)), value)
-    splits = tuple(splits)
+    leaves, spec = tree.flatten(value)
+    tree.check_leaves(leaves, value, "psum_scatter: its argument")
     found = _real(axis, "psum_scatter(splits=)", "Leave splits out, or use ltx.simulate.")
-    _agree("psum_scatter", splits, found, _sum_misfit("psum_scatter", value, dim, splits, found))
-
-    def one(x: torch.Tensor) -> torch.Tensor:
-        at = _dim("psum_scatter", x, dim)
-        parts = torch.stack([_padded(part, at, max(splits)) for part in x.split(splits, at)])
-        mine: torch.Tensor = collective("psum_scatter", parts, found, lambda x, n: (0, 0))
-        return mine.narrow(at, 0, splits[_rank(found)])
-
-    return tree.map(one, value)
+    given = None if isinstance(splits, str) else tuple(splits)
+    lengths = [_equal_splits(x, dim, found.size) if given is None else given for x in leaves]
+    misfits = [_sum_misfit("psum_scatter", x, dim, each, found) for x, each in zip(leaves, lengths, strict=True)]
+    _agree("psum_scatter", tuple(lengths) if given is None else given, found, next(filter(None, misfits), None))
+    parts = [
+        torch.stack([padded(part, dim % x.ndim, max(each)) for part in x.split(each, dim)])
+        for x, each in zip(leaves, lengths, strict=True)
+    ]
+    sums = tree.flatten(collective("psum_scatter", tree.unflatten(spec, parts), found, lambda x, n: (0, 0)))[0]
+    here = _rank(found)
+    return tree.unflatten(spec, [y.narrow(dim % y.ndim, 0, each[here]) for y, each in zip(sums, lengths, strict=True)])
 
 
 def all_to_all_uneven(
@@ -228,10 +233,8 @@ def all_to_all_uneven(
     received = tuple(row[_rank(found)] for row in table)
     most = max(length for row in table for length in row)
 
-    def one(x: torch.Tensor) -> torch.Tensor:
-        at, to = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
-        chunks = torch.stack([_padded(chunk, at, most) for chunk in x.split(splits, at)])
-        arrived = collective("all_to_all", chunks, found, lambda x, n: (0, 0))
+    def joined(x: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        at, to = split_dim % x.ndim, concat_dim % x.ndim
         return torch.cat([chunk.narrow(at, 0, n) for chunk, n in zip(arrived, received, strict=True)], to)
 
     elsewhere = any(_dim("all_to_all", x, concat_dim) != split_dim % x.ndim for x in tree.flatten(value)[0])
@@ -240,7 +243,13 @@ def all_to_all_uneven(
             f"all_to_all: ranks' splits {table} along dimension {split_dim} give chunks of unequal lengths, which "
             f"can't be concatenated along dimension {concat_dim}. Use concat_dim={split_dim}."
         )
-    return tree.map(one, value), received
+
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([padded(chunk, split_dim % x.ndim, most) for chunk in x.split(splits, split_dim)])
+
+    return tree.map(
+        joined, value, collective("all_to_all", tree.map(parts, value), found, lambda x, n: (0, 0))
+    ), received
 
 
 def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int, ...]) -> list[list[int]]:
@@ -280,7 +289,8 @@ def _dim(what: str, x: torch.Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """`x` with zeros behind, up to `length` along `dim`."""
     return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
 
 
@@ -309,7 +319,7 @@ def _sum_misfit(what: str, value: Tree, dim: int, splits: tuple[int, ...], axis:
     return _misfit(what, value, splits, axis, lambda x: _check_sum(what, splits, x, _dim(what, x, dim)))
 
 
-def _agree(what: str, splits: tuple[int, ...], axis: Axis, misfit: AxisError | None) -> None:
+def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
     """Let the ranks compare their splits, and whether these fit: what is sent is padded, so its shape doesn't tell.
 
     Raises:

@@ -10,14 +10,12 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import checked
-from ltx.collectives import psum
 from ltx.collectives.calls import check_dense, check_sums
-from ltx.collectives.psum import is_sparse
+from ltx.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.gradients.functions import reduce_gradients
 from ltx.gradients.planning import arrival_order, differentiable, make_plan
 from ltx.gradients.process_schedule import schedule_for
-from ltx.hooks import CommHook
 from ltx.placements import Placements, summed
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms.marking import prepare_trace, reduce_in_graph
@@ -71,14 +69,13 @@ def sync_gradients(
         return _of_local_parts(grads, strategy, sync_state, axis)
     if not compiling:
         tree.check_tensors(grads, "grads")
-        dense = [x for x in leaves if not is_sparse(x)]
-        check_dense("sync_gradients", dense, dense if len(dense) < len(leaves) else grads)
-        check_sums("sync_gradients", dense, dense if len(dense) < len(leaves) else grads)
+        if any(map(is_sparse, leaves)):
+            return _with_sparse(grads, strategy, sync_state, axis)
+        check_dense("sync_gradients", leaves, grads)
+        check_sums("sync_gradients", leaves, grads)
         if sync_state is not None:
             check_state(sync_state)
     wanted = differentiable(leaves)
-    sparse = [] if compiling else [i for i in wanted if is_sparse(leaves[i])]
-    wanted = [i for i in wanted if i not in sparse]
     arrival = partial(arrival_order, grads, wanted)
     mine = [leaves[i] for i in wanted]
     if compiling:
@@ -86,11 +83,7 @@ def sync_gradients(
         reduced = list(reduce_in_graph(key, tuple(arrival()), *mine)) if key and mine else mine
     else:
         paths = tree.leaf_paths(grads)
-        hook = strategy.hook(sync_state.checked_step() if sync_state is not None else 0) if sparse else None
         reduced, sync_state = _reduce(strategy, axis, mine, arrival, [paths[i] for i in wanted], sync_state)
-        if hook is not None:
-            reduced = [*reduced, *_reduce_sparse(hook, axis, {paths[i]: leaves[i] for i in sparse})]
-            wanted = [*wanted, *sparse]
     filled = list(leaves)
     for i, leaf in zip(wanted, reduced, strict=True):
         filled[i] = leaf
@@ -111,17 +104,32 @@ def _of_local_parts(
     return tree.unflatten(spec, placements.placed(tree.flatten(reduced)[0])), after
 
 
-def _reduce_sparse(hook: CommHook, axis: Any, grads: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Horovod's way with sparse gradients: indices and values are gathered. Nothing is compressed."""
-    if not hook.averages:
+def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any) -> tuple[Tree, SyncState | None]:
+    """:func:`sync_gradients` of a tree with sparse leaves: Horovod's way, whose indices and values are gathered.
+
+    Nothing of them is compressed. They go first, as ranks compare their whole trees by then.
+    """
+    sparse, dense = split_sparse(grads)
+    hook = strategy.hook(0 if state is None else state.checked_step())
+    if hook is not None and not hook.averages:
         raise UnsupportedError(
-            f"sync_gradients: leaf {next(iter(grads))!r} is sparse, and of sparse gradients the mean is taken, which "
-            f"{hook!r} doesn't give. Use x.to_dense()."
+            f"sync_gradients: leaf {tree.leaf_paths(sparse)[0]!r} is sparse, and of sparse gradients the mean is "
+            f"taken, which {hook!r} doesn't give. Use x.to_dense()."
         )
-    found = comm.resolve(axis)
-    among = hook.within(found) or found
-    factor = hook.derivative_scale(among.size)
-    return [psum(x, among) * factor for x in grads.values()]
+    if hook is not None:
+        found = comm.resolve(axis)
+        among = hook.within(found) or found
+        factor = hook.derivative_scale(among.size)
+        counted, whole = _differentiable(sparse), _differentiable(grads)
+        means = tree.map(lambda x: x * factor, psum_sparse("sync_gradients", whole, counted, among))
+        sparse = tree.filled(means, sparse)
+    reduced, state = sync_gradients(dense, strategy, state, axis=axis)
+    return tree.filled(sparse, reduced), state
+
+
+def _differentiable(grads: Tree) -> Tree:
+    """`grads` with None for integers and booleans, which are passed on."""
+    return tree.map(lambda x: x if x.is_floating_point() or x.is_complex() else None, grads)
 
 
 def _reduce(

@@ -183,7 +183,7 @@ def test_sparse_tensors_elsewhere(ranks: Ranks) -> None:
             ltx.psum(mine)
         return str(caught.value)
 
-    assert "rank 0: [3]; rank 1: [4]" in ranks(2).run(run).replicated()
+    assert "rank 0: float32[3] (sparse in 1 dim); rank 1: float32[4]" in ranks(2).run(run).replicated()
 
 
 # --- grad_scale ------------------------------------------------------------------------------------------------------
