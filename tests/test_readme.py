@@ -152,8 +152,8 @@ def test_the_bytes_of_each_hook() -> None:
 
 
 def test_the_study_of_strategies() -> None:
-    from ltx.demo.studies import strategies as study
-    from ltx.demo.studies.tasks import SETTINGS
+    from benchmarks.studies import strategies as study
+    from benchmarks.studies.tasks import SETTINGS
 
     found = study.load()
     pattern = r"^\| `(ltx\.\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ltx.demo.studies import hooks, strategies
-from ltx.demo.studies.tasks import SETTINGS, Digits, Task
+from benchmarks.studies import hooks, strategies
+from benchmarks.studies.tasks import SETTINGS, Digits, Task
 from tests.covering import some
 
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install 'ltx[examples]'")

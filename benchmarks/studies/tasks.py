@@ -177,10 +177,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parser_of(doc: str | None, results: Path) -> argparse.ArgumentParser:
-    """The command line that the studies have in common; `results`: the package's own file."""
+    """The command line that the studies have in common; `results`: the checkout's own file."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(results.name)
-    parser.add_argument("--out", type=Path, default=here, help="begins as the package's own (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=here, help="begins as the checkout's own (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file has")
     parser.add_argument("--table", action="store_true", help="print what the file has, and run nothing")
     return parser

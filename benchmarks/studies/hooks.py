@@ -1,6 +1,6 @@
 """Convergence with each communication hook: validation loss after a fixed number of steps, and the bytes that it took.
 
-    python -m ltx.demo.studies.hooks [--fresh] [--table] [--out FILE]
+    python -m benchmarks.studies.hooks [--fresh] [--table] [--out FILE]
 
 Two tasks: the demo's GPT, small, on the characters of Python's own help texts, and scikit-learn's digits. Each hook
 trains from the same parameters on the same batches as fp32 does, over the seeds 0, 1 and 2, which were fixed before
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 import ltx
+from benchmarks.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
+from benchmarks.studies.tasks import TASKS as TASKS
 from ltx import hooks
-from ltx.demo.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
-from ltx.demo.studies.tasks import TASKS as TASKS
 
 SEEDS = (0, 1, 2)
 RANKS = (16, 64)

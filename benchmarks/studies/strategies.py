@@ -1,6 +1,6 @@
 """Convergence with each strategy: validation loss after a fixed number of steps, steps to a target, and bytes.
 
-    python -m ltx.demo.studies.strategies [--fresh] [--table] [--jobs 1] [--seeds 0 1] [--out FILE]
+    python -m benchmarks.studies.strategies [--fresh] [--table] [--jobs 1] [--seeds 0 1] [--out FILE]
 
 Tasks of tasks.py, trained by whole training steps on 8 and 64 simulated ranks, over seeds that were fixed
 before anything was run; what isn't a default was chosen on another one. Each strategy trains from the same parameters
@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 import ltx
+from benchmarks.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
 from ltx import hooks
-from ltx.demo.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
 from ltx.estimate.formats import short
 
 SEEDS = (0, 1)
