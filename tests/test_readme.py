@@ -151,6 +151,22 @@ def test_the_bytes_of_each_hook() -> None:
             assert f"{ltx.profile.explain(step, params, world=4).compression:.1f}" == ratio, name
 
 
+def test_the_error_of_each_hook(seed: int) -> None:
+    from ltx import hooks
+
+    grads = torch.randn(4, 256, 256)
+    mean = grads.double().mean(0)
+    page = (DOCS / "how-to" / "choose-a-hook.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([A-Z].*?)` \|.*\| ([0-9.]+)%? \| [0-9.]+ \|$", page, re.MULTILINE)
+    assert len(rows) == 12
+    for name, percent in rows:
+        hook = eval(name, {known: getattr(hooks, known) for known in dir(hooks)})
+        step = ltx.data_parallel(lambda params: params, ltx.DDPStrategy(comm_hook=hook))
+        found = ltx.vmap(lambda g, step=step: ltx.sync_gradients(g, step.strategy, step.init(g))[0])(grads)
+        error = ((found[0].double() - mean).norm() / mean.norm()).item()
+        assert abs(100 * error - float(percent)) <= 0.15 * float(percent) + 1e-5, name
+
+
 def test_the_study_of_strategies() -> None:
     from benchmarks.studies import strategies as study
     from benchmarks.studies.tasks import SETTINGS

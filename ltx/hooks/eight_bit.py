@@ -35,7 +35,7 @@ from ltx.arguments import check_whole
 from ltx.comm.bits import view_as
 from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.gradients.reduction import BucketInput
-from ltx.hooks.lossy import CompressedAllReduce, from_message, to_message
+from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_message
 from ltx.hooks.noise import key_of, uniform
 
 _BAGUA_EPSILON = 1e-7
@@ -166,8 +166,11 @@ def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
 
 
-def _inverse(x: torch.Tensor) -> torch.Tensor:
-    return (1 / x).clamp(max=torch.finfo(x.dtype).max)
+def _step(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step and its inverse; where the range isn't 0, at least the least number that has an exact one."""
+    step, info = high / 255 - low / 255, torch.finfo(low.dtype)
+    step = torch.where(step == 0, step, step.clamp(min=info.tiny))
+    return step, (1 / step).clamp(max=info.max)
 
 
 def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
@@ -181,8 +184,7 @@ def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
 
 def _from_least(low: torch.Tensor, high: torch.Tensor) -> Grid:
     """A grid that begins at the least number; without an offset that would cancel most of its digits."""
-    step = high / 255 - low / 255
-    return Grid(low, torch.full_like(low, 128), step, _inverse(step))
+    return Grid(low, torch.full_like(low, 128), *_step(low, high))
 
 
 @dataclass(frozen=True)
@@ -253,8 +255,7 @@ class Quantize(EightBitHook):
     def grid(self, groups: torch.Tensor) -> Grid:
         low, high = _extremes(groups)
         low, high = low.clamp(max=0), high.clamp(min=0)
-        step = high / 255 - low / 255
-        inverse = _inverse(step)
+        step, inverse = _step(low, high)
         return Grid(torch.zeros_like(low), 128 - torch.round(-low * inverse).clamp(0, 255), step, inverse)
 
 
@@ -299,8 +300,10 @@ class QSGD(CompressedAllReduce):
         assert key is not None
         k, m = rows.shape
         blocks = rows.view(k, -1, self.block)
-        norms = torch.linalg.vector_norm(blocks, dim=-1)
-        scaled = blocks.abs() * (self.levels / torch.where(norms == 0, 1, norms))[..., None]
+        units, greatest = by_greatest(blocks)
+        lengths = torch.linalg.vector_norm(units, dim=-1, keepdim=True)
+        norms = (lengths * greatest).squeeze(-1)
+        scaled = units.abs() * (self.levels / torch.where(lengths == 0, 1, lengths))
         drawn = uniform(key, rows.numel(), rows.dtype).view_as(blocks)
         levels = torch.floor(scaled + drawn).clamp(max=self.levels).copysign(blocks)
         return torch.cat([to_message(norms), view_as(levels.to(torch.int8), torch.uint8).view(k, m)], 1)

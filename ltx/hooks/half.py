@@ -59,6 +59,7 @@ class FP16(HalfHook):
     """The mean over ranks, sent as float16: half the bytes of float32. Works on CPU and CUDA.
 
     Gradients narrower than 32 bits travel as they are. Relative error of the sum: at most n rounding errors of 2^-11.
+    A share (a gradient divided by n) below 3e-8 arrives as 0, one above 65504 as inf; use :class:`BF16` for these.
 
     Args:
         error_feedback: keep what rounding loses for the next step.

@@ -260,6 +260,13 @@ class CompressedAllReduce(LossyHook):
         return torch.cat([own, filling.expand(length - len(own))])
 
 
+def by_greatest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows divided by the greatest size in them, whose squares neither overflow nor vanish; and these, ``(..., 1)``."""
+    greatest = rows.abs().amax(-1, keepdim=True)
+    greatest = torch.where(greatest == 0, 1, greatest)
+    return rows / greatest, greatest
+
+
 def to_message(numbers: torch.Tensor) -> torch.Tensor:
     """The bytes of the last dimension."""
     return as_bytes(numbers).flatten(-2)

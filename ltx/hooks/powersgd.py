@@ -27,7 +27,7 @@ from ltx.gradients.buckets import Leaf
 from ltx.gradients.comm_hook import CommHook
 from ltx.gradients.packing import is_plain, prefers_few_calls, unpack
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState
-from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, by_greatest
 from ltx.hooks.noise import key_of, normal
 from ltx.hooks.plain import AllReduce
 
@@ -190,8 +190,10 @@ class BatchedPowerSGD(PowerHook):
     warm_start: bool = field(default=False, init=False)
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+        if not inputs.flat.numel():
+            return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         numel, n = inputs.flat.numel(), inputs.axis_size
-        side = max(1, isqrt(numel))
+        side = isqrt(numel)
         matrix = inputs.flat[: numel // side * side].view(1, -1, side)
         place = (inputs.step, inputs.bucket.index)
         start = self._random(min(self.rank, side), side, matrix.dtype, *place, device=matrix.device)
@@ -294,8 +296,11 @@ def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) 
 def row_norms(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The norm of each row, as columns."""
     if not matrices or not prefers_few_calls(matrices[0]):
-        return [torch.linalg.vector_norm(matrix, dim=-1, keepdim=True) for matrix in matrices]
-    norms = torch.stack(torch._foreach_norm([row for matrix in matrices for row in matrix]))
+        return [torch.linalg.vector_norm(x, dim=-1, keepdim=True) * most for x, most in map(by_greatest, matrices)]
+    rows = [row for matrix in matrices for row in matrix]
+    most = torch._foreach_norm(rows, inf)
+    torch._foreach_clamp_min_(most, torch.finfo(matrices[0].dtype).tiny)
+    norms = torch.stack(torch._foreach_norm(torch._foreach_div(rows, most))) * torch.stack(most)
     return list(norms[:, None].split([len(matrix) for matrix in matrices]))
 
 
@@ -336,6 +341,7 @@ def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
 
     Gram and Schmidt, each row projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
     """
+    matrices, _ = by_greatest(matrices)
     norms = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True)
     limits = 8 * torch.finfo(matrices.dtype).eps * norms
     done = matrices[:, :0]
