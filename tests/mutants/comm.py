@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="comm: a slot is filled before all have emptied it",
-        file="comm/transports/shared_memory.py",
+        where="SharedMemoryTransport._fill",
         old="entry.place >= self._least(EMPTIED) + SLOTS:",
         new="entry.place >= self._counters[self.rank][EMPTIED] + SLOTS:",
         breaks="a fast rank overwrites what a slow one hasn't read yet",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a chunk is reduced before all have filled it",
-        file="comm/transports/shared_memory.py",
+        where="SharedMemoryTransport._reduce",
         old="if entry is None or self._least(FILLED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][FILLED] <= entry.place:",
         breaks="sums of what lay in the memory before",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a chunk is taken before all have reduced it",
-        file="comm/transports/shared_memory.py",
+        where="SharedMemoryTransport._empty",
         old="if entry is None or self._least(REDUCED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][REDUCED] <= entry.place:",
         breaks="parts of a sum that other ranks add up are read too early",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: tags aren't compared",
-        file="comm/transports/shared_memory.py",
+        where="SharedMemoryTransport._reduce",
         old="work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1",
         new="work.refused |= False",
         breaks="ranks that issue different things in shared memory add them up",
@@ -37,16 +37,16 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a process that died isn't seen",
-        file="comm/transports/shared_memory.py",
-        old="            lost.append(rank)\n        return lost",
-        new="        return lost",
+        where="SharedMemoryTransport.lost_peers",
+        old="lost.append(rank)",
+        new="pass",
         breaks="its peers wait for the timeout",
         tests=("tests/comm/test_shared_memory.py::test_a_survivor_names_the_peer",),
     ),
     Mutant(
         name="comm: a failure halfway isn't told",
-        file="comm/transports/shared_memory.py",
-        old="        self._counters[self.rank][FAILED] = write_reason(self._maps[self.rank], error)\n",
+        where="SharedMemoryTransport._fail",
+        old="self._counters[self.rank][FAILED] = write_reason(self._maps[self.rank], error)",
         new="",
         breaks="peers wait for a rank whose end of the shared memory has failed",
         tests=(
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: the step summary's digests aren't compared",
-        file="comm/step_summary.py",
+        where="PendingSummary.wait",
         old="if self._channel.size * second != first * first:",
         new="if self._size * second < 0:",
         breaks="ranks that have issued different collectives train on",
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: the digest takes no note of the order",
-        file="comm/channel.py",
+        where="Channel.advance",
         old="self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME",
         new="self.digest = (self.digest + agreement.fingerprint) % _DIGEST_PRIME",
         breaks="the same collectives in another order aren't noticed",
@@ -72,8 +72,8 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: no timeout",
-        file="comm/channel.py",
-        old="        if waited_s > self.timeout_s:\n            raise self.timed_out(number, label)\n",
+        where="Channel.look_around",
+        old=("if waited_s > self.timeout_s:\n    raise self.timed_out(number, label)"),
         new="",
         breaks="a rank that waits for one that never comes waits for ever",
         tests=(
@@ -83,9 +83,9 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: an issue after a failure goes out",
-        file="comm/work.py",
-        old="            self._channel.failed = error\n            raise\n",
-        new="            raise\n",
+        where="Work.wait",
+        old=("self._channel.failed = error\nraise"),
+        new="raise",
         breaks="after a timeout what is issued next pairs with what peers issued before",
         tests=(
             "tests/comm/test_axis_comm.py",
@@ -94,31 +94,31 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: signatures aren't compared",
-        file="comm/negotiation.py",
-        old="        self._refuse(dict(enumerate(posts)))\n        return posts",
-        new="        return posts",
+        where="Negotiation.exchange",
+        old=("self._refuse(dict(enumerate(posts)))\nreturn posts"),
+        new="return posts",
         breaks="ranks with different shapes read each other's memory",
         tests=("tests/comm/test_axis_comm.py::test_new_signatures_that_differ",),
     ),
     Mutant(
         name="comm: nothing is looked for while a rank polls the store",
-        file="comm/store_exchange.py",
-        old="            while_waiting()\n",
+        where="poll_until",
+        old="while_waiting()",
         new="",
         breaks="a rank that waits in the store for a peer that is gone waits for the timeout",
         tests=("tests/comm/test_store_exchange.py", "tests/comm/test_recovery.py"),
     ),
     Mutant(
         name="comm: polling has no end",
-        file="comm/store_exchange.py",
-        old="        if now - began > timeout_s:\n            return False\n",
+        where="poll_until",
+        old=("if now - began > timeout_s:\n    return False"),
         new="",
         breaks="a rank that waits in the store for one that never comes waits for ever",
         tests=("tests/comm/test_store_exchange.py::test_who_doesnt_come_is_named_with_the_fix",),
     ),
     Mutant(
         name="comm: a peer that came and went counts as lost",
-        file="comm/store_exchange.py",
+        where="StoreExchange.refuse_lost",
         old="if (lost := self._lost()) and not self.has(place, ranks):",
         new="if lost := self._lost():",
         breaks="a checkpoint fails whose ranks have all done their part",
@@ -126,17 +126,17 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: nobody looks for deadlocks",
-        file="comm/channel.py",
-        old="            self.negotiation.check_deadlock(self, number, label)\n",
-        new="            pass\n",
+        where="Channel.look_around",
+        old="self.negotiation.check_deadlock(self, number, label)",
+        new="pass",
         breaks="ranks that wait for each other wait for the timeout",
         tests=("tests/comm/test_deadlock.py::test_a_collective_that_one_rank_alone_calls",),
     ),
     Mutant(
         name="comm: who goes on counts as stuck",
-        file="comm/deadlock.py",
-        old="            del left[node]\n    return left",
-        new="            pass\n        break\n    return left",
+        where="stuck",
+        old=("for node in going_on:\n    del left[node]"),
+        new="break",
         breaks="a rank that waits for a slow one is told of a deadlock",
         tests=(
             "tests/comm/test_deadlock.py::test_a_peer_that_does_not_wait_may_still_come",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a silent peer isn't seen",
-        file="comm/heartbeat.py",
+        where="Heartbeat.stale_ranks",
         old="return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > limit_s]",
         new="return []",
         breaks="a peer whose machine is gone is waited for until the timeout",
@@ -153,7 +153,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: an object's seal isn't checked",
-        file="comm/pickling.py",
+        where="opened",
         old="if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):",
         new="if len(seal) != _BYTES:",
         breaks="whoever reaches the port has a rank unpickle anything",
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a seal holds for any issue",
-        file="comm/pickling.py",
+        where="_seal.about",
         old='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "',
         new='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} "',
         breaks="an object that was sent once can be sent again",
@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: memory that is in use is used again",
-        file="comm/buffer_pool.py",
+        where="BufferPool.take",
         old="_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED",
         new="_uses(storage._cdata) >= 1",
         breaks="gradients that somebody holds change at the next step",
@@ -177,9 +177,9 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a pass that was left isn't told",
-        file="comm/recovery.py",
-        old="        self._has_left = True\n        self._fail_channels(",
-        new="        self._has_left = True\n        return\n        self._fail_channels(",
+        where="Recovery.leave",
+        old=("self._has_left = True\nself._fail_channels("),
+        new=("self._has_left = True\nreturn\nself._fail_channels("),
         breaks="the peers of a rank that raises in its backward pass wait for the timeout",
         tests=("tests/comm/test_recovery.py",),
     ),

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
-        file="gradients/process_schedule.py",
+        where="ProcessSchedule._launch_ready",
         old="while (program := self._ready.pop(len(self.pending), None)) is not None:",
         new="while self._ready and (program := self._ready.pop(next(iter(self._ready)))) is not None:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: buckets aren't waited for",
-        file="gradients/pending.py",
+        where="PendingReductions._advance.result",
         old="result = pending.work.wait() if pending.work is not None else None",
         new="result = pending.work._value if pending.work is not None else None",
         breaks="the step reads buckets that are still on their way",
@@ -24,35 +24,35 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: a later phase overtakes an earlier bucket",
-        file="gradients/pending.py",
-        old="return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])",
+        where="PendingReductions._may_issue",
+        old=("return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])"),
         new="return True",
         breaks="second collectives of buckets go out as the first ones complete, which is another order on each rank",
         tests=("tests/gradients/test_pending.py",),
     ),
     Mutant(
         name="gradients: the hook's scale isn't applied to large gradients",
-        file="gradients/packing.py",
-        old="    if not extra_terms:\n        torch.mul(given, scale, out=view)",
-        new="    if not extra_terms:\n        view.copy_(given)",
+        where="_pack_one",
+        old=("if not extra_terms:\n    torch.mul(given, scale, out=view)"),
+        new=("if not extra_terms:\n    view.copy_(given)"),
         breaks="the sum over ranks instead of the mean",
         tests=("tests/transforms/test_data_parallel.py", "tests/gradients/test_schedule.py"),
     ),
     Mutant(
         name="gradients: simulated ranks drop the residual",
-        file="gradients/packing.py",
-        old="""    if not extra_terms:
-        return grad * scale
-    (first, times), *others = extra_terms""",
-        new="""    if not extra_terms or len(extra_terms) == 1:
-        return grad * scale
-    (first, times), *others = extra_terms""",
+        where="_packed",
+        old=("if not extra_terms:\n    return grad * scale\n(first, times), *others = extra_terms"),
+        new=(
+            "if not extra_terms or len(extra_terms) == 1:\n"
+            "    return grad * scale\n"
+            "(first, times), *others = extra_terms"
+        ),
         breaks="error feedback keeps residuals but never sends them, on simulated ranks and in compiled graphs",
         tests=("tests/hooks/test_conformance.py",),
     ),
     Mutant(
         name="gradients: a bucket exceeds its size by one leaf",
-        file="gradients/buckets.py",
+        where="plan_buckets",
         old="filled[kind] + leaf.nbytes > limit:",
         new="filled[kind] > limit:",
         breaks="buckets are larger than bucket_bytes",
@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: buckets in the order of their first gradient",
-        file="gradients/buckets.py",
+        where="plan_buckets",
         old="closed.sort(key=lambda members: max(due[position] for position in members))",
         new="closed.sort(key=lambda members: min(due[position] for position in members))",
         breaks="buckets that are ready wait for ones that aren't",
@@ -68,15 +68,15 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: gradients of gradients go through the hook",
-        file="gradients/schedule.py",
-        old="return ExactSum(self.plan.hook.derivative_scale(self.plan.axis.size)) if self.again else self.plan.hook",
+        where="Schedule.hook",
+        old=("return ExactSum(self.plan.hook.derivative_scale(self.plan.axis.size)) if self.again else self.plan.hook"),
         new="return self.plan.hook",
         breaks="second derivatives are compressed",
         tests=("tests/hooks/test_hooks.py::test_gradients_of_gradients_are_exact",),
     ),
     Mutant(
         name="gradients: each rank keeps its own order of arrival",
-        file="gradients/planning.py",
+        where="make_plan.order",
         old="order = tuple(agreement.offer)",
         new="order = tuple(arrival())",
         breaks="ranks whose gradients are expected in another order make other buckets",
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: the residual isn't added back",
-        file="hooks/lossy.py",
+        where="LossyHook.extra_terms",
         old="return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()",
         new="return ()",
         breaks="error feedback is kept and never sent",
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: the residual's sign turned round",
-        file="hooks/lossy.py",
+        where="LossyHook.extra_terms",
         old="return [(state[RESIDUAL], 1.0)]",
         new="return [(state[RESIDUAL], -1.0)]",
         breaks="error feedback doubles the error",
@@ -100,9 +100,9 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: what isn't finite stays in the residual",
-        file="hooks/lossy.py",
-        old="            left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
-        new="            pass",
+        where="LossyHook.reduce",
+        old="left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
+        new="pass",
         breaks="one overflow makes every later step NaN",
         tests=(
             "tests/hooks/test_plain.py",
@@ -111,15 +111,15 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: the second encoding's error is lost",
-        file="hooks/lossy.py",
-        old="                rows[rank] += rest\n",
-        new="                pass\n",
+        where="CompressedAllReduce._sending.with_rest",
+        old="rows[rank] += rest",
+        new="pass",
         breaks="what the sum loses when it is encoded is nobody's to feed back",
         tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: ByteGrad's zero isn't on the grid",
-        file="hooks/eight_bit.py",
+        where="_around_zero",
         old="return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)",
         new="return Grid(torch.zeros_like(low), high * inverse - 127, step, inverse)",
         breaks="parameters without gradient get one",
@@ -127,17 +127,15 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: Quantize's step for 7 bits",
-        file="hooks/eight_bit.py",
-        old="""        low, high = low.clamp(max=0), high.clamp(min=0)
-        step = high / 255 - low / 255""",
-        new="""        low, high = low.clamp(max=0), high.clamp(min=0)
-        step = high / 127 - low / 127""",
+        where="Quantize.grid",
+        old=("low, high = low.clamp(max=0), high.clamp(min=0)\nstep = high / 255 - low / 255"),
+        new=("low, high = low.clamp(max=0), high.clamp(min=0)\nstep = high / 127 - low / 127"),
         breaks="twice the error that eight bits have",
         tests=("tests/hooks/test_bounds.py",),
     ),
     Mutant(
         name="hooks: OneBit's sizes are sums",
-        file="hooks/onebit.py",
+        where="OneBit._in_chunks",
         old="torch.mean(torch.abs(chunk, out=signs), 1, keepdim=True, out=sizes[some])",
         new="torch.sum(torch.abs(chunk, out=signs), 1, keepdim=True, out=sizes[some])",
         breaks="gradients are a block's length too large, between processes",
@@ -148,7 +146,7 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: QSGD rounds to nearest",
-        file="hooks/eight_bit.py",
+        where="QSGD.encode.levels",
         old="levels = torch.floor(scaled + drawn)",
         new="levels = torch.floor(scaled + 0.5 + 0 * drawn)",
         breaks="the result is biased: small gradients are 0 at every step",
@@ -156,9 +154,9 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: RandomK isn't scaled up",
-        file="hooks/sparse.py",
-        old="            values = values * lengths\n",
-        new="            pass\n",
+        where="RandomK.send.values",
+        old="values = values * lengths",
+        new="pass",
         breaks="without error feedback the expectation is a hundredth of the mean",
         tests=(
             "tests/hooks/test_bounds.py",
@@ -167,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: RandomK's places don't change",
-        file="hooks/sparse.py",
+        where="RandomK.send.key",
         old="key = key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)",
         new="key = key_of(self.seed, 0, inputs.bucket.index, device=flat.device)",
         breaks="the same hundredth of the parameters is trained at every step",
@@ -178,15 +176,15 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: TopK keeps what it has sent",
-        file="hooks/sparse.py",
-        old="        rows.scatter_(1, places, 0)\n",
+        where="TopK.encode_and_keep",
+        old="rows.scatter_(1, places, 0)",
         new="",
         breaks="what was sent is sent again at the next step",
         tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: PowerSGD's residual is of the total",
-        file="hooks/powersgd.py",
+        where="PowerSGD.send.total",
         old="total = _assembled(parts, products, sums, 1 / n if early else None)",
         new="total = _assembled(parts, products, sums, 1 if early else None)",
         breaks="residuals are off by n - 1 times what was sent",
@@ -194,7 +192,7 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: PowerSGD starts anew at every step",
-        file="hooks/powersgd.py",
+        where="PowerSGD.send",
         old="states[m][Q] = second / norm if regular else torch.where(_regular(norm), second / norm, start)",
         new="states[m][Q] = start",
         breaks="the power iteration never converges",

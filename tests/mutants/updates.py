@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="strategies: outer momentum without Nesterov",
-        file="strategies/diloco.py",
+        where="DiLoCoStrategy.after_update.anchor",
         old="self.outer_lr * (d + self.outer_momentum * v)",
         new="self.outer_lr * (d + self.outer_momentum * states[path][VELOCITY])",
         breaks="the outer step uses the velocity of the step before",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: the anchor stays",
-        file="strategies/diloco.py",
+        where="DiLoCoStrategy.after_update",
         old="states[path] = {**states[path], **after, ANCHOR: anchor, VELOCITY: v}",
         new="states[path] = {**states[path], **after, VELOCITY: v}",
         breaks="every outer step begins at the first parameters",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO's last part is cut off",
-        file="strategies/zero.py",
+        where="_rows",
         old="return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1)",
         new="return flat[: flat.numel() // ranks * ranks].view(ranks, -1)",
         breaks="parameters whose sizes the ranks don't divide lose their tails",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO's gradients in another rank's place",
-        file="strategies/zero.py",
+        where="_placed.there",
         old="there = whole[rank * m : (rank + 1) * m]",
         new="there = whole[(n - 1 - rank) * m : (n - rank) * m]",
         breaks="each rank updates its part with gradients of 0, between processes",
@@ -37,15 +37,15 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO clips by a rank's own norm",
-        file="strategies/zero.py",
-        old="            if info.axis.size == 1:\n                return own",
-        new="            if info.axis.size >= 1:\n                return own",
+        where="ZeroStrategy._together.norm",
+        old=("if info.axis.size == 1:\n    return own"),
+        new=("if info.axis.size >= 1:\n    return own"),
         breaks="clipping scales parts of one gradient by different factors",
         tests=("tests/strategies/test_zero.py::test_clipping_takes_one_norm_over_all_parts",),
     ),
     Mutant(
         name="strategies: averaging one step late",
-        file="strategies/local_sgd.py",
+        where="averages_at",
         old="return step >= start and (step - start) % period == 0",
         new="return step > start and (step - start) % period == 0",
         breaks="ranks drift apart a whole period longer than asked",
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: within a node divided by all ranks",
-        file="strategies/nodes.py",
+        where="WithinNode.scale",
         old="return 1.0 if axis_size == 1 else 1.0 / self.ranks",
         new="return 1.0 / axis_size",
         breaks="gradients within nodes are too small",
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: gossip with the same peer each time",
-        file="strategies/decentralized.py",
+        where="peers",
         old="return tuple((k + r) % half + half if r < half else (r - half - k) % half for r in range(n))",
         new="return tuple(r % half + half if r < half else (r - half) % half for r in range(n))",
         breaks="pairs never hear of one another",
@@ -69,9 +69,9 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: gossip doesn't tell steps apart",
-        file="strategies/decentralized.py",
-        old="        if not bool(((mine == 0) & (tag != 0)).any()):\n            return",
-        new="        if not bool(((mine == 1) & (tag == 2)).any()):\n            return",
+        where="Decentralized._check",
+        old=("if not bool(((mine == 0) & (tag != 0)).any()):\n    return"),
+        new=("if not bool(((mine == 1) & (tag == 2)).any()):\n    return"),
         breaks="ranks that are steps apart average their weights",
         tests=(
             "tests/strategies/test_gossip.py::test_weights_of_another_step_are_refused",
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: QAdam's momentum isn't decayed",
-        file="strategies/qadam.py",
+        where="MeanMomentum.extra_terms",
         old="return [(state[MOMENTUM], self.beta1 / axis_size)]",
         new="return [(state[MOMENTUM], 1 / axis_size)]",
         breaks="momenta grow at every step",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: a round forgets the steps since it began",
-        file="strategies/async_averaging.py",
+        where="AsyncAveraging._take_round.deltas",
         old="deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]",
         new="deltas = [y - x for y, x in zip(reduced, tree.flatten(params)[0], strict=False)]",
         breaks="asynchronous averaging throws local steps away, between processes",
@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: a schedule is asked for the next step",
-        file="optim/from_torch.py",
+        where="TorchOptimizer._lr",
         old="return scheduled_lr(self.lr, count) if callable(self.lr)",
         new="return scheduled_lr(self.lr, count + 1) if callable(self.lr)",
         breaks="the learning rate is a step ahead",
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: the first gradient is dampened too",
-        file="optim/kernel.py",
+        where="Kernel._run_dampened",
         old="for dampening, chosen in ((0.0, first),",
         new='for dampening, chosen in ((group["dampening"], first),',
         breaks="SGD with dampening isn't torch's",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: clipping scales small gradients up",
-        file="optim/grad_transforms.py",
+        where="ClipByGlobalNorm.update.factor",
         old="factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)",
         new="factor = float(self.max_norm) / (norm + float(self.eps))",
         breaks="every gradient has the greatest norm that is allowed",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: the norm of norms is their sum",
-        file="optim/grad_transforms.py",
+        where="global_norm.total",
         old="total: Tensor = torch.linalg.vector_norm(torch.stack(norms))",
         new="total: Tensor = torch.stack(norms).sum()",
         breaks="under transforms several leaves are clipped too much",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: QAdam without bias correction",
-        file="optim/quantized_adam.py",
+        where="QAdamOptimizer._run.rate",
         old="rate = lr * settled / (1 - beta1**step)",
         new="rate = lr * settled",
         breaks="steps after a short warm-up are too small",
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         name="nn: sync batch norm counts samples, not values",
-        file="nn/sync_batch_norm.py",
+        where="_values",
         old="return x.shape[0] * math.prod(x.shape[2:])",
         new="return x.shape[0]",
         breaks="variances of images are wrong, and the correction of running ones",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         name="nn: sync batch norm takes the mean of ranks' means",
-        file="nn/sync_batch_norm.py",
+        where="_statistics.mean",
         old="mean = near + (counts * (means - near)).sum(0) / divisor",
         new="mean = means.mean(0)",
         breaks="ranks with fewer samples count as much as others",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         name="demo: validation windows overlap the training text's order",
-        file="demo/gpt.py",
+        where="Corpus.validation_windows.targets",
         old="targets = self.validation[1 : count * context + 1].view(count, context)",
         new="targets = self.validation[: count * context].view(count, context)",
         breaks="the model is asked for the character that it has just seen",
@@ -160,8 +160,8 @@ MUTANTS = (
     ),
     Mutant(
         name="notebook: names of the notebook aren't sent",
-        file="notebook/cells.py",
-        old="    namespace.update(given)\n",
+        where="run_cell",
+        old="namespace.update(given)",
         new="",
         breaks="%%ltx --in does nothing",
         tests=("tests/notebook/test_magics.py",),
