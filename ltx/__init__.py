@@ -4,7 +4,6 @@ A step is a pure function. Distribution is a transformation of it. A strategy is
 """
 
 import gc
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -116,20 +115,6 @@ _LATER = {
     "simulate": "ltx.runtime.simulation",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile")
-# Names of 0.2 that have moved there.
-_NOW_IN_PROFILE = frozenset(
-    {
-        "Cost",
-        "Explanation",
-        "Network",
-        "Timeline",
-        "explain",
-        "measure_network",
-        "plan",
-        "record",
-        "timeline",
-    }
-)
 
 __all__ = [
     "AllGatherGrad",
@@ -221,9 +206,6 @@ __version__ = "0.2.0"
 def __getattr__(name: str) -> Any:
     if name in _LATER_SUBMODULES:
         return import_module(f"ltx.{name}")
-    if name in _NOW_IN_PROFILE:
-        warnings.warn(f"ltx.{name} is ltx.profile.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(import_module("ltx.profile"), name)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)

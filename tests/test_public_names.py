@@ -1,4 +1,4 @@
-"""The public surface: what ``import *`` and ``dir`` show, and where names of earlier versions are."""
+"""The public surface: what ``import *`` and ``dir`` show."""
 
 from __future__ import annotations
 
@@ -26,13 +26,6 @@ def test_no_internal_module_is_public(name: str) -> None:
     module = import_module(name)
     modules = {shown for shown in module.__all__ if isinstance(getattr(module, shown), types.ModuleType)}
     assert modules == (SUBMODULES if name == "ltx" else set())
-
-
-@pytest.mark.parametrize("name", ["explain", "measure_network", "Network", "record", "timeline"])
-def test_names_that_have_moved_say_where(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"ltx\.{name} is ltx\.profile\.{name} now"):
-        assert getattr(ltx, name) is getattr(ltx.profile, name)
-    assert name not in dir(ltx)
 
 
 def test_a_name_that_is_nowhere() -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from ltx import hooks
 from ltx.strategies import Strategy
+from ltx.strategies.base import NAMED_HOOKS
 
 
 class Shown:
@@ -60,7 +61,7 @@ def short(strategy: Strategy) -> str:
     """A strategy with those of its fields that aren't at their defaults."""
     said = []
     for x in fields(strategy):
-        value, named = getattr(strategy, x.name), hooks.NAMED.get(x.default) if isinstance(x.default, str) else None
+        value, named = getattr(strategy, x.name), NAMED_HOOKS.get(x.default) if isinstance(x.default, str) else None
         if value != (x.default if named is None else getattr(hooks, named)()):
             said.append(f"{x.name}={value!r}")
     return f"{type(strategy).__name__}({', '.join(said)})"

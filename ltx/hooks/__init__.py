@@ -9,39 +9,29 @@ from ltx.hooks.plain import AllReduce, Noop
 
 if TYPE_CHECKING:
     from ltx.hooks.adasum import Adasum
-    from ltx.hooks.combined import After, Chain, after, cast, chain
+    from ltx.hooks.combined import after, cast, chain
     from ltx.hooks.eight_bit import QSGD, ByteGrad, Quantize
-    from ltx.hooks.from_ddp import FromTorch, from_torch
-    from ltx.hooks.functions import FromFunctions, from_functions
+    from ltx.hooks.from_ddp import from_torch
+    from ltx.hooks.functions import from_functions
     from ltx.hooks.half import BF16, FP16
-    from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, error_feedback
+    from ltx.hooks.lossy import CompressedAllReduce, LossyHook, error_feedback
     from ltx.hooks.onebit import OneBit
     from ltx.hooks.powersgd import BatchedPowerSGD, PowerSGD
     from ltx.hooks.sparse import RandomK, TopK
-    from ltx.hooks.to_ddp import ToTorch, to_torch
-
-#: The names that strategies accept in place of a hook, and the classes that they stand for.
-NAMED = {"allreduce": "AllReduce", "fp16": "FP16", "bf16": "BF16"}
+    from ltx.hooks.to_ddp import to_torch
 
 __all__ = [
     "BF16",
     "FP16",
-    "NAMED",
     "QSGD",
     "Adasum",
-    "After",
     "AllReduce",
     "BatchedPowerSGD",
     "BucketInput",
     "ByteGrad",
-    "Chain",
     "CollectiveRequest",
     "CommHook",
     "CompressedAllReduce",
-    "Compression",
-    "CompressionResult",
-    "FromFunctions",
-    "FromTorch",
     "LossyHook",
     "Noop",
     "OneBit",
@@ -49,7 +39,6 @@ __all__ = [
     "Quantize",
     "RandomK",
     "Reduction",
-    "ToTorch",
     "TopK",
     "after",
     "cast",
@@ -63,18 +52,16 @@ __all__ = [
 # Imported when first asked for: most programs use none of them, and making dataclasses takes time.
 _LATER = {
     "Adasum": "adasum",
-    **dict.fromkeys(("After", "Chain", "after", "cast", "chain"), "combined"),
+    **dict.fromkeys(("after", "cast", "chain"), "combined"),
     **dict.fromkeys(("QSGD", "ByteGrad", "Quantize"), "eight_bit"),
-    **dict.fromkeys(("FromTorch", "from_torch"), "from_ddp"),
-    **dict.fromkeys(("FromFunctions", "from_functions"), "functions"),
+    "from_functions": "functions",
+    "from_torch": "from_ddp",
     **dict.fromkeys(("BF16", "FP16"), "half"),
-    **dict.fromkeys(
-        ("CompressedAllReduce", "Compression", "CompressionResult", "LossyHook", "error_feedback"), "lossy"
-    ),
+    **dict.fromkeys(("CompressedAllReduce", "LossyHook", "error_feedback"), "lossy"),
     "OneBit": "onebit",
     **dict.fromkeys(("BatchedPowerSGD", "PowerSGD"), "powersgd"),
     **dict.fromkeys(("RandomK", "TopK"), "sparse"),
-    **dict.fromkeys(("ToTorch", "to_torch"), "to_ddp"),
+    "to_torch": "to_ddp",
 }
 
 

@@ -318,18 +318,22 @@ class Strategy:
         )
 
 
+#: The names that strategies accept in place of a hook, and the classes that they stand for.
+NAMED_HOOKS = {"allreduce": "AllReduce", "fp16": "FP16", "bf16": "BF16"}
+
+
 def resolve_hook(strategy: Strategy, name: str, *besides: str) -> CommHook:
     """The hook in field `name`. Where that holds the name of a hook, it comes to hold the hook: they are equal.
 
     `besides`: names that it may hold too, which the strategy knows what to do with.
     """
     value = getattr(strategy, name)
-    if isinstance(value, str) and value in hooks.NAMED:
-        value = getattr(hooks, hooks.NAMED[value])()
+    if isinstance(value, str) and value in NAMED_HOOKS:
+        value = getattr(hooks, NAMED_HOOKS[value])()
         object.__setattr__(strategy, name, value)
     if not isinstance(value, CommHook):
         raise StrategyError(
-            f"{type(strategy).__name__}.{name} must be one of {sorted((*hooks.NAMED, *besides))} or an "
+            f"{type(strategy).__name__}.{name} must be one of {sorted((*NAMED_HOOKS, *besides))} or an "
             f"ltx.hooks.CommHook, got {brief(value)}."
         )
     return value

@@ -25,7 +25,7 @@ from ltx.gradients.comm_hook import unchanging
 from ltx.gradients.reduction import LeafState
 from ltx.optim import Optimizer
 from ltx.optim.update import Update
-from ltx.strategies.base import Strategy
+from ltx.strategies.base import NAMED_HOOKS, Strategy
 from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
 from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
@@ -82,7 +82,7 @@ class HorovodStrategy(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.compression, str):  # short for the hook, and equal to it
-            name = hooks.NAMED.get("allreduce" if self.compression == "none" else self.compression)
+            name = NAMED_HOOKS.get("allreduce" if self.compression == "none" else self.compression)
             if name is not None:
                 object.__setattr__(self, "compression", getattr(hooks, name)())
         if not isinstance(self.compression, hooks.CommHook):

@@ -387,8 +387,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.profile.Trace": [],
         # --- hooks
         "ltx.hooks.Adasum": [Call(hooks.Adasum, (torch.float32,), {}, _reduced)],
-        "ltx.hooks.After": [Call(hooks.After, (2, lossy, exact), {}, _reduced)],
-        "ltx.hooks.Chain": [Call(hooks.Chain, (hooks.FP16(), exact), {"error_feedback": False}, _reduced)],
         "ltx.hooks.after": [Call(hooks.after, (2, lossy), {"first": exact}, _reduced)],
         "ltx.hooks.chain": [Call(hooks.chain, (hooks.FP16(), exact), {}, _reduced)],
         "ltx.hooks.cast": [Call(hooks.cast, (exact, torch.float16), {}, _reduced)],
@@ -409,10 +407,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
                 "CompressedAllReduce",
                 "BucketInput",
                 "CollectiveRequest",
-                "CompressionResult",
-                "FromFunctions",
-                "FromTorch",
-                "ToTorch",
             )
         },
         "ltx.hooks.OneBit": [Call(hooks.OneBit, (512,), {"error_feedback": True}, _reduced)],

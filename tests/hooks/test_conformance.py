@@ -16,7 +16,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.hooks import CommHook
+from ltx.hooks import CommHook, combined
 from tests.covering import some
 
 from .reference import flat
@@ -210,8 +210,8 @@ def test_is_a_value(name: str) -> None:
     assert "\n" not in repr(hook)
     assert replace(strategy_of(hook), bucket_bytes=1) != strategy_of(hook)
     if name in ROWS:
-        assert eval(repr(hook), {known: getattr(hooks, known) for known in dir(hooks)}) == hook
-    assert not hook.exact or name.startswith("onebit after") or isinstance(hook, hooks.After)
+        assert eval(repr(hook), {known: getattr(hooks, known) for known in dir(hooks)} | vars(combined)) == hook
+    assert not hook.exact or name.startswith("onebit after") or isinstance(hook, combined.After)
 
 
 # --- in a step -------------------------------------------------------------------------------------------------------
