@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="streams: nobody reads the last step summary",
         where="read_last_summary",
-        old=("if among.unread is None:\n    return"),
+        old="if among.unread is None:\n    return",
         new="return",
         breaks="ranks that have issued different things never hear of it, and the host runs ahead without limit",
         tests=(
@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         name="streams: elastic doesn't wait for its peers before the optimizer runs",
         where="ProcessSchedule.confirm",
-        old=("if stream is None:\n    return\nchannel = self.among"),
-        new=("if stream is not None:\n    return\nchannel = self.among"),
+        old="if stream is None:",
+        new="if stream is not None:",
         breaks="after a loss there is no state to go on from",
         tests=("tests/streams/test_failures.py::test_elastic_goes_on_from_the_state_before",),
     ),
