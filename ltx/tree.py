@@ -103,15 +103,17 @@ def _endless(tree: Tree) -> TreeError:
     )
 
 
-def leaf_paths(tree: Tree, with_none: bool = False) -> list[str]:
+def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The path of each leaf as a person would write it, in the order of :func:`flatten`; of None, too, if asked for.
+
+    `is_leaf`: which nodes count as leaves besides.
 
     >>> leaf_paths({"layers": [1, 2], "bias": 3})
     ['bias', 'layers.0', 'layers.1']
     """
     try:
         flatten(tree)  # which registers classes that are new
-        paths = optree.tree_paths(tree, none_is_leaf=with_none, namespace=NAMESPACE)
+        paths = optree.tree_paths(tree, is_leaf, none_is_leaf=with_none, namespace=NAMESPACE)
     except RecursionError:
         raise _endless(tree) from None
     return _written(paths)

@@ -8,9 +8,10 @@ import torch
 
 from ltx import comm, tree
 from ltx.arguments import checked
+from ltx.collectives.batches import Records, cells, is_records, opened
 from ltx.collectives.calls import in_graph_index, prepare_trace, traced_rank
 from ltx.collectives.psum import axis_size
-from ltx.errors import AxisError
+from ltx.errors import AxisError, UnsupportedError
 from ltx.typing import Tree
 
 
@@ -74,7 +75,9 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     Args:
         value: tree (:mod:`ltx.tree` says which containers are: dicts, lists, tuples, and any mapping or dataclass, such
             as a ``BatchEncoding``). Every tensor with dimensions is split along `dim` into as many equal parts as there
-            are ranks, other leaves are passed on: numbers, strings, a list of strings.
+            are ranks, other leaves are passed on: numbers, strings, a list of strings. Along dim 0 all tensors have one
+            length, with an entry a sample. A list or tuple of containers of one structure (dicts with the same keys)
+            that is as long is split between them, as it holds records, one a sample.
         axis: as in :func:`ltx.psum`.
         dim: the dimension to split.
 
@@ -86,7 +89,9 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
 
     Raises:
         AxisError: a tensor doesn't divide evenly.
-        TreeError: a leaf that isn't a tensor holds some, or is a NumPy array.
+        TreeError: tensors have unequal lengths along dim 0; a list may be one of records or of fields; a leaf isn't a
+            tensor and holds some (PackedSequence, graphs), or is a NumPy array, or a nested or sparse tensor.
+        UnsupportedError: under ``ltx.vmap``, records that differ in shapes, or in what isn't a tensor.
 
     Example:
         >>> import torch, ltx
@@ -102,7 +107,19 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         name = found.name
         rank = found.rank if isinstance(found.rank, int) else None
 
+    def mine(stacked: torch.Tensor) -> torch.Tensor:
+        return stacked.index_select(0, axis_index(axis).reshape(1)).squeeze(0)
+
     def part(path: str, x: Any) -> Any:
+        if isinstance(x, Records):
+            if len(x.items) % size:
+                raise AxisError(
+                    f"shard: {path!r} is a list of {len(x.items)} records, which can't be split into {size} equal "
+                    f"parts, one for each rank of axis {name!r}. Drop the remainder."
+                )
+            length = len(x.items) // size
+            parts = [x.items[start : start + length] for start in range(0, len(x.items), length or 1)]
+            return parts[rank] if rank is not None else tree.map(chosen, *parts)
         if not isinstance(x, torch.Tensor) or x.ndim == 0:
             return x
         if not -x.ndim <= dim < x.ndim or x.shape[dim] % size:
@@ -116,10 +133,20 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         at, length = dim % x.ndim, x.shape[dim] // size
         if rank is not None:
             return x.narrow(at, rank * length, length)
-        parts = x.unflatten(at, (size, length)).movedim(at, 0)
-        return parts.index_select(0, axis_index(axis).reshape(1)).squeeze(0)
+        return mine(x.unflatten(at, (size, length)).movedim(at, 0))
 
-    leaves, spec = tree.flatten(value)
-    tree.check_open(leaves, value, "shard", "split")
-    paths = [""] * len(leaves) if torch.compiler.is_compiling() else tree.leaf_paths(value)
-    return tree.unflatten(spec, [part(path, x) for path, x in zip(paths, leaves, strict=True)])
+    def chosen(*parts: Any) -> Any:
+        """This rank's part, where ranks are simulated."""
+        if all(isinstance(x, torch.Tensor) and x.shape == parts[0].shape for x in parts):
+            return mine(torch.stack(parts))
+        if any(isinstance(x, torch.Tensor) for x in parts) or any(x != parts[0] for x in parts):
+            raise UnsupportedError(
+                "shard: the ranks of ltx.vmap have equal shapes and share all objects, and these records differ. Use "
+                "ltx.simulate."
+            )
+        return parts[0]
+
+    value, _ = opened(value, "shard", dim)
+    parts, spec = cells(value)
+    paths = [""] * len(parts) if torch.compiler.is_compiling() else tree.leaf_paths(value, is_leaf=is_records)
+    return tree.unflatten(spec, [part(path, x) for path, x in zip(paths, parts, strict=True)])

@@ -19,6 +19,7 @@ import torch
 
 from ltx import tree
 from ltx.arguments import checked, whole
+from ltx.collectives import batches
 from ltx.collectives.linear import Function
 from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
@@ -66,20 +67,23 @@ class Accumulated:
         last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
         return call.finish(_add(first, last))
 
-    def split_leaves(self, args: tuple[Any, ...], named: tuple[Any, ...]) -> list[bool]:
-        """For each leaf of the arguments, those by keyword last: is it part of the batch?"""
+    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tree, list[bool], int | None, bool]:
+        """(arguments by position and by keyword, which leaves are split, the batch's length, has it records)"""
         whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
         if self.carry is not None:
             if not -len(args) <= self.carry < len(args):
                 raise StepError(f"accumulate: carry={self.carry}, and the step was called with {len(args)} arguments.")
             whole.add(self.carry % len(args))
+        batch = {f"argument {n}": arg for n, arg in enumerate(args) if n not in whole} | kwargs
+        parts, length = batches.opened(batch, "accumulate") if batch else (batch, None)  # Dynamo can't flatten that
+        given = tuple(arg if n in whole else parts[f"argument {n}"] for n, arg in enumerate(args))
+        named = tuple(parts[name] for name in kwargs)
         split: list[bool] = []
-        for n, arg in enumerate((*args, *named)):
-            leaves = tree.flatten(arg)[0]
-            if n not in whole:
-                tree.check_open(leaves, arg, f"accumulate: argument {n}" if n < len(args) else "accumulate", "split")
-            split.extend(n not in whole and isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in leaves)
-        return split
+        for n, arg in enumerate((*given, *named)):
+            for cell in (tree.flatten if n in whole or parts is batch else batches.cells)(arg)[0]:
+                cuts = n not in whole and isinstance(cell, torch.Tensor) and cell.ndim > 0
+                split += [cuts] * (len(tree.flatten(cell)[0]) if batches.is_records(cell) else 1)
+        return (given, named), split, length, parts is not batch
 
     def chunks_of(self, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.tensor_split(leaf, self.steps)
@@ -92,11 +96,11 @@ class _Call:
     """
 
     def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        named = tuple(kwargs.values())  # Dynamo can't flatten an empty dict
         self.step, self.names = step, tuple(kwargs)
-        self.leaves, self.spec = tree.flatten((args, named))
-        split = zip(self.leaves, step.split_leaves(args, named), strict=True)
-        self.chunks = [step.chunks_of(leaf) if splits else None for leaf, splits in split]
+        arguments, split, self.length, self.has_records = step.opened(args, kwargs)
+        self.leaves, self.spec = tree.flatten(arguments)
+        pairs = zip(self.leaves, split, strict=True)
+        self.chunks = [step.chunks_of(leaf) if splits else None for leaf, splits in pairs]
         self._structure: tuple[Any, list[Any]] = (None, [])
         self._positions: list[int] = []  # of tensors among the leaves
         self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
@@ -120,7 +124,8 @@ class _Call:
                 else (chunk[k] if leaves is self.leaves else self.step.chunks_of(leaf)[k])
                 for leaf, x, chunk in zip(leaves, shared, self.chunks, strict=True)
             ]
-            given, named = tree.unflatten(self.spec, filled)
+            arguments = tree.unflatten(self.spec, filled)
+            given, named = batches.cut(arguments, self.step.steps, k) if self.has_records else arguments
             args, kwargs = list(given), dict(zip(self.names, named, strict=True))
             if self.step.carry is not None and carry is not None:
                 args[self.step.carry] = tree.detached(carry)
@@ -151,13 +156,12 @@ class _Call:
                 f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; "
                 f"got {got}.{hint}"
             )
-        for leaf, chunk in zip(self.leaves, self.chunks, strict=True):
-            if chunk is not None and leaf.shape[0] % self.step.steps:
-                raise StepError(
-                    f"accumulate: a batch of {leaf.shape[0]} samples can't be split into {self.step.steps} equal "
-                    "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) "
-                    "from the step, or choose a batch size that divides."
-                )
+        if self.length is not None and self.length % self.step.steps:
+            raise StepError(
+                f"accumulate: a batch of {self.length} samples can't be split into {self.step.steps} equal "
+                "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) from "
+                "the step, or choose a batch size that divides."
+            )
         self._dtype = first.dtype if first.is_floating_point() else _wide(first)
         return _Part(first.to(_wide(first)), None, [rest], carry)
 
@@ -318,9 +322,10 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
             plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
             alone or first in a tuple. Of ``ltx.data_parallel(f, returns="grads")``, whose f returns ``(grads, loss)``,
             it makes a step that returns the loss, with the mean of those gradients (DP-SGD in micro-batches).
-        steps: the number of micro-batches, at least 1. Every tensor of the batch, given by position or by keyword, is
-            split along dim 0 into that many chunks, equal ones unless the step is Weighted; 0-dim tensors and other
-            leaves go to each as they are. :mod:`ltx.tree` says which containers are looked into.
+        steps: the number of micro-batches, at least 1. The batch is all other arguments, given by position or by
+            keyword. Its tensors have one length and are split along dim 0 into that many chunks, equal ones unless the
+            step is Weighted; 0-dim tensors and other leaves go to each as they are. Lists of records are split between
+            them, as by :func:`ltx.shard`. :mod:`ltx.tree` says which containers are looked into.
         carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the
             second output of each is what the next one is given there, as a constant. The last one's is returned.
 
@@ -335,7 +340,7 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParal
 
     Raises:
         StepError: the batch doesn't split evenly, or the step returns no loss.
-        TreeError: a leaf of the batch that isn't a tensor holds some, or is a NumPy array.
+        TreeError: as :func:`ltx.shard`: tensors of unequal lengths, records or fields, what can't be split.
         UnsupportedError: the step closes over a value that a surrounding transform differentiates.
 
     Example:

@@ -1,0 +1,261 @@
+"""What a batch is, to `shard` and `accumulate`: cut between samples, or refused.
+
+The right values are those of one process on the whole batch, by a loop over samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.nn.utils.rnn import pack_sequence
+
+import ltx
+from ltx.errors import AxisError, StepError, TreeError
+
+Ranks = Callable[[int], ltx.Pool]
+
+
+class Sample(NamedTuple):
+    image: Tensor
+    boxes: Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    image: Tensor
+    boxes: Tensor
+
+
+class Data:
+    """As PyTorch Geometric's."""
+
+    def __init__(self, x: Tensor, edge_index: Tensor):
+        self.x, self.edge_index = x, edge_index
+
+
+Data.__module__ = "torch_geometric.data.data"
+
+
+class Pair(Data):
+    """A user's own."""
+
+
+def images(count: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """Samples of one size, and of boxes that each has another number of; both numbers divide by 2."""
+    return [(torch.randn(2, 3), torch.randn(2 + 2 * (i % 2), 3)) for i in range(count)]
+
+
+#: How a batch of samples is written, and how a step reads them.
+WRITTEN: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], list[Any]]]] = {
+    "dicts": (
+        lambda samples: [{"image": a, "boxes": b} for a, b in samples],
+        lambda batch: [(x["image"], x["boxes"]) for x in batch],
+    ),
+    "a tuple of dicts": (
+        lambda samples: tuple({"image": a, "boxes": b, "name": "kept"} for a, b in samples),
+        lambda batch: [(x["image"], x["boxes"]) for x in batch],
+    ),
+    "tuples": (lambda samples: samples, lambda batch: batch),
+    "lists": (lambda samples: [[a, b] for a, b in samples], lambda batch: batch),
+    "named tuples": (lambda samples: [Sample(*x) for x in samples], lambda batch: batch),
+    "dataclasses": (
+        lambda samples: [Record(*x) for x in samples],
+        lambda batch: [(x.image, x.boxes) for x in batch],
+    ),
+    "mappings": (
+        lambda samples: [UserDict(image=a, boxes=b) for a, b in samples],
+        lambda batch: [(x["image"], x["boxes"]) for x in batch],
+    ),
+    "beside labels": (
+        lambda samples: {"targets": [{"boxes": b} for _, b in samples], "image": torch.stack([a for a, _ in samples])},
+        lambda batch: [(a, x["boxes"]) for a, x in zip(batch["image"], batch["targets"], strict=True)],
+    ),
+    "beside a record's number": (
+        lambda samples: ([{"of": (a, b), "n": 3, "scale": torch.ones(())} for a, b in samples], {"y": torch.ones(4)}),
+        lambda batch: [x["of"] for x, _ in zip(batch[0], batch[1]["y"], strict=True)],
+    ),
+    "graphs": (
+        lambda samples: [Pair(a, b) for a, b in samples],
+        lambda batch: [(x.x, x.edge_index) for x in batch],
+    ),
+}
+
+
+def loss(w: Tensor, samples: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of the mean and the largest number of a sample: cut elsewhere it is another."""
+    return torch.stack([((w * a).mean() - (w * b).amax()).square() for a, b in samples]).mean()
+
+
+def by_rank(name: str, samples: list[Any]) -> list[Tensor]:
+    write, read = WRITTEN[name]
+    w, step = torch.tensor(1.5), ltx.data_parallel(lambda w, batch: loss(w, read(batch)))
+    train = ltx.train_step(ltx.accumulate(step, 2), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    whole, mine = write(samples), ltx.shard(write(samples))
+    return [
+        ltx.grad(step)(w, mine),
+        ltx.grad(ltx.accumulate(step, 2))(w, mine),
+        ltx.grad(ltx.accumulate(step, 4))(w, whole),
+        w - train(train.init(w), mine)[0].params,
+    ]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_records_are_cut_between_samples(name: str, ranks: Ranks, seed: int) -> None:
+    samples = images()
+    expected = grad(loss)(torch.tensor(1.5), samples)
+    worlds = [by_rank(name, samples), *ranks(2).run(by_rank, name, samples)]
+    if name == "dicts":
+        worlds += list(ltx.simulate(lambda: by_rank(name, samples), ranks=2)())
+    for found in worlds:
+        for value in found:
+            torch.testing.assert_close(value, expected)
+
+
+def test_records_on_simulated_ranks(seed: int) -> None:
+    samples = [(torch.randn(2, 3), torch.randn(6)) for _ in range(4)]
+    batch = ([{"of": sample, "name": "kept"} for sample in samples], torch.arange(4))
+    w = torch.tensor(1.5)
+
+    def run() -> Tensor:
+        mine, numbers = ltx.shard(batch)
+        assert (len(mine), len(numbers), mine[1]["name"]) == (2, 2, "kept")
+        step = ltx.data_parallel(lambda w, xs, numbers: loss(w, [x["of"] for x in xs]))
+        return ltx.grad(ltx.accumulate(step, 2))(w, mine, numbers)
+
+    for found in ltx.vmap(run, axis_size=2)():
+        torch.testing.assert_close(found, grad(loss)(w, samples))
+    with pytest.raises(ltx.errors.UnsupportedError, match=r"these records differ\. Use ltx.simulate"):
+        ltx.vmap(lambda: ltx.shard([(torch.ones(2 + i),) for i in range(4)])[0][0].sum(), axis_size=2)()
+
+
+def test_unequal_micro_batches_of_records_are_those_of_the_tensors(seed: int) -> None:
+    samples, w = images(7), torch.tensor(1.5)
+
+    def step(w: Tensor, batch: dict[str, Any]) -> ltx.Weighted:
+        assert [int(x["n"]) for x in batch["xs"]] == batch["n"].tolist()
+        return ltx.Weighted(loss(w, [x["of"] for x in batch["xs"]]) * len(batch["xs"]), len(batch["xs"]))
+
+    batch = {"xs": [{"of": x, "n": n} for n, x in enumerate(samples)], "n": torch.arange(7)}
+    for steps in (2, 3):
+        found = grad(ltx.accumulate(ltx.data_parallel(step), steps))(w, batch)
+        torch.testing.assert_close(found, grad(loss)(w, samples))
+
+
+def test_gradients_of_records(seed: int) -> None:
+    samples = [(a.requires_grad_(), b.requires_grad_()) for a, b in images()]
+    leaves, w = [x for pair in samples for x in pair], torch.tensor(1.5)
+    found = torch.autograd.grad(ltx.accumulate(loss, 2)(w, samples), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(loss(w, samples), leaves))
+
+
+#: What is cut in its tensors, as ever.
+FIELDS: dict[str, Callable[[Tensor], Any]] = {
+    "a list of tensors": lambda x: [x, 2 * x],
+    "two tensors of two": lambda x: (x[:2], x[:2]),
+    "dicts of other keys": lambda x: [{"x": x}, {"y": x, "z": x}],
+    "pairs beside a tensor": lambda x: {"states": ((x, x), (x, x)), "y": x},
+    "a dict of dicts": lambda x: {"a": {"x": x}, "b": {"x": x}},
+    "an OrderedDict": lambda x: OrderedDict(b=x, a=x),
+    "numbers and texts": lambda x: {"x": x, "n": 3, "names": ["a", "b"], "scale": torch.ones(()), "none": None},
+    "texts in pairs": lambda x: [x, {"names": [("a", "b"), ("c", "d")]}],
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_are_cut(name: str, ranks: Ranks, seed: int) -> None:
+    batch = FIELDS[name](torch.randn(8, 3))
+    for rank, mine in enumerate(ranks(2).run(ltx.shard, batch)):
+        whole, part = ltx.tree.flatten(batch)[0], ltx.tree.flatten(mine)[0]
+        expected = [x.chunk(2)[rank] if isinstance(x, Tensor) and x.ndim else x for x in whole]
+        for found, wanted in zip(part, expected, strict=True):
+            assert found.equal(wanted) if isinstance(found, Tensor) else found == wanted
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(4)], layout=layout)
+
+
+#: What is refused, and what the error says.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "lengths": (
+        lambda: {"x": torch.ones(4, 2), "y": torch.ones(4), "weights": torch.ones(2)},
+        r"got 2: 'weights'; 4: 'x', 'y'\..*close over what isn't part of the batch",
+    ),
+    "CSR": (lambda: (torch.tensor([0, 2, 4]), torch.ones(4), torch.ones(4)), r"got 3: '0'; 4: '1', '2'\."),
+    "a list too short": (
+        lambda: {"x": torch.ones(4, 2), "targets": [{"boxes": torch.ones(2, 4)}, {"boxes": torch.ones(6, 4)}]},
+        r"2 records of tensors of 2 and 6: 'targets'; 4: 'x'\.",
+    ),
+    "images and targets": (
+        lambda: ([torch.ones(2, 8, 8)] * 4, [{"boxes": torch.ones(2 + i, 4)} for i in range(4)]),
+        r"as a list of records",
+    ),
+    "records or fields": (
+        lambda: [{"image": torch.ones(2, 8)}] * 4,
+        r"is a list of 4 containers in which all tensors have length 2.*Pass fields in a dict.*Stack the tensors",
+    ),
+    "as many as they are long": (lambda: ([(torch.ones(4),)] * 4, torch.ones(4)), r"'0' is a list of 4 containers"),
+    "PackedSequence": (
+        lambda: pack_sequence([torch.ones(4, 2), torch.ones(2, 2)]),
+        r"is of type PackedSequence, whose tensors belong together.*pack_padded_sequence",
+    ),
+    "Data": (lambda: Data(torch.ones(4, 2), torch.ones(2, 4)), r"of type Data.*a list with one object a graph"),
+    "Pair": (lambda: Pair(torch.ones(4, 2), torch.ones(2, 4)), r"of type Pair.*a list with one object a graph"),
+    "jagged": (lambda: nested(torch.jagged), r"of type NestedTensor.*nested\.unbind\(\)"),
+    "nested": (lambda: nested(torch.strided), r"nested\.unbind\(\)"),
+    "sparse": (lambda: torch.eye(4).to_sparse(), r"of type Tensor.*x\.to_dense\(\)"),
+    "csr": (lambda: torch.eye(4).to_sparse_csr(), r"x\.to_dense\(\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype|.*beta state")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_cut_inside_of_samples(name: str) -> None:
+    make, text = REFUSED[name]
+    batch, step = make(), ltx.accumulate(ltx.data_parallel(lambda w, batch: w.square()), 2)
+    calls: list[Callable[[], Any]] = [
+        lambda: ltx.shard(batch),
+        lambda: ltx.vmap(lambda: ltx.shard(batch), axis_size=2)(),
+        lambda: step(torch.ones((), requires_grad=True), batch),
+        lambda: step(torch.ones(()), batch=batch),
+    ]
+    for call in calls:
+        with pytest.raises(TreeError) as caught:
+            call()
+        assert str(caught.value).startswith(("shard: ", "accumulate: "))
+    with pytest.raises(TreeError, match=text):
+        ltx.shard(batch)
+
+
+def test_arguments_are_one_batch() -> None:
+    step = ltx.accumulate(lambda w, x, *others, **named: (w * x).mean(), 2)
+    with pytest.raises(TreeError, match=r"got 4: 'argument 1', 'y'; 2: 'argument 2.table'\."):
+        step(torch.ones(()), torch.ones(4), {"table": torch.ones(2)}, y=torch.ones(4))
+
+
+def test_records_that_do_not_divide() -> None:
+    records = images(5)
+    with pytest.raises(AxisError, match=r"'<the tree itself>' is a list of 5 records, which can't be split into 2"):
+        ltx.vmap(lambda: ltx.shard(records), axis_size=2)()
+    with pytest.raises(StepError, match="a batch of 5 samples can't be split into 2 equal micro-batches"):
+        ltx.accumulate(loss, 2)(torch.ones(()), records)
+
+
+def test_other_dimensions_have_lengths_of_their_own(ranks: Ranks) -> None:
+    source, target = torch.randn(3, 8), torch.randn(3, 4)
+    for rank, mine in enumerate(ranks(2).run(ltx.shard, (source, target), dim=1)):
+        torch.testing.assert_close(mine, (source.chunk(2, 1)[rank], target.chunk(2, 1)[rank]))
+
+
+@pytest.mark.full
+def test_in_a_compiled_graph(seed: int) -> None:
+    samples, w = images(), torch.tensor(1.5)
+    compiled = torch.compile(grad(ltx.accumulate(loss, 2)), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(w, samples), grad(loss)(w, samples))
