@@ -87,6 +87,8 @@ class ProcessSchedule(Schedule):
             if self.has_later_phases:
                 self._backward_pass.flush = self.pending.flush
             self.send_summary()
+        with self._watched():
+            self.check()
 
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if it has begun."""

@@ -135,6 +135,7 @@ class Schedule(ABC):
         fenced: whether the backward pass has a fence, which waits for it.
         again: whether this backward pass is one through an earlier backward pass. Gradients of gradients are reduced
             exactly, whatever the hook does to gradients: as what it counts as.
+        check: called when a backward pass has begun. What it raises ends the pass, on all ranks.
     """
 
     threaded = True
@@ -144,6 +145,7 @@ class Schedule(ABC):
     def __init__(self, plan: Plan):
         self.plan = plan
         self.again = False
+        self.check: Callable[[], None] = lambda: None
 
     @property
     def hook(self) -> CommHook:
@@ -175,6 +177,7 @@ class ImmediateSchedule(Schedule):
     """Reductions on simulated ranks and in a world of one, each done completely when its bucket is ready."""
 
     def begin(self) -> None:
+        self.check()
         if self.plan.axis.threads and self.plan.agreement is not None:
             self.plan.axis.threads.announce(self.plan.agreement.signature)
 

@@ -310,7 +310,9 @@ def block_backward_sync(step: DataParallel) -> Blocked:
     Returns:
         A new step; `step` itself is as before. It is also a context manager that yields itself, for people used to
         Lightning's ``block_backward_sync`` and DDP's ``no_sync``; other than there, only what is called through it is
-        affected, whether or not its forward pass lies inside the ``with``. A communication state passes through it
+        affected, whether or not its forward pass lies inside the ``with``, and nothing reduces its gradients later: a
+        backward pass of `step` that would add to a ``.grad`` which one of the new step's wrote raises StepError. Take
+        :func:`ltx.accumulate`, or :func:`ltx.sync_gradients` of the sum. A communication state passes through it
         unchanged. A :class:`ltx.Weighted` step gives its local mean.
 
     Example:

@@ -7,7 +7,7 @@ run. Without communication there is no mark.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ltx import comm, traced, tree
 from ltx.axis import Axis
 from ltx.backings import unwrapped
 from ltx.collectives.calls import refuse_threads
-from ltx.errors import SyncStateError, UnsupportedError
+from ltx.errors import StepError, SyncStateError, UnsupportedError
 from ltx.gradients import functions, marker
 from ltx.gradients.functions import reduce_gradients
 from ltx.gradients.marker import LeafHooks
@@ -137,8 +137,13 @@ def mark(
 ) -> Marked:
     """The marked parameters of an eager call of `step_fn` at `step`, for which the strategy gives `hook`."""
     axis, hook = comm.resolve(step_fn.axis), options.hook or hook
+    plain = () if torch._C._are_functorch_transforms_active() else [x for x in leaves if x.is_leaf and x.requires_grad]
     if hook is None or _marks_nothing(step_fn, hook, axis):
-        return _mark_nothing(step_fn, leaves, sync_state, axis)
+        unmarked = _mark_nothing(step_fn, leaves, sync_state, axis)
+        if hook is not None or not plain or axis.size == 1 or axis.simulated:
+            return unmarked
+        tie = unmarked.tie
+        return replace(unmarked, tie=lambda outs: _noted(outs if tie is None else tie(outs), plain))
     if axis.simulated and axis.simulated.part is not None:
         raise UnsupportedError(
             f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
@@ -171,6 +176,8 @@ def mark(
             agreed = plan.agreement
             check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
     schedule = schedule_for(plan, options.deferred)
+    if plain and source is None:
+        schedule.check = functools.partial(_refuse_local, axis, leaves, paths)
     if isinstance(schedule, ProcessSchedule) and source is not None and not functions.can_raise_priority():
         hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         schedule.on_end = hooks.finish
@@ -194,6 +201,54 @@ def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncStat
         kept = kept_beside(sync_state, set(), ())
     nothing = ImmediateSchedule(Plan(replace(axis, backing=None), AllReduce(), (), ()))  # without buckets
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
+
+
+# What a gradient of this rank alone has as an attribute: the version that a backward pass has left it in.
+_LOCAL = "_ltx_local"
+
+
+def _noted(outs: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`outs` of a step whose gradients stay local: a backward pass of theirs marks each ``.grad`` that it writes."""
+
+    def written() -> list[Any]:
+        return [(x.grad, None if x.grad is None else x.grad._version) for x in leaves]
+
+    def begun(_: torch.Tensor) -> None:
+        before = written()
+
+        def done() -> None:
+            for (old, version), (new, now) in zip(before, written(), strict=True):
+                if new is not None and (new is not old or now != version):
+                    setattr(new, _LOCAL, now)
+
+        torch.autograd.Variable._execution_engine.queue_callback(done)
+
+    for x in outs:
+        if x.requires_grad:
+            x.register_hook(begun)
+    return outs
+
+
+def _refuse_local(axis: Axis, leaves: Sequence[torch.Tensor], paths: Callable[[], list[str]]) -> None:
+    """Raise where this backward pass would add means over ranks to a ``.grad`` of this rank alone."""
+    for place, x in enumerate(leaves):
+        grad = x.grad if x.is_leaf and x.requires_grad else None
+        if grad is not None and getattr(grad, _LOCAL, None) == grad._version and _accumulates(x):
+            raise StepError(
+                f"rank {axis.rank}: the .grad of leaf {paths()[place]!r} holds this rank's own gradients, of a step "
+                "under ltx.block_backward_sync, and this backward pass would add the mean over ranks. Nothing would "
+                "reduce the former, and the ranks would part. Expected: a .grad that is None, or reduced. Take "
+                "micro-batches by ltx.accumulate(step, n); or keep all passes local and reduce their sum by "
+                "ltx.sync_gradients(grads); or set .grad to None. (DDP's no_sync() reduces all of it.)"
+            )
+
+
+def _accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass under way adds to the ``.grad`` of `leaf`."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch.autograd.grad gives it to its caller
+        return False
 
 
 def mark_in_graph(
