@@ -112,7 +112,8 @@ def launch(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(list(arguments))
     if parsed.standalone and parsed.nnodes not in _ONE:
         parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
-    if parsed.standalone or _is_local(parsed):
+    elsewhere = parsed.rdzv_backend != "static" or parsed.rdzv_endpoint or parsed.master_addr != "127.0.0.1"
+    if parsed.standalone or not (elsewhere or parsed.nnodes not in _ONE or parsed.node_rank):
         agent.register(_tell_join if os.environ.get("LTX_KEY") else None)
         parsed.standalone, parsed.rdzv_backend = False, agent.LOOPBACK_RENDEZVOUS
         parsed.rdzv_endpoint = f"127.0.0.1:{parsed.master_port or 0}"
@@ -157,14 +158,3 @@ _ONE = ("1", "1:1")
 
 def _tell_join(port: int) -> None:
     print(f"ltx run: processes with the same LTX_KEY may join: LTX_JOIN=127.0.0.1:{port}", file=sys.stderr, flush=True)
-
-
-def _is_local(parsed: argparse.Namespace) -> bool:
-    """Whether nothing asks for another machine."""
-    return (
-        parsed.nnodes in _ONE
-        and parsed.rdzv_backend == "static"
-        and not parsed.rdzv_endpoint
-        and parsed.master_addr == "127.0.0.1"
-        and parsed.node_rank == 0
-    )

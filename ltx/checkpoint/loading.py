@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -202,18 +202,6 @@ def _attempt(together: Together, what: str, path: Path, make: Callable[[], T], p
 def _plan(opened: Opened, state: TrainState, per_rank: str, data: str, rng: bool) -> _Plan:
     """What to read for each leaf; raises InputError where the checkpoint doesn't fit."""
     leaves = leaves_of(state)
-    _check_leaves(opened, leaves)
-    pieces = [_pieces(opened, leaf, per_rank) for leaf in leaves]
-    same_size = opened.saved_ranks == opened.size
-    if data == "own" and opened.manifest["data"] == "per_rank" and not same_size:
-        raise InputError(
-            f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
-            f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
-        )
-    return pieces, rng and bool(opened.manifest["rng"]) and same_size
-
-
-def _check_leaves(opened: Opened, leaves: Sequence[Leaf]) -> None:
     saved = set()
     for name in opened.metadata.state_dict_metadata:
         owner, _, path = name.partition(".")
@@ -230,6 +218,14 @@ def _check_leaves(opened: Opened, leaves: Sequence[Leaf]) -> None:
                 f"{opened.manifest['strategy']}. Build the state with the model, optimizer and strategy that it was "
                 "saved with."
             )
+    pieces = [_pieces(opened, leaf, per_rank) for leaf in leaves]
+    same_size = opened.saved_ranks == opened.size
+    if data == "own" and opened.manifest["data"] == "per_rank" and not same_size:
+        raise InputError(
+            f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
+            f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
+        )
+    return pieces, rng and bool(opened.manifest["rng"]) and same_size
 
 
 def _pieces(opened: Opened, leaf: Leaf, per_rank: str) -> list[Piece]:

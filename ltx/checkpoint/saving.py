@@ -109,7 +109,13 @@ def begin_saving(
         failed, after = "the checkpoint wasn't saved", " Earlier ones are as they were."
         by_rank = together.exchange("", offer, failed, after)
         with together.leaving():
-            _check_same(by_rank)
+            for what, key, fix in (
+                ("where and at which step to save", "to", "save the same step to the same path on every rank"),
+                ("what is replicated in the state", "common", "give every rank the state of the same train step"),
+            ):
+                values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
+                if len(set(values.values())) > 1:
+                    raise comm.mismatch("of the checkpoint", what, values, fix)
             return _agreed(together, base, made[0], by_rank, keep)
     except BaseException:
         together.let_go()
@@ -135,16 +141,6 @@ def _agreed(
     own += [piece for piece, writer in zip(common, writers, strict=True) if writer == together.rank]
     final = directory.step_path(base, manifest["step"])
     return Job(together, base / by_rank[0]["temporary"], final, own, manifest, keep)
-
-
-def _check_same(by_rank: Sequence[dict[str, Any]]) -> None:
-    for what, key, fix in (
-        ("where and at which step to save", "to", "save the same step to the same path on every rank"),
-        ("what is replicated in the state", "common", "give every rank the state of the same train step"),
-    ):
-        values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
-        if len(set(values.values())) > 1:
-            raise comm.mismatch("of the checkpoint", what, values, fix)
 
 
 @checked("path", "rng")

@@ -21,10 +21,7 @@ from ltx.errors import StepError
 from ltx.estimate.autotune import choice_for, network_of
 from ltx.estimate.dry_run import Gradients, Steps, stand_in
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
-from ltx.estimate.requests import BucketExplanation as BucketExplanation
-from ltx.estimate.requests import Collective as Collective
-from ltx.estimate.requests import ExchangeExplanation as ExchangeExplanation
-from ltx.estimate.requests import Issues, collective, meta
+from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, collective, meta
 from ltx.gradients.planning import MIB, chosen_sizes
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy

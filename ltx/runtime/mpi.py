@@ -34,9 +34,12 @@ def mpi_placement(
         because = f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes"
         variables.check_agrees("WORLD_SIZE", world_size, because)
         node, num_nodes = _mpi_node(variables, my_rank, world_size, local, mine, (rank, size, local_ranks, local_sizes))
-        master = (
-            None if alone else (_mpi_address(variables, num_nodes), variables.master_port(_mpi_port(variables, job)))
-        )
+        # A port that follows from the job's id, where there is one: another for another job on the same nodes.
+        ids = [
+            variables.environ[name].encode("utf-8", "surrogateescape") for name in job if variables.environ.get(name)
+        ]
+        port = derived_port(zlib.crc32(ids[0])) if ids else DEFAULT_PORT
+        master = None if alone else (_mpi_address(variables, num_nodes), variables.master_port(port))
         return Placement(variables.launcher, my_rank, world_size, local, mine, node, num_nodes, master)
 
     return read
@@ -74,9 +77,3 @@ def _mpi_address(variables: Variables, num_nodes: int) -> str:
         "they are. Open MPI: mpirun -x MASTER_ADDR=$(hostname) ...; MPICH and Intel MPI: mpiexec -genv MASTER_ADDR "
         "$(hostname) ..., on the node of rank 0."
     )
-
-
-def _mpi_port(variables: Variables, job: tuple[str, ...]) -> int:
-    """A port that follows from the job's id, where there is one: another for another job on the same nodes."""
-    found = [variables.environ[name] for name in job if variables.environ.get(name)]
-    return derived_port(zlib.crc32(found[0].encode("utf-8", "surrogateescape"))) if found else DEFAULT_PORT

@@ -24,7 +24,8 @@ from ltx.comm.pickling import KEY
 from ltx.errors import WorkerError
 from ltx.runtime import worker
 from ltx.runtime.calls import LTX_HOME
-from ltx.runtime.world import POOL_VARIABLE, accelerators, forget
+from ltx.runtime.launchers import POOL_VARIABLE
+from ltx.runtime.world import accelerators, forget
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

@@ -21,7 +21,6 @@ from ltx import comm
 from ltx.comm.backends import default_backend
 from ltx.errors import PeerLostError, WorldError, message_of
 from ltx.runtime.failures import note_failure
-from ltx.runtime.launchers import POOL_VARIABLE as POOL_VARIABLE
 from ltx.runtime.launchers import placement_from_env
 from ltx.runtime.placement import Placement
 

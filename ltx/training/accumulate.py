@@ -57,8 +57,7 @@ class Accumulated:
         leaves = call.leaves
         if torch.compiler.is_compiling():
             return call.finish(call.run(leaves, range(self.steps)))
-        with torch._C.DisableTorchFunctionSubclass():  # asking doesn't read what may still be pending
-            inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
+        inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
         # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
         forward_mode = torch.autograd.forward_ad._current_level >= 0
         if not inputs or self.steps == 1 or forward_mode:
