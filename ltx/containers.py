@@ -29,6 +29,20 @@ PLAIN: frozenset[type] = frozenset(
 # So many objects are looked at in search of a tensor.
 _FAR = 1000
 
+_GRAPHS = (
+    "Pass a list with one object a graph, which is cut between them, and join this part of it inside the step "
+    "(Batch.from_data_list, dgl.batch)."
+)
+#: Classes whose tensors belong together, by "package.class" or the package of one of their bases.
+_WHOLE = {
+    "torch.PackedSequence": "Pass the padded tensor and its lengths, and pack them inside the step "
+    "(pack_padded_sequence with enforce_sorted=False).",
+    "torch_geometric": _GRAPHS,
+    "dgl": _GRAPHS,
+    "torch_sparse": "Pass a dense tensor, or a list of its parts, one a sample.",
+    "torchrec": "Pass a list of its parts, one a sample, and join them inside the step.",
+}
+
 
 @cast(Callable[[Callable[[type], bool]], Callable[[type], bool]], functools.cache)
 def opened(cls: type) -> bool:
@@ -266,3 +280,20 @@ def _is_array(x: object) -> bool:
     """Whether `x` is numpy's array, which there are none of where nobody has imported numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(x, numpy.ndarray)
+
+
+def advice_for(node: Any) -> str:
+    """What to do instead of cutting `node`, if that would be inside of samples; else ""."""
+    if isinstance(node, torch.Tensor):
+        if node.is_nested:
+            return "Pass a list of records, [(x,) for x in nested.unbind()], and nest its part inside the step."
+        return "" if node.layout is torch.strided else "Pass x.to_dense(), or index it first: x.index_select(0, rows)."
+    return "" if type(node) in PLAIN else _advice_for_class(type(node))
+
+
+@at_trace_time
+def _advice_for_class(cls: type) -> str:
+    if issubclass(cls, torch.nn.Module):
+        return ""
+    names = [(base.__module__.split(".")[0], base.__name__) for base in cls.__mro__]
+    return next((_WHOLE[key] for package, name in names for key in (package, f"{package}.{name}") if key in _WHOLE), "")

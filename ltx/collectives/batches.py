@@ -15,24 +15,9 @@ import optree
 import torch
 
 from ltx import tree
-from ltx.containers import PLAIN
+from ltx.containers import PLAIN, advice_for
 from ltx.errors import TreeError
-from ltx.traced import at_trace_time
 from ltx.typing import Tree
-
-_GRAPHS = (
-    "Pass a list with one object a graph, which is cut between them, and join this part of it inside the step "
-    "(Batch.from_data_list, dgl.batch)."
-)
-#: Classes whose tensors belong together, by "package.class" or the package of one of their bases.
-_WHOLE = {
-    "torch.PackedSequence": "Pass the padded tensor and its lengths, and pack them inside the step "
-    "(pack_padded_sequence with enforce_sorted=False).",
-    "torch_geometric": _GRAPHS,
-    "dgl": _GRAPHS,
-    "torch_sparse": "Pass a dense tensor, or a list of its parts, one a sample.",
-    "torchrec": "Pass a list of its parts, one a sample, and join them inside the step.",
-}
 
 
 class Records:
@@ -89,7 +74,7 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
     records: list[int] = []
     length: int | None = None
     for place, cell in enumerate(found):
-        if advice := _whole(cell):
+        if advice := advice_for(cell):
             raise TreeError(
                 f"{what}: leaf {_paths(batch)[place]!r} is of type {type(cell).__name__}, whose tensors belong "
                 f"together, and would be cut inside of samples. {advice}"
@@ -116,7 +101,7 @@ def _read(
     batch: Tree, found: list[Any], lengths: set[int], lists: dict[int, set[int]], what: str
 ) -> tuple[int | None, list[int]]:
     """The length of a batch, and the places of its lists of records; `lists`: the lengths of the tensors in them."""
-    telling = [place for place, inner in lists.items() if inner or _whole(found[place][0])]
+    telling = [place for place, inner in lists.items() if inner or advice_for(found[place][0])]
     possible = lengths or {n for place in telling for n in (len(found[place]), *lists[place])}
     fitting = [
         n
@@ -156,27 +141,10 @@ def _paths(batch: Tree) -> list[str]:
 def _is_cell(node: Any) -> bool:
     """Whether `node` may be a list of records, or is something that isn't cut inside."""
     if type(node) not in (list, tuple):
-        return bool(_whole(node))
+        return bool(advice_for(node))
     if not node or isinstance(node[0], torch.Tensor) or type(node[0]) in PLAIN:
         return False
-    if _whole(node[0]):
+    if advice_for(node[0]):
         return all(type(item) is type(node[0]) for item in node)
     first = tree.flatten(node[0])[1]
     return not first.is_leaf() and all(tree.flatten(item)[1] == first for item in node[1:])
-
-
-def _whole(node: Any) -> str:
-    """What to do instead of cutting `node`, if that would be inside of samples; else ""."""
-    if isinstance(node, torch.Tensor):
-        if node.is_nested:
-            return "Pass a list of records, [(x,) for x in nested.unbind()], and nest its part inside the step."
-        return "" if node.layout is torch.strided else "Pass x.to_dense(), or index it first: x.index_select(0, rows)."
-    return "" if type(node) in PLAIN else _advice(type(node))
-
-
-@at_trace_time
-def _advice(cls: type) -> str:
-    if issubclass(cls, torch.nn.Module):
-        return ""
-    names = [(base.__module__.split(".")[0], base.__name__) for base in cls.__mro__]
-    return next((_WHOLE[key] for package, name in names for key in (package, f"{package}.{name}") if key in _WHOLE), "")
