@@ -410,7 +410,7 @@ def test_peers_of_a_rank_that_fails_are_told(ranks: Ranks) -> None:
         assert (kept, after) == ([-1.0, -1.0], [-2.0, -2.0])
     for rank in (0, 2):  # which may have it from each other
         assert results[rank][1].startswith(f"rank {rank}: rank ")
-        assert "rank 1 has left a backward pass on axis 'fresh' halfway (ZeroDivisionError" in results[rank][1]
+        assert "rank 1 has left step 1 of the training on axis 'fresh' halfway (ZeroDivisionError" in results[rank][1]
 
 
 def test_ranks_may_use_different_parameters(ranks: Ranks) -> None:

@@ -151,6 +151,9 @@ class AxisComm:
             # Compiled graphs find a process group by its name: they can't use this one either.
             unregister(channel.group)
         if self._stream_group is not None:
+            if self.unread is not None:  # no pass has begun since: let the device complete the last one
+                with suppress(LtxError, torch.OutOfMemoryError):
+                    self.read(torch.zeros((), device=self.device), "the end of the last pass")
             abort(self._stream_group)
             unregister(self._stream_group)
         for part in self._part_comms:

@@ -1,9 +1,12 @@
-"""Recovery: how the ranks of an axis continue after a backward pass that was aborted.
+"""Recovery: how the ranks of an axis continue after a backward pass, or a training step, that was aborted.
 
 When something raises in a backward pass, the autograd engine drops it, without telling the nodes it doesn't run. The
 ranks have then issued different collectives, and the next one would pair with one of the dropped pass. So a rank that
 aborts a pass says so in the store. Peers that wait for the rest of that pass read it and raise, which aborts it there
 too. Before the next pass all ranks wait for one another and continue with new channels.
+
+A training step is left in the same way wherever it raises: its peers' gradients would be averaged with those of the
+next one, and after the reduction they have parameters that this rank lacks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,23 @@ from typing import Protocol
 import torch
 
 from ltx.comm.store_exchange import StoreExchange
-from ltx.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
+from ltx.errors import (
+    DeadlockDetectedError,
+    LtxError,
+    NotFiniteError,
+    PeerLostError,
+    RankMismatchError,
+    ReplicaDivergedError,
+    WeightError,
+)
+
+#: Errors of a step that all ranks raise alike, of what they share: nobody waits for the rest of it.
+ALIKE = NotFiniteError, WeightError
+
+_OF_PEERS = DeadlockDetectedError, RankMismatchError, ReplicaDivergedError
+_GO_ON = (
+    "Go on from values that all ranks share: train.broadcast(state), ltx.broadcast of what you hold, or a checkpoint."
+)
 
 # The runs of the engine that the present one is inside of.
 _enclosing: list[int] = []
@@ -71,6 +90,9 @@ class Recovery:
         generation: how many times the ranks have recovered.
         external_runs: how many times collectives of other libraries have begun (:meth:`begin_external`).
         external_error: why these no longer pair; "" as long as they do.
+        step: the number of the training step that is under way; None outside of one.
+        last_left: the training step that this rank has left and not made up for, and why.
+        failed_forward: why the forward pass of a plain step raised after which this rank has gone on by itself.
     """
 
     def __init__(
@@ -88,6 +110,47 @@ class Recovery:
         self.generation = 0
         self.external_runs = 0
         self.external_error = ""
+        self.step: int | None = None
+        self.last_left = ""
+        self.failed_forward, self._issued_before = "", 0
+
+    @contextmanager
+    def in_step(self, number: int) -> Iterator[Callable[[], None]]:
+        """Surrounds training step `number`, which counts as one pass. What is given is called when it commits.
+
+        The number is part of every step summary meanwhile. What raises before leaves the step, and its peers are told.
+        """
+        self._find_dropped(torch._C._current_graph_task_id())
+        self.recover()
+        committed: list[bool] = []
+        around, self.step = self.step, number
+        try:
+            yield lambda: committed.append(True)
+        except BaseException as error:
+            if not committed and not isinstance(error, ALIKE):
+                if not isinstance(error, _OF_PEERS):
+                    self.last_left = f"{self._what} ({type(error).__name__}: {error})"
+                self.abort(error)
+            raise
+        finally:
+            if committed:
+                self._completed, self.last_left = self._completed + 1, ""
+            self.step = around
+
+    @contextmanager
+    def in_forward(self, issued: Callable[[], int]) -> Iterator[None]:
+        """Surrounds the forward pass of a plain step; `issued`: how many collectives the user has called so far.
+
+        Ranks may leave a step out of which one has raised, together. If this one comes to its next forward pass without
+        having called a collective, its peers can't know, and the next step summary tells them.
+        """
+        if issued() != self._issued_before:
+            self.failed_forward = ""
+        try:
+            yield
+        except BaseException as error:
+            self.failed_forward, self._issued_before = f"{type(error).__name__}: {error}", issued()
+            raise
 
     def enter(self) -> BackwardPass:
         """A pass begins. If the engine has dropped an earlier one, it is found here."""
@@ -136,10 +199,14 @@ class Recovery:
 
     def complete(self) -> None:
         """A pass is complete on this rank, so it can be on all."""
-        self._completed += 1
+        self._completed += self.step is None
+
+    @property
+    def _what(self) -> str:
+        return "a backward pass" if self.step is None else f"step {self.step} of the training"
 
     def abort(self, error: BaseException) -> None:
-        """Abort the current pass because of `error`."""
+        """Abort the current pass, or training step, because of `error`."""
         self.leave(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError))
 
     def leave(self, why: str, lost: bool = False) -> None:
@@ -149,11 +216,13 @@ class Recovery:
         self._has_left = True
         self._fail_channels(
             (PeerLostError if lost else DeadlockDetectedError)(
-                f"rank {self._rank}: a backward pass on axis {self._axis_name!r} was left halfway ({why}), and its "
+                f"rank {self._rank}: {self._what} on axis {self._axis_name!r} was left halfway ({why}), and its "
                 "peers wait for the rest of it."
             )
         )
-        self._exchange.announce(self._place, [self._completed, why, self.external_runs, self.external_error, lost])
+        said = [self._completed, why, self._what, self.external_runs, self.external_error, lost]
+        with suppress(PeerLostError):  # the store is gone: its host has ended, and the peers see that
+            self._exchange.announce(self._place, said)
 
     def abandon(self, why: str, lost: bool) -> None:
         """This rank won't issue anything on the axis any more: its world ends because of an exception.
@@ -179,11 +248,14 @@ class Recovery:
             return
         for rank in range(self._exchange.size):
             if rank != self._rank and (left := self._exchange.peek(self._place, rank)):
-                _, why, *_, lost = left
+                completed, why, what, *_, lost = left
+                if completed < self._completed:
+                    after = f" This rank had completed it. {_GO_ON}"
+                else:
+                    after = "" if lost else " Once every rank has left it, the next one goes on as usual."
                 raise (PeerLostError if lost else DeadlockDetectedError)(
-                    f"rank {self._rank}: rank {rank} has left a backward pass on axis {self._axis_name!r} halfway "
-                    f"({why}), so what this rank waits for won't come."
-                    + ("" if lost else " Once every rank has left it, the next pass goes on as usual.")
+                    f"rank {self._rank}: rank {rank} has left {what} on axis {self._axis_name!r} halfway "
+                    f"({why}), so what this rank waits for won't come.{after}"
                 )
 
     def begin_external(self, label: str) -> None:
@@ -232,18 +304,20 @@ class Recovery:
 
         left = self._exchange.collect(self._place, what, while_waiting=look, to="begin the next one")
         completed = {rank: passes for rank, (passes, *_) in enumerate(left)}
-        runs = {begun for _, _, begun, *_ in left}
+        runs = {begun for _, _, _, begun, *_ in left}
         begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
         self.external_error = next((error for *_, error, _ in left if error), begun)
         self._has_left, self._completed = False, 0
+        self.failed_forward = ""
         self.generation += 1
         self._renew()
         if len(set(completed.values())) > 1:
             counts = ", ".join(f"rank {rank}: {count}" for rank, count in completed.items())
+            behind = min(completed, key=completed.__getitem__)
             raise ReplicaDivergedError(
-                f"axis {self._axis_name!r}: some ranks left a backward pass halfway when others had completed it "
-                f"(passes completed: {counts}), so what they made of it differs. Go on from values that all ranks "
-                "share: ltx.broadcast them, or load a checkpoint. The axis works again."
+                f"axis {self._axis_name!r}: rank {behind} left {left[behind][2]} halfway ({left[behind][1]}) when "
+                f"others had completed it (passes completed: {counts}), so what they made of it differs. {_GO_ON} "
+                "The axis works again."
             )
 
     @property

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 
 from ltx.axis import Axis
 from ltx.backings import Part, ThreadBacking
+from ltx.comm.recovery import ALIKE
 from ltx.comm.signature import Agreement, ComparedFunctions, Signature, explain_mismatch, mismatch
-from ltx.errors import LtxError, PeerLostError, UnsupportedError
+from ltx.errors import LtxError, PeerLostError, RankMismatchError, UnsupportedError
 
 #: What every member has brought, in their order -> what each of them gets.
 Combine = Callable[[list[Any]], Sequence[Any]]
@@ -275,6 +277,7 @@ class ThreadComm:
         self._turns = turns
         self._members = members
         self._announced: list[Signature] = []
+        self._left: Signature | None = None  # the last step, if this rank has left it
         self._known: dict[Any, Agreement] = {}
         self.compared = ComparedFunctions()
         self._parts: dict[Part, Axis] = {}
@@ -292,6 +295,23 @@ class ThreadComm:
         """
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         self._announced.append(signature)
+
+    @contextmanager
+    def in_step(self, number: int) -> Iterator[Callable[[], None]]:
+        """As :meth:`ltx.comm.recovery.Recovery.in_step`: ranks compare the number, and who has left which step."""
+        left, self._left = self._left, None
+        if left is not None:
+            with suppress(RankMismatchError):  # which peers raise that are in a step
+                self.exchange(left)
+        what, committed = f"step {number} of the training", list[bool]()
+        self._announced.append(Signature(what, ()))
+        try:
+            yield lambda: committed.append(True)
+        except BaseException as error:
+            self._announced.clear()
+            if not committed and not isinstance(error, (*ALIKE, RankMismatchError, PeerLostError)):
+                self._left = Signature(f"{what}, which it has left because of {type(error).__name__}", ())
+            raise
 
     def exchange(self, signature: Signature, value: Any = None, combine: Combine | None = None) -> Any:
         """Wait for all ranks, and return what `combine` makes of their values for this one; all values without it.

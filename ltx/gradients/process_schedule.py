@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,6 +77,9 @@ class ProcessSchedule(Schedule):
         """Issue the step summary ahead of the buckets."""
         agreement = self.plan.agreement
         self.summary = comm.begin_pass(self.comm, self.among, self.options.name, agreement, total, weight)
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        return self.among.recovery.in_forward(_issued_by_user)
 
     def begin(self) -> None:
         self._reset()
@@ -210,6 +213,10 @@ class ProcessSchedule(Schedule):
             ]
         self.finish()
         return tuple(outs)
+
+
+def _issued_by_user() -> int:
+    return sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
 
 
 def _issued_in_graphs() -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -151,6 +152,10 @@ class Schedule(ABC):
     def hook(self) -> CommHook:
         """What this pass does to its buckets."""
         return ExactSum(self.plan.hook.derivative_scale(self.plan.axis.size)) if self.again else self.plan.hook
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of a plain step."""
+        return nullcontext()
 
     @abstractmethod
     def begin(self) -> None:

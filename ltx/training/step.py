@@ -71,6 +71,7 @@ class Step:
         pending: what the strategy's `begin` gave.
         late: ranks communicate after the optimizer.
         post_update_hook: what they do with each bucket then, if buckets don't wait for each other.
+        commit: called when the step commits.
     """
 
     train: TrainSettings
@@ -81,6 +82,7 @@ class Step:
     pending: Any
     late: bool
     post_update_hook: PostUpdateHook | None
+    commit: Callable[[], None]
 
     def run(self) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics."""
@@ -266,6 +268,7 @@ class Step:
                     if updated.finish is not None:
                         updated.finish()
                     finished = following, metrics
+                    self.commit()
                     if train.donate:
                         hand_over(state, following.unseen(), self.seen)
         except BaseException as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -162,24 +164,36 @@ class TrainStep(TrainSettings):
         strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
         strategy.check_axis(axis)
         check_layout(strategy, info.step)
-        pending = state.pending
-        if strategy.communicates_besides:
-            pending = strategy.begin(params, sync.leaves, info, pending)
+        pending, buffers = state.pending, state.held("buffers")
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
-        buffers = state.held("buffers")
         try:
-            with comm.span("step"):
-                return Step(self, state, batch, seen, info, pending, late, hook).run()
+            with self._together(state, info, late) as commit, comm.span("step"):
+                if strategy.communicates_besides:
+                    pending = strategy.begin(params, sync.leaves, info, pending)
+                return Step(self, state, batch, seen, info, pending, late, hook, commit).run()
         except BaseException as error:
-            begun = pending is not None and pending is not state.pending
-            if (late or begun or must_sync_finite(self, info)) and axis.comm is not None:
-                axis.comm.recovery.abort(error)
+            if pending is not None and pending is not state.pending and axis.comm is not None:
+                axis.comm.recovery.abort(error)  # what this rank has begun won't go on
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
             if isinstance(error, TypeError):
                 check_call(self.step.fn, buffers, batch)
             raise
+
+    def _together(self, state: TrainState, info: StepInfo, late: bool) -> AbstractContextManager[Callable[[], None]]:
+        """Surrounds a step that this rank does together with others: what raises in it leaves it on all of them.
+
+        What it gives is to be called when the step commits.
+        """
+        axis = info.axis
+        hook = self.step.hook_as_chosen(state.sync_state).hook(info.step, training=True)
+        everyone = late or must_sync_finite(self, info)
+        if axis.size == 1 or (hook is None and not everyone):
+            return nullcontext(_nothing)
+        among = axis if everyone or hook is None else hook.within(axis) or axis
+        ranks = among.threads if among.comm is None else among.comm.recovery
+        return nullcontext(_nothing) if ranks is None else ranks.in_step(state.step)
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
         """Compare what should be the same on all ranks: when it is due, and at the first step in a world.
@@ -207,6 +221,10 @@ class TrainStep(TrainSettings):
             return None
         hook = self.step.strategy.post_update_hook(self.optimizer, step)
         return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
+
+
+def _nothing() -> None:
+    pass
 
 
 @checked("donate", "has_aux")

@@ -7,7 +7,7 @@ gradient with respect to a replicated argument is reduced over the axis.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -126,7 +126,8 @@ class DataParallel(StepSettings):
         if torch.compiler.is_compiling():
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:
-            output = self._call(self._replaced(args, given), kwargs, marked)
+            with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
+                output = self._call(self._replaced(args, given), kwargs, marked)
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
         mean = self.outputs == "mean" and not self.blocked

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx.comm.step_summary import PendingSummary, send_summary
+from ltx.comm.step_summary import PendingSummary, Said, send_summary
 from ltx.errors import RankMismatchError
 
 
@@ -31,7 +31,7 @@ class Wire:
 def _send(digests: list[int], losses: list[float]) -> list[PendingSummary]:
     wire: Any = Wire(len(digests))
     return [
-        send_summary(wire, torch.tensor(loss), torch.tensor(1), digest, torch.device("cpu"))
+        send_summary(wire, torch.tensor(loss), torch.tensor(1), Said(digest), torch.device("cpu"))
         for digest, loss in zip(digests, losses, strict=True)
     ]
 

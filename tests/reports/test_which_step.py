@@ -1,0 +1,211 @@
+"""Ranks that are at different steps: the first step apart raises on all of them, and says who left what, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import CallFailedError, LtxError
+from ltx.typing import Tree
+
+Ranks = Callable[[int], ltx.Pool]
+LR, STEPS, BROKEN = 0.1, 6, 2
+
+
+@dataclass(frozen=True)
+class BreaksOnce(ltx.optim.Optimizer):
+    """SGD, which raises once before it has written anything, in its update number BROKEN."""
+
+    left: list[int]
+
+    def init(self, params: Tree) -> Tree:
+        return {"count": torch.zeros((), dtype=torch.long)}
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        if self.left and int(state["count"]) == BROKEN:
+            self.left.pop()
+            raise MemoryError("no memory for the update")
+        return ltx.tree.map(lambda g: -LR * g, grads), {"count": state["count"] + 1}
+
+
+def _batches(seed: int, rank: int) -> Tensor:
+    return torch.randn(STEPS + 2, 4, generator=torch.Generator().manual_seed(seed + rank))
+
+
+def _alone(seed: int, skipped: int | None) -> float:
+    """One process on the batches of both ranks, where `skipped` is left out on both."""
+    w = torch.tensor(0.5, requires_grad=True)
+    for i in (i for i in range(STEPS) if i != skipped):
+        x = torch.cat([_batches(seed, rank)[i] for rank in (0, 1)])
+        ((w * x - 1) ** 2).mean().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            w -= LR * w.grad  # type: ignore[operator]
+        w.grad = None
+    return w.item()
+
+
+def _loss(w: Tensor, x: Tensor, fails: bool = False) -> Tensor:
+    if fails:
+        raise torch.OutOfMemoryError("no memory for the batch")
+    return ((w * x - 1) ** 2).mean()
+
+
+def _train(seed: int, where: str, **options: Any) -> tuple[list[str], int, float, Tensor]:
+    """STEPS batches, where rank 1 fails at BROKEN; what raised, the step and the parameter, and the same shared again.
+
+    The loop skips a batch that raises, and gives up at the third.
+    """
+    rank = int(ltx.axis_index())
+    step = ltx.data_parallel(_loss, options.pop("strategy", None))
+    fails_later = where == "update" and rank == 1
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=LR)
+    train = ltx.train_step(step, BreaksOnce([0] * fails_later) if where == "update" else sgd, **options)
+    state = train.init(torch.tensor(0.5))
+    said: list[str] = []
+    for i in range(STEPS):
+        try:
+            state, _ = train(state, _batches(seed, rank)[i], where == "forward" and (rank, i) == (1, BROKEN))
+        except (MemoryError, torch.OutOfMemoryError, LtxError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            if len(said) == 3:
+                break
+    at, w = state.step, state.params.item()
+    for i in (STEPS, STEPS + 1):
+        state, _ = train(train.broadcast(state), _batches(seed, rank)[i])
+    return said, at, w, state.params
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "update"}, {"guard": "skip"}, {"donate": False}], ids=str)
+def test_a_forward_pass_that_fails_on_one_rank_is_left_on_all(options: Any, ranks: Ranks, seed: int) -> None:
+    """Its next step had been averaged with its peers' current one, to the end of the epoch."""
+    (waited, *theirs), (failed, *mine) = ranks(2).run(_train, seed, "forward", **options)
+    assert failed == ["OutOfMemoryError: no memory for the batch"]
+    assert [text[:56] for text in waited] == ["DeadlockDetectedError: rank 0: rank 1 has left step 2 of"]
+    assert "(OutOfMemoryError: no memory for the batch)" in waited[0]
+    assert theirs[:2] == mine[:2]
+    assert theirs[0] == STEPS - 1
+    torch.testing.assert_close(theirs[1], _alone(seed, BROKEN), rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_that_fails_on_one_rank_parts_them_once(ranks: Ranks, seed: int) -> None:
+    """Rank 0 had ended a step ahead, and all later gradients were means over different models."""
+    (ahead, at, _, after), (behind, at_1, _, after_1) = ranks(2).run(_train, seed, "update")
+    assert (at, at_1) == (BROKEN + 1, BROKEN)
+    why = "step 2 of the training halfway (MemoryError: no memory for the update)"
+    assert behind[0] == "MemoryError: no memory for the update"
+    assert ahead[0].startswith("DeadlockDetectedError: rank 0: rank 1 has left step 2 of the training on axis 'data'")
+    assert "(MemoryError: no memory for the update)" in ahead[0]
+    assert "This rank had completed it. Go on from values that all ranks share: train.broadcast(state)" in ahead[0]
+    for text in (ahead[1], behind[1]):
+        assert text.startswith(f"ReplicaDivergedError: axis 'data': rank 1 left {why}")
+    for text in (ahead[2], behind[2]):  # whoever goes on all the same is told at every step
+        assert text.startswith(
+            "ReplicaDivergedError: axis 'data': ranks are at different steps of the training: rank 0 is at step 3; "
+            "rank 1 is at step 2 and has left step 2 of the training (MemoryError: no memory for the update)."
+        )
+    assert after.equal(after_1)
+
+
+def test_a_state_of_an_earlier_step_on_one_rank(ranks: Ranks, seed: int) -> None:
+    """Nothing has raised in a step: a loop that takes over the next state after its logging, which failed once."""
+
+    def run() -> None:
+        rank = int(ltx.axis_index())
+        train = ltx.train_step(ltx.data_parallel(_loss), BreaksOnce([]), donate=False)
+        state = train.init(torch.tensor(0.5))
+        for i in range(3):
+            following, _ = train(state, _batches(seed, rank)[i])
+            if (rank, i) != (1, 1):
+                state = following
+
+    with pytest.raises(CallFailedError, match=r"rank 0 is at step 2; rank 1 is at step 1\. Gradients"):
+        ranks(2).run(run)
+
+
+def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
+    """A loop of plain steps, whose forward pass fails on rank 1 at BROKEN."""
+    rank, said = int(ltx.axis_index()), []
+    step = ltx.data_parallel(_loss)
+    w = torch.tensor(0.5, requires_grad=how == "backward")
+    for i in range(STEPS):
+        x, fails = _batches(seed, rank)[i], (rank, i) == (1, BROKEN)
+        if rank == 0:  # evaluates alone, as it may: with and without gradients
+            step(w, x)
+            torch.no_grad()(step)(w, x)
+        try:
+            loss = step(w, x, fails) if how == "backward" else None
+            ok = True
+        except torch.OutOfMemoryError as error:
+            said.append(f"{type(error).__name__}: {error}")
+            if handles == "alone":
+                continue
+            ok = False
+        if handles == "together" and not ltx.pmin(torch.tensor(int(ok))):
+            continue
+        try:
+            if loss is None:
+                grad = ltx.grad(step)(w, x, fails)
+            else:
+                loss.backward()
+                grad, w.grad = w.grad, None
+        except (torch.OutOfMemoryError, LtxError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            if isinstance(error, LtxError):
+                break
+            continue
+        with torch.no_grad():
+            w -= LR * grad
+    return said, w.item()
+
+
+@pytest.mark.parametrize("how", ["backward", "ltx.grad"])
+def test_a_forward_pass_of_a_plain_step_that_one_rank_skips(how: str, ranks: Ranks, seed: int) -> None:
+    for rank, (said, _) in enumerate(ranks(2).run(_plain, seed, "alone", how)):
+        *before, text = said
+        assert before == ["OutOfMemoryError: no memory for the batch"] * rank
+        assert text.startswith(
+            "RankMismatchError: axis 'data': the forward pass of a step raised on rank 1 (OutOfMemoryError: no memory "
+            "for the batch), which went on to its next one, and its peers with the step that it had left. Nothing "
+            "of this step was applied."
+        )
+
+
+def test_a_forward_pass_of_a_plain_step_that_all_skip(ranks: Ranks, seed: int) -> None:
+    """As ranks do that ask each other whether all went well. Nothing is apart then, and nothing raises."""
+    (said, w), (said_1, w_1) = ranks(2).run(_plain, seed, "together", "backward")
+    assert (said, said_1) == ([], ["OutOfMemoryError: no memory for the batch"])
+    assert w == w_1
+    torch.testing.assert_close(w, _alone(seed, BROKEN), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("where", "why"), [("forward", "OutOfMemoryError"), ("update", "MemoryError")])
+def test_simulated_ranks(where: str, why: str, seed: int) -> None:
+    def run() -> tuple[list[str], int]:
+        return _train(seed, where)[:2]
+
+    (told, at), (failed, at_1) = ltx.simulate(run, ranks=2)()
+    assert failed[0].startswith(why)
+    assert told[0].startswith("RankMismatchError")
+    assert f"step 2 of the training, which it has left because of {why}" in told[0]
+    if where == "update":
+        assert (at, at_1) == (BROKEN + 1, BROKEN)
+        assert "rank 0: step 3 of the training" in told[1]
+        assert "rank 1: step 2 of the training" in told[1]
+
+
+def test_a_world_of_one_goes_on(seed: int) -> None:
+    for where in ("forward", "update"):
+        train = ltx.train_step(ltx.data_parallel(_loss), BreaksOnce([0] * (where == "update")))
+        state, raised = train.init(torch.tensor(0.5)), 0
+        for i in range(STEPS):
+            try:
+                state, _ = train(state, _batches(seed, 0)[i], where == "forward" and i == BROKEN)
+            except (MemoryError, torch.OutOfMemoryError):
+                raised += 1
+        assert (raised, state.step) == (1, STEPS - 1)
