@@ -72,6 +72,12 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
                 f"params: leaf {path!r} is {tree.describe(x)}, and only floating or complex tensors can be "
                 "trained. Pass it in the buffers, or close over it."
             )
+        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
+            raise TreeError(
+                f"params: leaf {path!r} has hooks (register_hook), and steps, which differentiate with respect to "
+                "tensors of the state, wouldn't call them. Remove them (handle.remove()), or pass x.detach(); do what "
+                "they do to gradients in the optimizer, ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
+            )
         if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_meta or not x.numel():
             continue
         place = (x.data_ptr(), x.shape, x.stride(), x.dtype)

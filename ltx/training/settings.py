@@ -11,6 +11,7 @@ from ltx.axis import Axis
 from ltx.errors import OptimError, StepError, StrategyError, UnsupportedError
 from ltx.optim import Optimizer
 from ltx.strategies.base import Strategy
+from ltx.training.accumulate import Accumulated
 from ltx.training.parameters import Trainable, check_trainable
 from ltx.transforms.compare import tensors_by_path
 from ltx.transforms.data_parallel import DataParallel
@@ -146,9 +147,16 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str) -> None
         )
 
 
-def check_kept(buffers: Tree, precision: Precision | None) -> None:
-    """Refuse buffers that steps would round."""
+def check_kept(buffers: Tree, step: DataParallel) -> None:
+    """Refuse buffers that steps would cut, as a part of the batch, or round."""
     tree.check_tensors(buffers, "buffers")
+    precision: Precision | None = step.precision
+    if isinstance(step.fn, Accumulated) and step.fn.carry is None:
+        raise StepError(
+            "train_step: ltx.accumulate would cut the buffers into micro-batches, as it does with the batch. Say which "
+            f"argument they are: ltx.accumulate(step, {step.fn.steps}, carry=1); each micro-batch begins with those of "
+            "the one before."
+        )
     if precision is None or 1 in precision.keep:
         return
     for path, leaf in tensors_by_path(buffers):

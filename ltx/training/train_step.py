@@ -55,7 +55,7 @@ class TrainStep(TrainSettings):
             StepError: nothing is left to be trained.
         """
         if buffers is not None:
-            check_kept(buffers, self.step.precision)
+            check_kept(buffers, self.step)
         strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
         strategy.check_axis(axis)
         if (placed := init_on_parts(self, params, buffers)) is not None:

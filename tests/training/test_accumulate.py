@@ -178,6 +178,17 @@ def test_outputs_besides_the_loss_are_stacked() -> None:
         assert (loss.item(), rest["sum"].tolist(), rest["n"]) == (18.0, [3.0, 9.0], [2, 2])
 
 
+def test_buffers_that_nobody_carries_are_refused() -> None:
+    """As many buffers as samples would be cut like the batch."""
+    step = ltx.data_parallel(lambda params, buffers, x: ((params * x + buffers.mean()).mean(), buffers + 1))
+    sgd, params, buffers = ltx.optim.from_torch(torch.optim.SGD, lr=1.0), torch.ones(()), torch.zeros(4)
+    with pytest.raises(StepError, match=r"ltx\.accumulate\(step, 2, carry=1\); each micro-batch begins with those of"):
+        ltx.train_step(ltx.accumulate(step, 2), sgd).init(params, buffers)
+    train = ltx.train_step(ltx.accumulate(step, 2, carry=1), sgd)
+    state, _ = train(train.init(params, buffers), torch.arange(4.0))
+    torch.testing.assert_close((state.params, state.buffers), (torch.tensor(-0.5), torch.full((4,), 2.0)))
+
+
 def test_the_carry_goes_from_one_micro_batch_to_the_next(seed: int) -> None:
     with seeded(seed):
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
