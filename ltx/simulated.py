@@ -9,7 +9,7 @@ import optree
 import torch
 from torch._C import _functorch
 
-from ltx import tree
+from ltx import traced, tree
 from ltx.arguments import brief, checked, is_whole, shown
 from ltx.axis import DEFAULT_NAME, close_simulated, open_simulated
 from ltx.errors import AxisError, UnsupportedError
@@ -215,7 +215,8 @@ def mapped_size(
         for leaf, dim in zip(leaves, dims, strict=True)
         if dim is not None and isinstance(leaf, torch.Tensor)
     ]
-    if not torch.compiler.is_compiling():
+    if not traced.recording():
+        traced.refuse_script()  # in which sizes are tensors
         tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")
     for leaf, dim in mapped:
         if not is_whole(dim):

@@ -1,4 +1,4 @@
-"""The way into compiled graphs.
+"""The way into what is recorded to run later: compiled graphs, and those of other tracers.
 
 Dynamo drops the backward pass of an autograd.Function that it traces into under torch.func.grad, and can't look into
 process groups at all. So whatever ltx does in a graph is a node: a function that the graph holds as it is. A node takes
@@ -14,12 +14,48 @@ from typing import Any, TypeVar
 
 import torch
 
+from ltx.errors import UnsupportedError
+
+_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _nodes: list[Callable[..., Any]] = []
 _kept: dict[str, Any] = {}
 
 _TORCH = torch.torch_version.TorchVersion(torch.__version__)
+
+
+def recording() -> bool:
+    """Whether what is called now is recorded, to run later: by Dynamo, ``make_fx`` (``torch.func.linearize``,
+    ``torch.export``), or on fake tensors, which have no values at all.
+
+    Then whatever communicates is torch's functional collectives, which every tracer knows, and no value is looked at.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(mode) for mode in _MODES):
+        return True
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+
+
+def refuse_blind() -> None:
+    """Raise, where a transform of torch.func is active, if the tracer around it can't see autograd Functions."""
+    refuse_script()
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        raise UnsupportedError(
+            "torch.export and make_fx(pre_dispatch=True) can't record ltx inside a transform of torch.func, such as "
+            "torch.func.grad. Use make_fx without pre_dispatch, or torch.compile."
+        )
+
+
+def refuse_script() -> None:
+    """Raise where ``torch.jit.trace`` records the call."""
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedError(
+            "torch.jit.trace can't record ltx: what other ranks have sent would be constants. Use torch.export, "
+            "torch.compile or make_fx."
+        )
 
 
 def node(fn: F) -> F:

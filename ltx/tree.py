@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ltx import containers
 from ltx.containers import NAMESPACE as NAMESPACE
@@ -303,9 +304,10 @@ def check_paths(tree: Tree, what: str) -> None:
 
 
 def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
-    """Raise for tensors on the meta device, where values are read."""
-    if found := _first(leaves, tree, (i for i, x in enumerate(leaves) if x.is_meta)):
-        raise TreeError(f"{what}: leaf {found[0]!r} is on the meta device, and its values are needed.")
+    """Raise for tensors without values, which are needed: on the meta device, or fake outside of their mode."""
+    if found := _first(leaves, tree, (i for i, x in enumerate(leaves) if x.is_meta or isinstance(x, FakeTensor))):
+        where = "on the meta device" if found[1].is_meta else "a FakeTensor, outside of its FakeTensorMode"
+        raise TreeError(f"{what}: leaf {found[0]!r} is {where}, and its values are needed.")
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.collectives.calls import check_dense, check_sums, negotiate_tree, refuse_leaves
 from ltx.collectives.gather import all_gather
 from ltx.collectives.in_step import in_step
@@ -221,7 +221,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
     refuse_leaves("adasum", leaves, value, lambda x: not x.is_floating_point(), real, TreeError)
     n = axis_size(axis)
     levels(n)
-    if torch.compiler.is_compiling():
+    if traced.recording():
         rank: int | torch.Tensor = axis_index(axis)
     else:
         check_dense("adasum", leaves, value)

@@ -40,11 +40,11 @@ def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
 
 
 def refuse_threads(axis: Axis) -> None:
-    """Raise if the ranks of `axis`, on which a compiled graph would communicate, are threads."""
+    """Raise if the ranks of `axis`, on which a recorded graph would communicate, are threads."""
     if axis.threads:
         raise UnsupportedError(
-            f"axis {axis.name!r}: a compiled graph can't hold a collective of ltx.simulate, whose ranks wait for each "
-            "other in Python. Compile what is between collectives, or use ltx.vmap."
+            f"axis {axis.name!r}: a graph (torch.compile, make_fx, linearize) can't hold a collective of ltx.simulate, "
+            "whose ranks wait for each other in Python. Compile what is between collectives, or use ltx.vmap."
         )
 
 
@@ -67,7 +67,7 @@ def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") 
     parts = tuple(tuple(group) for group in lists)
     if isinstance(axis, comm.InBackground):
         return axis._replace(axis=comm.InGroups(axis.axis, parts))
-    return _prepare_groups(axis, parts) if torch.compiler.is_compiling() else comm.InGroups(axis, parts)
+    return _prepare_groups(axis, parts) if traced.recording() else comm.InGroups(axis, parts)
 
 
 def tensors_of(value: Tree, axis: Any) -> Tree:
@@ -75,7 +75,7 @@ def tensors_of(value: Tree, axis: Any) -> Tree:
     leaves, spec = tree.flatten(value)
     if all(isinstance(x, torch.Tensor) for x in leaves):
         return value
-    axis_comm = None if torch.compiler.is_compiling() else comm.resolve(axis).comm
+    axis_comm = None if traced.recording() else comm.resolve(axis).comm
     device = None if axis_comm is None else axis_comm.device
     return tree.unflatten(spec, [_as_tensor(x, device) for x in leaves])
 
@@ -113,7 +113,7 @@ def collective(
     leaves, spec = tree.flatten(value)
     if RULES[name].operation is not None and not RULES[name].moves:
         check_sums(name, leaves, value)
-    if torch.compiler.is_compiling():
+    if traced.recording():
         key = prepare_trace(axis)
         size = traced_size(key)
         sent = [movable(name, x) for x in leaves]
@@ -212,7 +212,7 @@ def refuse_leaves(
     """Raise `error` for the first tensor that `is_bad`, with its path and what it is."""
     for place, x in enumerate(leaves):
         if isinstance(x, torch.Tensor) and is_bad(x):
-            path = (tree.plain_paths if torch.compiler.is_compiling() else tree.leaf_paths)(value)[place]
+            path = (tree.plain_paths if traced.recording() else tree.leaf_paths)(value)[place]
             _refuse(error, f"{name}: leaf {path!r} is {tree.describe(x)}, {why}")
 
 
@@ -303,7 +303,7 @@ def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callab
         return value
     if grad_scale != "mean":
         raise CollectiveError(f'grad_scale must be "sum" or "mean", got {brief(grad_scale)}.')
-    if torch.compiler.is_compiling():
+    if traced.recording():
         n = traced_size(prepare_trace(axis))
         return tree.map(lambda x: scaled_in_graph(x, factor(n)), value)
     by = factor(comm.resolve(axis).size)

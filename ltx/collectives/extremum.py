@@ -160,7 +160,7 @@ def _extremum(which: str, value: Tree, axis: Any) -> Tree:
     leaves, spec = tree.flatten(value)
     refuse_leaves(which, leaves, value, torch.is_complex, "and complex numbers have no order.")
     check_sums(which, leaves, value, "extrema")
-    if torch.compiler.is_compiling():
+    if traced.recording():
         key = prepare_trace(axis)
         return tree.unflatten(spec, [extremum_in_graph(which, key, x) for x in leaves])
     check_dense(which, leaves, value)

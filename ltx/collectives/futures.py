@@ -184,7 +184,7 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
 
     @functools.wraps(collective)
     def wrapped(*args: Any, **kwargs: Any) -> Future:
-        if torch.compiler.is_compiling():
+        if traced.recording():
             _refuse_trace(collective.__name__)
         bound = signature.bind(*args, **kwargs)
         bound.arguments["axis"] = comm.InBackground(bound.arguments.get("axis"), collective.__name__)

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from torch._C import _functorch
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd import forward_ad
 
-from ltx import comm
+from ltx import comm, traced
 from ltx.axis import Axis
 from ltx.backings import MetaBacking, VmapBacking
 from ltx.collectives.futures import Arrived, Pending
 from ltx.comm.operations import OPERATIONS
+from ltx.errors import UnsupportedError
 
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
 Static = tuple[int, ...]
@@ -79,25 +80,82 @@ def add_rule(rule: Rule) -> Rule:
 class Function(torch.autograd.Function):
     """A typed ``apply``, and one look at forward's signature, where torch 2.13 takes one at each call (50 µs).
 
-    torch turns forward mode off while it runs a ``jvp``: the tangents' own tangents, of an outer level, would be lost
-    without a word.
+    Forward mode is mended in two ways. torch turns it off while it runs a ``jvp``: the tangents' own tangents, of an
+    outer level, would be lost without a word. And outside of torch.func it refuses a tangent that is no view where the
+    output is one.
     """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
-        rule = cls.jvp
+        run, push = cls.forward, cls.jvp
+
+        def forward(*args: Any) -> Any:
+            outputs = run(*args)
+            if forward_ad._current_level < 0:
+                return outputs
+            return outputs.clone() if isinstance(outputs, torch.Tensor) else tuple([y.clone() for y in outputs])
 
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            with _set_fwd_grad_enabled(True):
-                return rule(ctx, *tangents)
+            with forward_ad._set_fwd_grad_enabled(True):
+                return push(ctx, *tangents)
 
-        cls.jvp = staticmethod(jvp)  # type: ignore[method-assign]
+        forward.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
+        cls.forward, cls.jvp = staticmethod(forward), staticmethod(jvp)  # type: ignore[method-assign]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """torch's apply."""
-        return super().apply(*args)  # type: ignore[no-untyped-call]
+        """torch's apply.
+
+        Raises:
+            UnsupportedError: a tracer records the call, and torch can't let it see autograd Functions.
+        """
+        if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
+            return _batched_anew(cls.apply, args)
+        if torch._C._are_functorch_transforms_active():
+            traced.refuse_blind()
+        try:
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "NYI: Functionalize rule" in str(error):  # torch's, at whichever level it is
+                raise UnsupportedError(
+                    "torch.func.functionalize can't look into ltx's collectives and data-parallel steps. Leave it out: "
+                    "what ltx gives to make_fx and torch.compile is functional already."
+                ) from None
+            raise
+
+
+def in_autograd_vmap() -> bool:
+    """Whether torch.autograd batches, by a vmap of its own: ``vectorize=True`` or ``is_grads_batched=True``."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
+
+
+def _batched_by_autograd(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and _functorch.is_legacy_batchedtensor(x)
+
+
+def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """``fn(*args)``, where torch.autograd has batched some of `args`, by ``torch.vmap``, for which there are rules."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    places = [i for i, x in enumerate(args) if _batched_by_autograd(x)]
+    stacks = [torch._remove_batch_dim(args[i], level, 1, 0) for i in places]
+    if any(map(_batched_by_autograd, stacks)):
+        raise UnsupportedError(
+            "a collective or data-parallel step inside several vectorised calls of torch.autograd, one in another. Use "
+            "torch.func.jacrev and torch.func.jacfwd, which nest."
+        )
+
+    def of_one(*entries: torch.Tensor) -> Any:
+        filled = list(args)
+        for i, entry in zip(places, entries, strict=True):
+            filled[i] = entry
+        return fn(*filled)
+
+    results = torch.vmap(of_one, randomness="different")(*stacks)
+    # Contiguous: torch asks for tangents whose batch dimension is the first in memory too.
+    if isinstance(results, torch.Tensor):
+        return torch._add_batch_dim(results.contiguous(), 0, level)
+    return tuple([torch._add_batch_dim(y.contiguous(), 0, level) for y in results])
 
 
 class Linear(Function):
@@ -329,6 +387,7 @@ def _differentiated(xs: list[torch.Tensor]) -> bool:
     """Whether anything may differentiate or transform the call: entering a Function takes 40 µs."""
     return (
         torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+        or in_autograd_vmap()
+        or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import brief, checked
 from ltx.collectives.calls import (
     check_sums,
@@ -120,7 +120,7 @@ def psum(
     if not (_is_one(prescale) and _is_one(postscale)):
         before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
         value, then = tree.map(lambda x: _times(x, before), value), lambda total: _times(total, after)
-    if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
+    if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
         refuse_background("psum of sparse tensors", axis)
         tree.check_leaves(tree.flatten(value)[0], value, "psum: its argument")
         sparse, dense = split_sparse(value)
@@ -144,7 +144,7 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
         said, whole = f"{factor:g}", float(factor).is_integer() and abs(factor) < 2**63
         factor = int(factor) if whole else factor
     leaves = tree.flatten(value)[0]
-    if not torch.compiler.is_compiling():
+    if not traced.recording():
         tree.check_leaves(leaves, value, "psum: its argument")
         check_sums("psum", leaves, value)
     if not whole:
@@ -182,7 +182,7 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
     axis = grouped(axis, axis_index_groups)
     n = _count(axis, axis_index_groups)
     value = countable(tensors_of(value, axis), NARROW)
-    if not torch.compiler.is_compiling() and any(map(is_sparse, tree.flatten(value)[0])):
+    if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
         return tree.map(lambda total: total / n, psum(value, axis))
     return collective("psum", value, axis, lambda x, n: (), lambda total: total / n)
 
@@ -190,7 +190,7 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
 def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
     """The number of ranks: a tensor where it differs between simulated ranks."""
     unequal = groups is not None and len({len(group) for group in groups}) > 1
-    if unequal and (torch.compiler.is_compiling() or comm.resolve(axis).simulated):
+    if unequal and (traced.recording() or comm.resolve(axis).simulated):
         ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64), axis)
         return ranks
     return axis_size(axis)
@@ -228,7 +228,7 @@ def axis_size(axis: Any = None) -> int:
         >>> ltx.vmap(lambda x: x / ltx.axis_size())(torch.ones(4))
         tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
-    if torch.compiler.is_compiling():
+    if traced.recording():
         return traced_size(prepare_trace(axis))
     return comm.resolve(axis).size
 

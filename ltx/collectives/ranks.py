@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import checked
 from ltx.collectives.batches import Records, cells, is_records, opened
 from ltx.collectives.calls import in_graph_index, prepare_trace, traced_rank
@@ -28,7 +28,7 @@ def axis_index(axis: Any = None) -> torch.Tensor:
         >>> ltx.vmap(lambda x: x * ltx.axis_index())(torch.ones(3))
         tensor([0., 1., 2.])
     """
-    if torch.compiler.is_compiling():
+    if traced.recording():
         return in_graph_index(prepare_trace(axis))
     found = comm.resolve(axis)
     if found.comm is None:
@@ -100,7 +100,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 [3, 4]])
     """
     size = axis_size(axis)
-    if torch.compiler.is_compiling():
+    if traced.recording():
         rank, name = traced_rank(prepare_trace(axis)), axis
     else:
         found = comm.resolve(axis)
@@ -128,7 +128,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 f"parts, one for each rank of axis {name!r}. Drop or pad the remainder, or return ltx.Weighted from "
                 "the step."
             )
-        if not torch.compiler.is_compiling():
+        if not traced.recording():
             tree.check_dense([x], x, f"shard: {path}")
         at, length = dim % x.ndim, x.shape[dim] // size
         if rank is not None:
@@ -148,5 +148,5 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
 
     value, _ = opened(value, "shard", dim)
     parts, spec = cells(value)
-    paths = [""] * len(parts) if torch.compiler.is_compiling() else tree.leaf_paths(value, is_leaf=is_records)
+    paths = [""] * len(parts) if traced.recording() else tree.leaf_paths(value, is_leaf=is_records)
     return tree.unflatten(spec, [part(path, x) for path, x in zip(paths, parts, strict=True)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import brief, checked
 from ltx.backings import unwrapped
 from ltx.collectives.calls import check_dense, check_sums, refuse_leaves, tensors_of
@@ -184,7 +184,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     """
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
-    if not torch.compiler.is_compiling():
+    if not traced.recording():
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
         # What has no sums has means: they are taken in floating dtypes.
@@ -199,7 +199,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     counted = torch.nn.functional.pad(w.unsqueeze(0), (0, 1)) + torch.nn.functional.pad(negatives.unsqueeze(0), (1, 0))
     sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)
     whole, negative = sums["weight"].unbind()
-    if not torch.compiler.is_compiling():
+    if not traced.recording():
         _check(w, whole, negative, axis)
     whole = torch.where(negative > 0, torch.nan, whole)
     means = [

@@ -170,7 +170,7 @@ def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
 
 def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
     """Whether `splits` are to be inferred on simulated ranks, where they are equal."""
-    if splits != "infer" or torch.compiler.is_compiling():
+    if splits != "infer" or traced.recording():
         return False
     refuse_background('splits="infer"', axis)
     return comm.resolve(axis).simulated is not None
@@ -262,7 +262,7 @@ def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int,
 
 
 def _real(axis: Any, what: str, instead: str) -> Axis:
-    if torch.compiler.is_compiling():
+    if traced.recording():
         _refuse_trace(what)
     refuse_background(what, axis)
     found = comm.resolve(axis)

@@ -34,6 +34,7 @@ from ltx.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.comm.store_exchange import StoreExchange
 from ltx.comm.transports.shared_memory import SharedMemoryTransport, open_transport
 from ltx.errors import LtxError, PeerLostError, WorldError
+from ltx.traced import refuse_script
 
 _HISTORY = 1024  # collectives in the background that are remembered
 
@@ -264,9 +265,10 @@ class AxisComm:
 
         Raises:
             RankMismatchError: on every rank, before any data has moved.
-            UnsupportedError: a CUDA graph is captured.
+            UnsupportedError: a CUDA graph is captured, or ``torch.jit.trace`` records the call.
         """
         self.check_not_forked()
+        refuse_script()
         refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
         known = self._known.get(key)
         if under_way and channel is not self.background:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ltx import traced
 from ltx.comm import ledger
 from ltx.errors import UnsupportedError
 
@@ -153,8 +154,8 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """
     if device is None or device == made.device:
         return made
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if traced or made.device.type != "cpu" or device.type == "meta":
+    wrapped = traced.recording() or torch._C._are_functorch_transforms_active()
+    if wrapped or made.device.type != "cpu" or device.type == "meta":
         return made.to(device)
     return made.pin_memory().to(device, non_blocking=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.fx import has_side_effect
 
 from ltx.comm.group_collectives import Arguments, gathered_splits, permuted_splits
 
@@ -20,6 +21,11 @@ Start = Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
 
 def _ops() -> torch._ops._OpNamespace:
     return torch.ops._c10d_functional
+
+
+# A tracer may neither drop a collective that peers wait for nor run it while it folds constants, as it does not wait.
+for _name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
+    has_side_effect(getattr(_ops(), _name).default)
 
 
 def all_to_all(x: torch.Tensor, n: int, group: str, _: Arguments) -> torch.Tensor:

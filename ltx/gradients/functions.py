@@ -16,7 +16,7 @@ from torch._C import _functorch
 
 from ltx.axis import Axis
 from ltx.backings import VmapBacking
-from ltx.collectives.linear import Function, apply, index_below
+from ltx.collectives.linear import Function, apply, in_autograd_vmap, index_below
 from ltx.gradients.schedule import Dims, Schedule
 
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
@@ -137,7 +137,7 @@ def _reverse_only(schedule: Schedule) -> bool:
 
 def _plain() -> bool:
     """Whether nothing differentiates or batches the backward pass."""
-    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    return not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or in_autograd_vmap())
 
 
 class Begin(Function):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ltx import traced
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import CommHook
@@ -170,9 +171,7 @@ def prefers_few_calls(x: torch.Tensor) -> bool:
 
 
 def _is_eager(x: torch.Tensor) -> bool:
-    return not (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor
-    )
+    return not (traced.recording() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor)
 
 
 #: Numbers of a chunk. ``benchmarks.codecs`` took 2^15 to 2^20: shorter ones are all calls, longer ones leave the cache.

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ltx import traced
 from ltx.arguments import brief, name_of
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import BucketInput, CollectiveRequest
@@ -35,7 +36,7 @@ class FromFunctions(LossyHook):
         if not inputs.flat.numel():
             return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         given, parts = self._compressed(inputs.flat)
-        if not inputs.flat.is_meta and not torch.compiler.is_compiling():
+        if not inputs.flat.is_meta and not traced.recording():
             flat, got = inputs.flat, [(p.shape, p.dtype) for p in parts]
             wanted = _layout(self, flat.numel(), flat.dtype, flat.device)
             if got != wanted:  # other ranks' messages might be of other lengths again

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ltx import collectives, tree
+from ltx import collectives, traced, tree
 from ltx.arguments import brief, checked, is_number
 from ltx.backings import unwrapped
 from ltx.errors import InputError, UnsupportedError
@@ -116,9 +116,7 @@ def _kernels_take(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
 def _alone(axis: Any) -> bool:
     """In a world of one, and outside of transforms, under which torch's kernels can't move running statistics."""
     return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and collectives.axis_size(axis) == 1
+        not traced.recording() and not torch._C._are_functorch_transforms_active() and collectives.axis_size(axis) == 1
     )
 
 
@@ -214,7 +212,7 @@ def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor,
     gathered = collectives.all_gather(torch.cat([x.new_full((1,), n), mean, squares]), axis)
     counts, means, squares = gathered[:, :1], gathered[:, 1 : c + 1], gathered[:, c + 1 :]
     count = counts.sum()
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if x.device.type == "cpu" and not traced.recording():
         _check_count(int(unwrapped(count).min()))
     divisor = count.clamp(min=1)
     # Near a mean that is large against the deviations, M itself would be rounded three times.

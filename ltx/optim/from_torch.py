@@ -83,11 +83,7 @@ class TorchOptimizer(ClassOptimizer):
             rule(grad_leaves, *picked)
             return params, self.advance(state)
         with self._grad_mode():
-            pure = (
-                self._in_graph
-                if torch.compiler.is_compiling()
-                else partial(run_pure, rule, tracked=self._differentiable)
-            )
+            pure = self._in_graph if traced.recording() else partial(run_pure, rule, tracked=self._differentiable)
             updated = zip(*pure(grad_leaves, *picked), strict=True)
             by_index = dict(zip(has_grad, updated, strict=True))
             pairs = [
@@ -241,7 +237,7 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
     # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's other paths.
     news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
     # Compilers make one kernel of an operation on lists, and take less time for it. Transforms have no rules for them.
-    traced_in_lists = torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    traced_in_lists = traced.recording() and not torch._C._are_functorch_transforms_active()
     with torch.no_grad():
         # Neither path reads a number off a tensor.
         run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, lr=optimizer._lr(0), fused=False)

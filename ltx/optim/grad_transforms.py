@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ltx import traced
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError, UnsupportedError
 from ltx.hooks.noise import key_of, normal
@@ -239,7 +240,7 @@ class AddNoise(Optimizer):
     def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
         check_tensors(grads, "grads")
         check_state(self, state, TorchState)
-        if torch.compiler.is_compiling():
+        if traced.recording():
             raise UnsupportedError("add_noise can't be traced: compile the loss instead of the whole training step.")
         leaves, spec = flatten(grads)
         noisy = [

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx import traced
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
 from ltx.optim.base import TorchState, check_grads, is_transforming, leaves_like
@@ -153,7 +154,7 @@ class OpaqueOptimizer(ClassOptimizer):
         )
 
     def _refuse_transforms(self) -> None:
-        if is_transforming() or torch.compiler.is_compiling():
+        if is_transforming() or traced.recording():
             raise OptimError(
                 f"{self} runs the class' own step() on tensors of its own, which neither torch.func nor torch.compile "
                 "looks into. Update outside of them, or take a class of torch.optim."

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any, cast
 
 import optree
-import torch
 from torch import Tensor
 
 from ltx import traced
@@ -123,7 +122,7 @@ class Partition(Optimizer):
 
     def _places(self, params: Tree) -> dict[str, list[int]]:
         """The places of each label's leaves among those of `params`."""
-        if torch.compiler.is_compiling():
+        if traced.recording():
             return _places_of(self, tuple(plain_paths(params)), tuple(plain_paths(params, with_none=True)))
         return _remembered(self, flatten(params)[1])
 

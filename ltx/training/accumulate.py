@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from ltx import tree
+from ltx import traced, tree
 from ltx.arguments import checked, whole
 from ltx.collectives import batches
 from ltx.collectives.linear import Function
@@ -55,7 +55,7 @@ class Accumulated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = _Call(self, args, kwargs)
         leaves = call.leaves
-        if torch.compiler.is_compiling():
+        if traced.recording():
             return call.finish(call.run(leaves, range(self.steps)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
         # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
@@ -288,7 +288,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 def _widened(leaf: Any) -> Any:
     """`leaf`, or a copy of it if it is differentiated and narrower than float32."""
     floats = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-    return leaf.to(_wide(leaf)) if floats and (torch.compiler.is_compiling() or tracked(leaf)) else leaf
+    return leaf.to(_wide(leaf)) if floats and (traced.recording() or tracked(leaf)) else leaf
 
 
 def _add(a: _Part, b: _Part) -> _Part:

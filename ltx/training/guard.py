@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ltx import comm, hooks, tree
+from ltx import comm, hooks, traced, tree
 from ltx.errors import NotFiniteError, StepError
 from ltx.optim import grad_norm
 from ltx.optim.base import chosen
@@ -206,7 +206,7 @@ def all_finite(
     sums: Sequence[torch.Tensor | float] | None = None,
 ) -> bool | torch.Tensor:
     """Whether all gradients of all ranks are finite, on all ranks alike; for steps that :func:`checks_finite`."""
-    pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    pure = traced.recording() or torch._C._are_functorch_transforms_active()
     ahead = not pure and runs_ahead(info)  # the host doesn't wait for what is found
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):

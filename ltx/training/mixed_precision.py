@@ -214,7 +214,7 @@ class Casted:
 
         def params(arg: Any) -> Any:
             leaves, spec = tree.flatten(arg)
-            paths = tree.plain_paths(arg) if torch.compiler.is_compiling() else tree.leaf_paths(arg)
+            paths = tree.plain_paths(arg) if traced.recording() else tree.leaf_paths(arg)
             pairs = zip(paths, leaves, strict=True)
             return tree.unflatten(spec, [leaf if self.precision.keeps(path) else given(leaf) for path, leaf in pairs])
 

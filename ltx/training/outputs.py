@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ltx import tree
+from ltx import traced, tree
 from ltx.arguments import brief, outcome
 from ltx.errors import StepError
 from ltx.transforms.closure_check import nodes_made, refuse_captured
@@ -163,7 +163,7 @@ class GivenGradients:
 
     def __call__(self, params: Tree, *args: Any, **named: Any) -> Any:
         apart = tree.detached(params)  # the step differentiates itself
-        before = 0 if torch.compiler.is_compiling() else nodes_made()
+        before = 0 if traced.recording() else nodes_made()
         returned = self.fn(apart, *args, **named)
         if not isinstance(returned, tuple) or isinstance(returned, Weighted) or len(returned) < 2:
             raise StepError(
@@ -171,7 +171,7 @@ class GivenGradients:
                 f"torch.func.grad_and_value do, and buffers and aux after them; got {brief(returned)}."
             )
         grads, loss, *rest = returned
-        if not torch.compiler.is_compiling():  # a module's own parameters would stay as they are
+        if not traced.recording():  # a module's own parameters would stay as they are
             refuse_captured(self.fn, loss, (apart, args, named), nodes_made() - before)
         loss = self._plus(loss, self._zero(params, grads))
         return (loss, *rest) if rest else loss

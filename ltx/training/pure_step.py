@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ltx import collectives, comm, tree
+from ltx import collectives, comm, traced, tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
 from ltx.optim.update import Update
@@ -34,14 +34,14 @@ from ltx.transforms.sync_state import Synced, SyncState, plain_values
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
-    if torch.compiler.is_compiling():
+    if traced.recording():
         refuse_dtensors(tuple([type(x).__name__ for x in tree.flatten(state.trained)[0]]))
     else:
         state.check_owned()
         if train.check_every is not None and state.step % train.check_every == 0:
             check_replicas(state, train.step.axis)
     strategy, sync = train.step.strategy, state.sync_state
-    if torch.compiler.is_compiling():
+    if traced.recording():
         refuse_in_graph(strategy, checks_finite(train), train.guard)
         axis = Axis("data", 1)
     else:
@@ -79,8 +79,8 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     structure, weighted, rest = others
     aux_tensors = iter(tensors)
     buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-    hook = None if torch.compiler.is_compiling() else strategy.hook(info.step)
-    if not weighted and (torch.compiler.is_compiling() or hook is not None):
+    hook = None if traced.recording() else strategy.hook(info.step)
+    if not weighted and (traced.recording() or hook is not None):
         loss = collectives.pmean(loss, train.step.axis if hook is None else hook.within(axis) or train.step.axis)
     states = grads.sync_state.leaves if stateful else sync.leaves
     grads = grads.params if stateful else grads
@@ -98,7 +98,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
             f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to complete "
             "within a step there."
         )
-    if torch.compiler.is_compiling():  # a number in the structure that changed would compile each step anew
+    if traced.recording():  # a number in the structure that changed would compile each step anew
         next_sync = SyncState(updated.states, sync.uses, sync.clock + 1, sync.step, sync.choice)
     else:
         next_sync = sync.advanced(updated.states)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ltx import tree
+from ltx import traced, tree
 from ltx.errors import DonatedStateError, InputError, InvalidStateError
 from ltx.optim import TorchState
 from ltx.placements import is_dtensor, local
@@ -82,7 +82,7 @@ class TrainState:
 
     def _look_at(self, part: str) -> None:
         """A part is read: note that the user may hold its tensors."""
-        if torch.compiler.is_compiling():
+        if traced.recording():
             return
         self.check_owned()
         if part not in self.seen:

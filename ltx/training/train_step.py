@@ -155,7 +155,7 @@ class TrainStep(TrainSettings):
             raise StepError(
                 f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
             )
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if traced.recording() or torch._C._are_functorch_transforms_active():
             return step_purely(self, state, batch)
         state.check_owned()
         axis, seen = comm.resolve(self.step.axis), state.seen  # before the comparison looks at the state

@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.errors import StepError, SyncStateError
 from ltx.estimate.autotune import choose_on_axis
 from ltx.placements import Placements, refuse_in_graph
@@ -41,10 +41,10 @@ class DataParallel(StepSettings):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
-            if not torch.compiler.is_compiling():
+            if not traced.recording():
                 self._check_given(args)
             return self._reduce_returned(self.fn(*args, **kwargs))
-        if torch.compiler.is_compiling():
+        if traced.recording():
             return self.run(args, kwargs).value()
         if torch._C._are_functorch_transforms_active() and self._runs_below(args, kwargs):
             with suppress(TracedValueError):
@@ -93,11 +93,11 @@ class DataParallel(StepSettings):
     ) -> Run:
         """Call the step on marked parameters and tie its output."""
         params, sync_state = self._params_of(args)
-        if self.strategy.auto_hook and sync_state is not None and not (self.blocked or torch.compiler.is_compiling()):
+        if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
             return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = tree.flatten(params)
         step, placements = options.step, None
-        if torch.compiler.is_compiling():
+        if traced.recording():
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
@@ -123,7 +123,7 @@ class DataParallel(StepSettings):
         if placements is not None:
             given = placed(placements, given)
             leaves, spec = tree.flatten(given)
-        if torch.compiler.is_compiling():
+        if traced.recording():
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:
             with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
@@ -165,7 +165,7 @@ class DataParallel(StepSettings):
     def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         params, state = self.params_of(args)
         bare = state is None and isinstance(self.argnums, int)
-        if bare and not self.blocked and not torch.compiler.is_compiling() and self.strategy.stateful:
+        if bare and not self.blocked and not traced.recording() and self.strategy.stateful:
             raise SyncStateError(
                 f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
                 "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "

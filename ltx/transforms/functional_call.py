@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ltx import traced
 from ltx.arguments import brief
 from ltx.axis import axes_in_scope
 from ltx.backings import unwrapped
@@ -76,7 +77,7 @@ def functional_call(
     given = _merged(params_and_buffers)
     args = args if isinstance(args, tuple) else () if args is None else (args,)
     kwargs = {} if kwargs is None else dict(kwargs)
-    if torch.compiler.is_compiling():
+    if traced.recording():
         _check_traceable(module)
         # There checkpoints are operators that have all they need as arguments.
         names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given]

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import checked, outcome
 from ltx.errors import StepError, UnsupportedError
 from ltx.gradients.process_schedule import ProcessSchedule
@@ -68,7 +68,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         if any(not -len(args) <= n < len(args) for n in numbers):
             raise StepError(f"argnums={argnums}: the step was called with {len(args)} positional arguments.")
-        if not torch.compiler.is_compiling():
+        if not traced.recording():
             for n in numbers:
                 _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
         if sync_state is not None:
@@ -96,7 +96,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         filled[argnums] = Synced(args[argnums], sync_state)
         synced, value = torch.func.grad_and_value(scalar, argnums, has_aux)(*filled, **kwargs)
         state = synced.sync_state
-        if torch.compiler.is_compiling():  # the clock has counted: a step in the structure would be compiled anew
+        if traced.recording():  # the clock has counted: a step in the structure would be compiled anew
             return (synced.params, state), value
         return (synced.params, state.clock_read()), value
 
@@ -132,7 +132,7 @@ def _is_plain(
         return False
     if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if traced.recording() or torch._C._are_functorch_transforms_active():
         return False
     if torch.autograd.forward_ad._current_level >= 0 or torch.is_inference_mode_enabled():
         return False

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ltx import collectives, comm, tree
+from ltx import collectives, comm, traced, tree
 from ltx.arguments import brief, check_fields, is_number
 from ltx.axis import Axis
 from ltx.comm import to_device
@@ -188,7 +188,7 @@ class Marked:
             return output
         leaves, spec = tree.flatten(output)
         ties = _floating(leaves)
-        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        if not (traced.recording() or torch._C._are_functorch_transforms_active()):
             # What is detached stays so. Where all is, the rank's loss reaches no parameter, and counts all the same.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
@@ -256,7 +256,7 @@ class Run:
         total, weight = output.checked()
         if not self.local:
             total, weight = collectives.psum((total, weight), self.within or self.axis)
-        if not torch.compiler.is_compiling() and self._is_zero(weight):
+        if not traced.recording() and self._is_zero(weight):
             of = "" if self.within is None else f" of {self.within.name!r}"
             whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
             raise WeightError(
@@ -290,7 +290,7 @@ def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None
             isinstance(out, torch.Tensor) and out.shape == leaf.shape for out, leaf in zip(outs, leaves, strict=True)
         ):
             params = tree.unflatten(spec, leaves)
-            path = tree.leaf_paths(params)[0] if not torch.compiler.is_compiling() else "..."
+            path = tree.leaf_paths(params)[0] if not traced.recording() else "..."
             raise StepError(
                 "the step returned a tree with the structure and shapes of its parameters "
                 f"(first leaf {path!r}, shape {list(leaves[0].shape)}). Gradients taken inside a data-parallel step, "

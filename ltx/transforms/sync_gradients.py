@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ltx import comm, tree
+from ltx import comm, traced, tree
 from ltx.arguments import checked
 from ltx.collectives.calls import check_dense, check_sums
 from ltx.collectives.psum import is_sparse, psum_sparse, split_sparse
@@ -63,7 +63,7 @@ def sync_gradients(
         check_state(sync_state)
         strategy = strategy.with_choice(sync_state.choice)
     leaves, spec = tree.flatten(grads)
-    compiling = torch.compiler.is_compiling()
+    compiling = traced.recording()
     placements = Placements.of(leaves)
     if placements is not None:
         return _of_local_parts(grads, strategy, sync_state, axis)

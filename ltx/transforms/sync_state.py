@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ltx import tree
+from ltx import traced, tree
 from ltx.arguments import shown
 from ltx.backings import unwrapped
 from ltx.errors import SyncStateError
@@ -50,7 +50,7 @@ class SyncState:
 
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
-        if torch.compiler.is_compiling():
+        if traced.recording():
             return self.step
         uses, clock = _numbers(self.uses), _numbers(self.clock)
         if any(count != 1 for count in uses):

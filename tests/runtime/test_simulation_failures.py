@@ -304,7 +304,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.slow_compile
 def test_compiled_graphs_hold_no_collectives_of_turns() -> None:
-    with pytest.raises(Exception, match=r"a compiled graph can't hold a collective of ltx\.simulate"):
+    with pytest.raises(Exception, match=r"can't hold a collective of ltx\.simulate"):
         ltx.simulate(torch.compile(lambda x: ltx.psum(x) * 2, backend="eager", fullgraph=True))(XS)
     double = torch.compile(lambda x: x * 2, backend="eager")
     assert ltx.simulate(lambda x: ltx.psum(double(x)))(XS).replicated().tolist() == [8.0, 4.0]
