@@ -144,6 +144,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
     return Axis(name, size)
 
 
+# What raises where this process isn't alone, though it has no axes; empty once it is known to be, or has had a world.
+_alone: list[Callable[[], None]] = []
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # all ranks of a world that has several axes
 #: In place of a thread: what all threads find that have opened no axis themselves.
@@ -175,7 +177,14 @@ def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
     """
     global _world_axes
     _world_axes = axes
+    if axes:
+        _alone.clear()
     _whole_world[:] = [] if whole is None else [whole]
+
+
+def ask_if_alone(check: Callable[[], None]) -> None:
+    """Call `check`, which raises if it isn't, before this process is taken to be alone for the first time."""
+    _alone.append(check)
 
 
 def world_axes() -> tuple[Axis, ...]:
@@ -201,13 +210,17 @@ def find(name: str | None) -> Axis:
     axes of one name, of which the innermost hides the others; and simulated axes inside a world of one process, whose
     axes have nobody else on them.
 
-    Without any axis in scope the default axis has size 1. Raises :class:`ltx.errors.AxisError` for other names.
+    Without any axis in scope the default axis has size 1, unless a launcher has started this process as one of several
+    (:class:`ltx.errors.WorldError`). Raises :class:`ltx.errors.AxisError` for other names.
     """
     scope = _choice() if name is None else axes_in_scope()
     for candidate in reversed(scope):
         if name is None or candidate.name == name:
             return candidate
     if name is None or name == DEFAULT_NAME:
+        for check in _alone:
+            check()
+        _alone.clear()
         return Axis(DEFAULT_NAME, 1)
     known = ", ".join(repr(a.name) for a in scope) or "none (ltx.init hasn't made any)"
     raise AxisError(

@@ -38,7 +38,20 @@ from ltx.runtime.launchers import (
     placement_from_env,
 )
 from ltx.runtime.placement import Placement
-from ltx.runtime.world import Session, World, abandon, forget, process, settings_of_world, shutdown, world, world_of
+from ltx.runtime.world import (
+    RANK_VARIABLE,
+    Session,
+    World,
+    abandon,
+    forget,
+    process,
+    settings_of_world,
+    shutdown,
+    tell_children,
+    world,
+    world_of,
+    world_of_parent,
+)
 from ltx.strategies import Strategy
 from ltx.typing import Tree
 
@@ -198,6 +211,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
             if dist.is_initialized()
             else placement_from_env(os.environ)
         )
+        _refuse_worker(placement)
         if dist.is_initialized():
             world = adopted_world(placement, asked.get("backend"))
         else:
@@ -215,6 +229,9 @@ def _start(asked: Mapping[str, Any]) -> Session:
             axes, whole = open_axes(mesh, world, timeout, heartbeat, undo)
         else:
             axes, whole = tuple(Axis(name, size) for name, size in mesh), None
+        if world.size > 1:
+            undo.callback(os.environ.pop, RANK_VARIABLE, None)
+            tell_children(world)
         undo.callback(set_world_axes, ())
         set_world_axes(axes, whole)
         undo.callback(_close_others, axes if whole is None else (*axes, whole), held)
@@ -228,6 +245,17 @@ def _start(asked: Mapping[str, Any]) -> Session:
             "placement": placement,
         }
         return Session(world, settings, undo.pop_all())
+
+
+def _refuse_worker(placement: Placement) -> None:
+    """Raise if this process is a worker that a rank has started, and would take the rank's own place."""
+    mine = world_of_parent()
+    if mine is not None and (mine.rank, mine.size) == (placement.rank, placement.size):
+        raise WorldError(
+            f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, whose own "
+            "process has the place in the world. ltx.world() tells rank and size here; to compute alone, "
+            "write `with ltx.init(rank=0, size=1):`."
+        )
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:

@@ -52,6 +52,23 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
     return placement
 
 
+def check_alone(environ: Mapping[str, str]) -> None:
+    """Raise :class:`WorldError` if `environ` says that this process, which has no world, is one of several.
+
+    Where they meet isn't asked: who forgets :func:`ltx.init` may have forgotten that too.
+    """
+    launcher, found = launcher_of(environ), Placement("none")
+    with suppress(WorldError):
+        found = placement_from_env({"MASTER_ADDR": "?", "MASTER_PORT": "1", **environ})
+    if launcher is not None and found.size > 1:
+        marks = ", ".join(f"{name}={environ[name]}" for name in launcher.marks if name in environ)
+        raise WorldError(
+            f"rank {found.rank}: by its environment ({marks}) this process is rank {found.rank} of {found.size}, but "
+            "no world is open in it: each rank would compute alone. Write `with ltx.init():` around the program. If it "
+            "is to compute alone, write `with ltx.init(rank=0, size=1):`."
+        )
+
+
 def _shows_one_device(environ: Mapping[str, str]) -> bool:
     """Whether somebody has given this process a device of its own, as jobs of Kubernetes and some launchers do."""
     shown = next((environ[name] for name in _VISIBLE if name in environ), "")

@@ -6,22 +6,25 @@ may have set them is in :mod:`ltx.runtime.launchers`.
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from ltx import axis as axes
 from ltx import comm
 from ltx.comm.backends import default_backend
 from ltx.errors import PeerLostError, WorldError, message_of
 from ltx.runtime.failures import note_failure
-from ltx.runtime.launchers import placement_from_env
+from ltx.runtime.launchers import check_alone, placement_from_env
 from ltx.runtime.placement import Placement
 
 
@@ -143,12 +146,45 @@ def settings_of_world() -> dict[str, Any]:
 def world() -> World:
     """The world that :func:`init` set up; a world of one if it hasn't.
 
+    In what a rank starts by ``multiprocessing``, such as the workers of a DataLoader, forked or spawned, it is the
+    rank's own world. They can't communicate.
+
     Example:
         >>> import ltx
         >>> ltx.world().rank
         0
     """
-    return process.session.world if process.session else world_of(Placement("none"))
+    return process.session.world if process.session else world_of_parent() or world_of(Placement("none"))
+
+
+#: In a rank that has peers: its process' id and its world. Processes that it starts find them there.
+RANK_VARIABLE = "LTX_RANK"
+
+
+def tell_children(of: World) -> None:
+    """Let processes that this one starts know which rank it is."""
+    os.environ[RANK_VARIABLE] = json.dumps([os.getpid(), {**asdict(of), "device": str(of.device)}])
+
+
+def world_of_parent() -> World | None:
+    """The world of the rank that has started this process by ``multiprocessing``; None for any other process."""
+    parent, said = multiprocessing.parent_process(), os.environ.get(RANK_VARIABLE)
+    pid, fields = json.loads(said) if parent is not None and said is not None else (None, {})
+    return World(**fields | {"device": torch.device(fields["device"])}) if parent and pid == parent.pid else None
+
+
+def _check_alone() -> None:
+    """Raise if this process, which has had no world, is one of several."""
+    if (mine := world_of_parent()) is not None:
+        raise WorldError(
+            f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, and can't "
+            "communicate: its peers know the rank's own process. Call collectives and steps there. If the worker is to "
+            "compute alone, write `with ltx.init(rank=0, size=1):`."
+        )
+    check_alone(os.environ)
+
+
+axes.ask_if_alone(_check_alone)
 
 
 def shutdown() -> None:
@@ -173,6 +209,7 @@ def abandon(error: BaseException) -> None:
 def forget() -> None:
     """In a fork: the world that is up is the parent's."""
     process.session = process.replaced = None
+    os.environ.pop(RANK_VARIABLE, None)
 
 
 def _release(left: World, error: BaseException | None) -> None:
