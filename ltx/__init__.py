@@ -116,6 +116,25 @@ _LATER = {
 }
 _LATER_SUBMODULES = ("checkpoint", "profile")
 
+#: Names that users of JAX look for.
+_OF_JAX = {
+    **{name: f"torch.func.{name}" for name in ("hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp")},
+    "checkpoint_name": "torch.utils.checkpoint.checkpoint",
+    "jit": "torch.compile",
+    "lax": "ltx itself: ltx.psum, ltx.pmean, ltx.all_gather",
+    "pbroadcast": "ltx.broadcast(x, src)",
+    "pcast": "ltx.pvary(x)",
+    "pgather": "ltx.all_gather(x), of which each rank takes what it needs",
+    "pmap": "ltx.vmap(f) on simulated ranks, and ltx.Pool(n).run(f) or ltx.launch on processes",
+    "process_count": "ltx.world().size",
+    "process_index": "ltx.world().rank",
+    "pshuffle": "ltx.ppermute(x, [(source, destination), ...])",
+    "pswapaxes": "ltx.all_to_all(x, split_dim, concat_dim)",
+    "shard_map": "ltx.data_parallel(step) under `with ltx.init():`, whose batch ltx.shard cuts",
+    "tree_util": "ltx.tree, with ltx.tree.map",
+    "value_and_grad": "ltx.grad_and_value(step), which gives (gradients, value)",
+}
+
 __all__ = [
     "AllGatherGrad",
     "Axis",
@@ -207,7 +226,8 @@ def __getattr__(name: str) -> Any:
     if name in _LATER_SUBMODULES:
         return import_module(f"ltx.{name}")
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        here = f". What JAX calls so is {_OF_JAX[name]}" if name in _OF_JAX else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
     return getattr(import_module(_LATER[name]), name)
 
 

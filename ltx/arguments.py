@@ -29,6 +29,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Test = Callable[[Any], bool]
 
+#: What JAX calls arguments of its functions, and what they are called here.
+_JAX = {
+    "axis": "dim",
+    "axis_name": "axis",
+    "scatter_dimension": "dim",
+    "split_axis": "split_dim",
+    "concat_axis": "concat_dim",
+    "in_axes": "in_dims",
+    "out_axes": "out_dims",
+}
+
 LARGEST = 2**63 - 1  # that a tensor holds
 _ENDLESS_S = 86400.0 * 365 * 1000  # more than that is no duration; a timedelta can't hold much more
 
@@ -53,21 +64,34 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         called = inner.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @functools.cache
-        def tests() -> tuple[list[str], dict[str, tuple[Test, Any]]]:
-            """The arguments by position, and what `names` must be. Annotations may name what is defined later."""
+        def tests() -> tuple[list[str], dict[str, tuple[Test, Any]], str]:
+            """The arguments by position, what `names` must be, and how a call is written.
+
+            Annotations may name what is defined later.
+            """
             parameters = inspect.signature(inner).parameters
             places = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             annotations = {name: parameters[name].annotation for name in names}
             found = {name: (_test_of(wanted, inner.__globals__), wanted) for name, wanted in annotations.items()}
-            return places, {name: (test, wanted) for name, (test, wanted) in found.items() if test is not None}
+            by_name = [f"{p.name}=" for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+            call = f"{called}({', '.join([*places, *by_name])})."
+            return places, {name: (test, wanted) for name, (test, wanted) in found.items() if test is not None}, call
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             if not torch.compiler.is_compiling():
-                places, wanted = tests()
+                places, wanted, call = tests()
+                for name in kwargs:
+                    here = _JAX.get(name, "-")
+                    of_jax = here in places or f" {here}=" in call
+                    if name in places[: len(args)] or (of_jax and name not in places):
+                        what = "is given twice, by its place too" if name in places else "is no argument"
+                        hint = f" JAX's {name}= is {here}= here." if of_jax else ""
+                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{hint} Write {call}")
                 for name, value in itertools.chain(zip(places, args, strict=False), kwargs.items()):
                     if name in wanted and not wanted[name][0](value):
-                        raise ArgumentError(f"{called}: {_says(name, wanted[name][1], value)}")
+                        hint = f" Write {call}" if isinstance(value, str) and name in places else ""
+                        raise ArgumentError(f"{called}: {_says(name, wanted[name][1], value)}{hint}")
             return fn(*args, **kwargs)
 
         return wrapped
@@ -83,6 +107,20 @@ def check_fields(value: Any, error: type[LtxError], *names: str) -> None:
     for name, (test, annotation) in _field_tests(cast(Any, cls)).items():
         if (not names or name in names) and not test(found := getattr(value, name)):
             raise error(f"{cls.__name__}.{_says(name, annotation, found)}")
+
+
+class ShortRepr:
+    """Dataclasses that derive from it print without the fields that have their default values."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        said = ((f.name, getattr(self, f.name)) for f in fields(cast(Any, self)) if f.repr and f.init)
+        defaults = {f.name: f.default for f in fields(cast(Any, self))}
+        return f"{type(self).__name__}({', '.join(f'{n}={value!r}' for n, value in said if value != defaults[n])})"
 
 
 def whole(

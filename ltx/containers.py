@@ -297,3 +297,15 @@ def _advice_for_class(cls: type) -> str:
         return ""
     names = [(base.__module__.split(".")[0], base.__name__) for base in cls.__mro__]
     return next((_WHOLE[key] for package, name in names for key in (package, f"{package}.{name}") if key in _WHOLE), "")
+
+
+def of_array(x: Any) -> Any:
+    """A NumPy array as a tensor; anything else, and an array of what tensors don't hold, as it is."""
+    if not _is_array(x) or x.dtype.kind not in "biufc":
+        return x
+    # torch takes neither strides below 0 nor the other byte order, and warns of what is read-only.
+    x = x.astype(x.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.as_tensor(x)
+    except (RuntimeError, TypeError):  # more than 64 bits
+        return x

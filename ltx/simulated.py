@@ -12,7 +12,8 @@ from torch._C import _functorch
 from ltx import traced, tree
 from ltx.arguments import brief, checked, is_whole, shown
 from ltx.axis import DEFAULT_NAME, close_simulated, open_simulated
-from ltx.errors import AxisError, UnsupportedError
+from ltx.containers import of_array
+from ltx.errors import AxisError, LtxError, UnsupportedError
 from ltx.typing import Tree
 
 
@@ -31,7 +32,9 @@ def vmap(
 
     Inside `f` the collectives of ltx, and everything built on them, work over the axis `axis_name` as they do between
     processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes. What ``torch.vmap``
-    can't run (``.item()``, boolean masks, writes in place) runs under :func:`ltx.simulate`.
+    can't run (``.item()``, boolean masks, writes in place) runs under :func:`ltx.simulate`. What ``psum`` and its like
+    give is one tensor for all ranks, without a rank dimension: ``psum(x) + y`` works, ``psum(x).add_(y)`` would write
+    the values of all ranks into it, and raises.
 
     Args:
         f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on as
@@ -41,20 +44,21 @@ def vmap(
             arguments are mapped over dimension 0, as in JAX.
         out_dims: where the outputs' rank dimension goes: an int or None for all of them, or a tree of these that is a
             prefix of the output. None: the output is one value without a rank dimension, which has to be the same on
-            all ranks, such as what ``psum`` gives.
+            all ranks, such as what ``psum`` gives, gradients of a data-parallel step, or parameters.
         axis_name: what collectives call the axis.
         axis_size: the number of ranks; needed only if no input is mapped.
         randomness: as in ``torch.vmap``; ranks draw different random numbers unless told otherwise.
         chunk_size: None. ``torch.vmap`` would run ranks in turns with a number, and then they couldn't communicate.
 
     Returns:
-        A function with `f`'s arguments, each mapped tensor with an additional dimension of size `axis_size`.
+        A function with `f`'s arguments, each mapped tensor or NumPy array with an additional dimension of size
+        `axis_size`.
 
     Raises:
         AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given; or an
-            output of ``out_dims=None`` depends on the rank.
+            output of ``out_dims=None`` differs between ranks.
         TreeError: an object among the mapped arguments or the outputs holds tensors where ltx can't look inside.
-        UnsupportedError: a `chunk_size`.
+        UnsupportedError: a `chunk_size`; or `f` does what ``torch.vmap`` can't run. It says what to write instead.
 
     Example:
         >>> import torch, ltx
@@ -96,38 +100,96 @@ def vmap(
 
         # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
         tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
-        results = iter(
-            torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
+        try:
+            stacked = torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
                 torch.arange(size), *(leaves[i] for i in positions)
             )
-        )
+        except RuntimeError as error:
+            advice = next((text for part, text in _ADVICE if part in str(error)), None)
+            if advice is None or isinstance(error, LtxError):
+                raise
+            raise UnsupportedError(f"ltx.vmap, axis {axis_name!r}: {advice} torch says: {error}") from error
         structure, is_tensor, rest, placed = known[0]
-        return tree.unflatten(
-            structure,
-            [
-                _place(next(results), dim) if ok else other
-                for ok, other, dim in zip(is_tensor, rest, placed, strict=True)
-            ],
-        )
+        results = iter(stacked)
+        filled = [next(results) if ok else other for ok, other in zip(is_tensor, rest, strict=True)]
+        for i, (dim, differs) in enumerate(placed):
+            if is_tensor[i]:
+                if dim is None and differs:
+                    _check_equal(filled[i], structure, i)
+                filled[i] = _place(filled[i], dim)
+        return tree.unflatten(structure, filled)
 
     return mapped
 
 
-def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[int | None]:
-    """One entry of `out_dims` for each leaf of `output`, as one rank returned it at this level of torch.func."""
+#: What torch says of what its vmap can't run, and what to do instead.
+_READS = (
+    "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean "
+    "mask). Run it under ltx.simulate, or choose by torch.where(condition, a, b)."
+)
+_ADVICE = (
+    ("calling .item() on a Tensor", _READS),
+    ("data-dependent control flow", _READS),
+    ("dynamic shape", _READS),
+    ("Cannot access data pointer of Tensor", _READS),
+    (
+        "randomness on an unbatched tensor",
+        "the function draws random numbers in place, as a module does that is made in it. Make the module before and "
+        "pass its parameters (in_dims=None), or run the function under ltx.simulate.",
+    ),
+    (
+        "doesn't match the broadcast shape",
+        "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no "
+        "rank dimension: write psum(x) + y for psum(x).add_(y), or run the function under ltx.simulate.",
+    ),
+    (
+        "running_mean or running_var",
+        "batch norm writes its statistics in place. Run the function under ltx.simulate, or use "
+        "ltx.nn.sync_batch_norm.",
+    ),
+    (
+        "Tensor.requires_grad_()",
+        "differentiate by ltx.grad or torch.func.grad, or run the function under ltx.simulate.",
+    ),
+    (
+        "to use channels_last",
+        "torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap, or run the "
+        "function under ltx.simulate.",
+    ),
+)
+
+
+def _check_equal(result: torch.Tensor, structure: Any, place: int) -> None:
+    """Raise unless all entries of leaf `place` of an output, stacked by rank, are equal to the last bit."""
+    if result.is_meta:
+        return
+    first = result[:1]
+    same = (result == first) | ((result != result) & (first != first))  # NaN is NaN
+    while _functorch.is_functorch_wrapped_tensor(same):  # by a transform outside: all of its entries
+        same = _functorch.get_unwrapped(same)
+    if torch.compiler.is_compiling() or not bool(same.all()):
+        path = tree.leaf_paths(tree.unflatten(structure, list(range(structure.num_leaves))))[place]
+        raise AxisError(
+            f"out_dims=None: the output {path!r} differs between ranks{' or may' * torch.compiler.is_compiling()}. "
+            "Give it a dimension, or return what is the same on all of them, such as its ltx.pmean."
+        )
+
+
+def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, bool]]:
+    """One entry of `out_dims` for each leaf of `output`, as one rank returned it at this level of torch.func.
+
+    And whether it has a value for each rank.
+    """
     if out_dims is None or is_whole(out_dims):
         dims: list[int | None] = [out_dims] * len(leaves)
     else:
         dims = _entries("out_dims", out_dims, output)
-    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+    for dim in dims:
         if dim is not None and not is_whole(dim):
             raise AxisError(f"out_dims must be an int, None or a tree of them, got {shown(dim)}.")
-        if dim is None and isinstance(leaf, torch.Tensor) and _of_ranks(leaf, level):
-            raise AxisError(
-                f"out_dims=None: the output {tree.leaf_paths(output)[i]!r} may differ between ranks. Give it a "
-                "dimension, or return what is the same on all of them, such as its ltx.pmean."
-            )
-    return dims
+    return [
+        (dim, isinstance(leaf, torch.Tensor) and _of_ranks(leaf, level)) for leaf, dim in zip(leaves, dims, strict=True)
+    ]
 
 
 def _of_ranks(tensor: torch.Tensor, level: int) -> bool:
@@ -161,6 +223,8 @@ def mapped_arguments(
     leaves, spec = tree.flatten(given)
     dims = _broadcast_dims(in_dims, args)
     dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
+    if not torch.compiler.is_compiling():
+        leaves = [x if dim is None else of_array(x) for x, dim in zip(leaves, dims, strict=True)]
     tree.check_open(
         [None if dim is None or isinstance(x, opaque) else x for x, dim in zip(leaves, dims, strict=True)],
         given,
@@ -200,10 +264,18 @@ def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
             none_is_leaf=True,
             namespace=tree.NAMESPACE,
         )
-    except ValueError as error:
+    except ValueError:
         of = "argument" if what == "in_dims" else "output"
-        raise AxisError(f"{what}: {brief(prefix)} isn't a prefix of its {of}: {brief(error, str)}") from None
+        said = tree.map(lambda x: _Shape(tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__), whole)
+        raise AxisError(f"{what}: {brief(prefix)} isn't a prefix of its {of}, which is {brief(said)}.") from None
     return dims
+
+
+class _Shape(str):
+    """A leaf's shape in the place of the leaf, which prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def mapped_size(

@@ -26,7 +26,7 @@ def net():
 
 def clipped_mean(per_sample):
     """The mean of gradients for each sample, each cut to a norm of CLIP."""
-    norms = torch.stack([g.flatten(1).square().sum(1) for g in per_sample.values()]).sum(0).sqrt()
+    norms = torch.stack([g.reshape(len(g), -1).square().sum(1) for g in per_sample.values()]).sum(0).sqrt()
     factors = (CLIP / norms).clamp(max=1.0) / len(norms)
     return {name: torch.einsum("n,n...->...", factors, g) for name, g in per_sample.items()}
 

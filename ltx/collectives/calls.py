@@ -16,6 +16,7 @@ from ltx.collectives.linear import RULES, Function, Static, apply, begin, finish
 from ltx.comm.bits import as_bytes, from_bytes
 from ltx.comm.group_collectives import as_it_is
 from ltx.comm.operations import SUMMED
+from ltx.containers import of_array
 from ltx.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.typing import Tree
 
@@ -84,12 +85,8 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
     of_numpy = type(x).__module__ == "numpy" and getattr(getattr(x, "dtype", None), "kind", "O") in "biufc"
     if not (of_numpy or isinstance(x, bool | int | float | complex)):
         return x
-    if (
-        of_numpy and x.ndim
-    ):  # torch takes neither strides below 0 nor the other byte order, and warns of what is read-only
-        x = x.astype(x.dtype.newbyteorder("="), order="C")
     try:
-        return comm.to_device(torch.as_tensor(x), device)
+        return comm.to_device(torch.as_tensor(of_array(x)), device)
     except (OverflowError, RuntimeError, TypeError, ValueError):  # more than 64 bits
         return x
 

@@ -192,6 +192,7 @@ _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 
 @one_message
 @in_step
+@checked()
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one other.
 
@@ -223,6 +224,7 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
     if not all(isinstance(pair, Iterable) and not isinstance(pair, _NO_PAIRS) for pair in listed):
         hint = " Give perm.items()." if isinstance(perm, Mapping) else ""
         hint = " Give perm.tolist()." if isinstance(perm, torch.Tensor) else hint
+        hint = " Write ppermute(value, perm, axis)." if isinstance(perm, str) else hint
         raise AxisError(f"ppermute: perm must be a list of pairs (source, destination), got {shown(perm)}.{hint}")
     pairs = [tuple(int(rank) if is_whole(rank) else rank for rank in pair) for pair in listed]
 

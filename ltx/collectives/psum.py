@@ -196,6 +196,7 @@ def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Ten
     return axis_size(axis)
 
 
+@checked()
 def pvary(value: Tree, axis: Any = None) -> Tree:
     """Mark a value that is the same on every rank as each rank's own: identity, whose gradient is summed over ranks.
 
@@ -218,6 +219,7 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
     return collective("pvary", value, axis, lambda x, n: ())
 
 
+@checked()
 def axis_size(axis: Any = None) -> int:
     """The number of ranks on an axis, a Python int.
 

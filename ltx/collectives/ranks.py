@@ -15,6 +15,7 @@ from ltx.errors import AxisError, UnsupportedError
 from ltx.typing import Tree
 
 
+@checked()
 def axis_index(axis: Any = None) -> torch.Tensor:
     """This rank's position on an axis: a 0-dim int64 tensor on every backing, on this rank's device.
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ltx.arguments import check_fields
+from ltx.arguments import ShortRepr, check_fields
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.buckets import Bucket
@@ -29,8 +29,8 @@ from ltx.gradients.reduction import (
 )
 
 
-@dataclass(frozen=True, repr=False)
-class CommHook:
+@dataclass(frozen=True)
+class CommHook(ShortRepr):
     """A pure reduction of buckets, with explicit state.
 
     A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with
@@ -59,18 +59,8 @@ class CommHook:
             order. Where it depends on the number of ranks, :meth:`phases_on` says so.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
-            cls.__repr__ = CommHook.__repr__  # type: ignore[method-assign]
-
     def __post_init__(self) -> None:
         check_fields(self, StrategyError)
-
-    def __repr__(self) -> str:
-        """Fields that have their default values are left out."""
-        said = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said)})"
 
     exact: ClassVar[bool] = True
     averages: ClassVar[bool] = True

@@ -82,10 +82,7 @@ class BaguaStrategy(Strategy):
         _ = self.inner  # which checks the rest
 
     def __repr__(self) -> str:
-        """Fields that have their default values are left out."""
-        said = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "algorithm")
-        changed = [f"{name}={value!r}" for name, value in said if value != getattr(type(self), name)]
-        return f"BaguaStrategy({', '.join([repr(self.algorithm), *changed])})"
+        return super().__repr__().replace("algorithm=", "", 1)
 
     @cached_property
     def inner(self) -> Strategy:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ltx import comm, hooks, tree
-from ltx.arguments import brief, check_fields, seconds, whole
+from ltx.arguments import ShortRepr, brief, check_fields, seconds, whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.comm_hook import unchanging
@@ -27,7 +27,7 @@ from ltx.typing import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class Strategy(ShortRepr):
     """What a training step does besides the user's own work.
 
     A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its

@@ -73,7 +73,7 @@ class DDPStrategy(Strategy):
         FP16()
     """
 
-    comm_hook: str | hooks.CommHook = "allreduce"
+    comm_hook: str | hooks.CommHook = hooks.AllReduce()
     comm_wrapper: Literal["fp16", "bf16"] | Callable[[hooks.CommHook], hooks.CommHook] | None = None
     model_averaging_period: int | None = None
     start_local_sgd_step: int | None = None

@@ -76,7 +76,7 @@ class DiLoCoStrategy(Strategy):
     period: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    outer_hook: str | hooks.CommHook = "allreduce"
+    outer_hook: str | hooks.CommHook = hooks.AllReduce()
     fragments: int = 1
 
     def __post_init__(self) -> None:

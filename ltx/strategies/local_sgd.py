@@ -88,7 +88,7 @@ class LocalSGDStrategy(Strategy):
     period: int | Mapping[int, int] | Levels
     warmup_steps: int = 0
     subgroup: int | None = None
-    comm_hook: str | hooks.CommHook = "allreduce"
+    comm_hook: str | hooks.CommHook = hooks.AllReduce()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ltx import traced, tree
-from ltx.arguments import brief, check_whole, is_whole, number
+from ltx.arguments import ShortRepr, brief, check_whole, is_whole, number
 from ltx.errors import StepError, StrategyError
 from ltx.training.accumulate import Accumulated
 from ltx.transforms.data_parallel import DataParallel
@@ -90,7 +90,7 @@ class DynamicLossScale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(ShortRepr):
     """Dtypes of a step, for :func:`ltx.mixed_precision`.
 
     Args:
@@ -161,11 +161,6 @@ growth_interval=2000))
         patterns = self.keep_params
         return bool(patterns(path)) if callable(patterns) else _matches(patterns, path)
 
-    def __repr__(self) -> str:
-        said = ((f.name, getattr(self, f.name)) for f in fields(self))
-        changed = (f"{name}={value!r}" for name, value in said if name == "compute" or value != _DEFAULTS[name])
-        return f"Precision({', '.join(changed)})"
-
     @property
     def dynamic(self) -> DynamicLossScale | None:
         """The rule of a scale that changes."""
@@ -181,9 +176,6 @@ growth_interval=2000))
 def _matches(patterns: tuple[str, ...], path: str) -> bool:
     """Whether a path fits one of `patterns`."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-
-
-_DEFAULTS = {field.name: field.default for field in fields(Precision)}
 
 
 def _named(dtypes: tuple[torch.dtype, ...]) -> str:
