@@ -90,7 +90,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                         raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{hint} Write {call}")
                 for name, value in itertools.chain(zip(places, args, strict=False), kwargs.items()):
                     if name in wanted and not wanted[name][0](value):
-                        hint = f" Write {call}" if isinstance(value, str) and name in places else ""
+                        hint = f" Write {call}" if isinstance(value, str) and name in places[: len(args)] else ""
                         raise ArgumentError(f"{called}: {_says(name, wanted[name][1], value)}{hint}")
             return fn(*args, **kwargs)
 
@@ -118,9 +118,10 @@ class ShortRepr:
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        said = ((f.name, getattr(self, f.name)) for f in fields(cast(Any, self)) if f.repr and f.init)
-        defaults = {f.name: f.default for f in fields(cast(Any, self))}
-        return f"{type(self).__name__}({', '.join(f'{n}={value!r}' for n, value in said if value != defaults[n])})"
+        # In the order of the arguments: what has a place comes first.
+        own = sorted((f for f in fields(cast(Any, self)) if f.repr and f.init), key=lambda f: f.kw_only)
+        said = (f"{f.name}={value!r}" for f in own if (value := getattr(self, f.name)) != f.default)
+        return f"{type(self).__name__}({', '.join(said)})"
 
 
 def whole(

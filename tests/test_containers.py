@@ -314,6 +314,8 @@ def test_what_hides_tensors_is_refused_by_name(kind: str) -> None:
         "mixed_precision": lambda batch: ltx.mixed_precision(plain, ltx.Precision())(w, batch),
         "mapped arguments": lambda batch: ltx.vmap(lambda x, batch: x)(x, batch),
     }
+    if kind == "array":
+        del calls["mapped arguments"]  # which takes them
     for name, call in calls.items():
         with pytest.raises(TreeError, match=fix) as caught:
             call({"a": make(x)})

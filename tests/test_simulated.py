@@ -73,7 +73,7 @@ def test_out_dims_for_each_output() -> None:
 @pytest.mark.parametrize(
     ("out_dims", "text"),
     [
-        ((0, None), "out_dims=None: the output '1' may differ between ranks. Give it a dimension"),
+        ((0, None), "out_dims=None: the output '1' differs between ranks. Give it a dimension"),
         ((0, 5), "out_dims=5 is out of range for an output of 2 dimensions"),
         ((0,), "isn't a prefix of its output"),
         ("data", "out_dims must be an int, None or a tree of them, got 'data'"),
