@@ -14,10 +14,8 @@ from ltx.gradients.comm_hook import CommHook, around
 from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Terms, drive_within
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
-from ltx.hooks.plain import AllReduce
+from ltx.hooks.plain import EXACT
 from ltx.tree import describe
-
-_EXACT = AllReduce()
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class After(CommHook):
 
     step: int
     hook: CommHook
-    first: CommHook = _EXACT
+    first: CommHook = EXACT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +76,7 @@ def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
         >>> hook.at(99), hook.at(100)
         (AllReduce(), ByteGrad())
     """
-    return After(step, hook, _EXACT if first is None else first)
+    return After(step, hook, EXACT if first is None else first)
 
 
 @around("hook")
@@ -257,4 +255,4 @@ def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     half = _HALVES.get(dtype)
     if half is None:
         raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {brief(dtype)}.")
-    return half if hook == _EXACT else hook.cast(dtype) or chain(hook, half)
+    return half if hook == EXACT else hook.cast(dtype) or chain(hook, half)

@@ -21,6 +21,7 @@ from ltx.arguments import brief, check_whole
 from ltx.errors import StrategyError, SyncStateError
 from ltx.gradients.comm_hook import unchanging
 from ltx.gradients.reduction import LeafState
+from ltx.hooks.plain import EXACT
 from ltx.strategies.base import Strategy, resolve_hook
 from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
@@ -73,7 +74,7 @@ class DDPStrategy(Strategy):
         FP16()
     """
 
-    comm_hook: str | hooks.CommHook = hooks.AllReduce()
+    comm_hook: str | hooks.CommHook = EXACT
     comm_wrapper: Literal["fp16", "bf16"] | Callable[[hooks.CommHook], hooks.CommHook] | None = None
     model_averaging_period: int | None = None
     start_local_sgd_step: int | None = None

@@ -23,6 +23,7 @@ from ltx.arguments import check_number, check_whole
 from ltx.axis import Axis
 from ltx.errors import StrategyError
 from ltx.gradients.reduction import LeafState
+from ltx.hooks.plain import EXACT
 from ltx.optim.base import Optimizer
 from ltx.strategies.base import Strategy, resolve_hook
 from ltx.strategies.update import StateLayout, States, StepInfo
@@ -76,7 +77,7 @@ class DiLoCoStrategy(Strategy):
     period: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    outer_hook: str | hooks.CommHook = hooks.AllReduce()
+    outer_hook: str | hooks.CommHook = EXACT
     fragments: int = 1
 
     def __post_init__(self) -> None:

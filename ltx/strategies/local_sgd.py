@@ -29,6 +29,7 @@ from ltx.arguments import brief, check_whole, is_whole
 from ltx.axis import Axis, inner
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.reduction import LeafState
+from ltx.hooks.plain import EXACT
 from ltx.strategies.base import Strategy, resolve_hook
 from ltx.strategies.nodes import WithinNode
 from ltx.strategies.update import StateLayout, States, StepInfo
@@ -88,7 +89,7 @@ class LocalSGDStrategy(Strategy):
     period: int | Mapping[int, int] | Levels
     warmup_steps: int = 0
     subgroup: int | None = None
-    comm_hook: str | hooks.CommHook = hooks.AllReduce()
+    comm_hook: str | hooks.CommHook = EXACT
 
     def __post_init__(self) -> None:
         super().__post_init__()
