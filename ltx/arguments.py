@@ -119,7 +119,7 @@ class ShortRepr:
 
     def __repr__(self) -> str:
         # In the order of the arguments: what has a place comes first.
-        own = sorted((f for f in fields(cast(Any, self)) if f.repr and f.init), key=lambda f: f.kw_only)
+        own = sorted((f for f in fields(cast(Any, self)) if f.repr and f.init), key=lambda f: f.kw_only is True)
         said = (f"{f.name}={value!r}" for f in own if (value := getattr(self, f.name)) != f.default)
         return f"{type(self).__name__}({', '.join(said)})"
 
