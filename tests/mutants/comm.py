@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         name="comm: the step summary's digests aren't compared",
         where="PendingSummary.wait",
-        old="if self._channel.size * second != first * first:",
-        new="if self._size * second < 0:",
+        old="self._channel.size * second != first * first",
+        new="self._channel.size * second < 0",
         breaks="ranks that have issued different collectives train on",
         tests=("tests/comm/test_step_summary.py",),
     ),
