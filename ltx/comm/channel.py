@@ -42,6 +42,7 @@ from ltx.errors import (
     UnsupportedError,
     WorldError,
 )
+from ltx.traced import recording
 
 _DIGEST_PRIME = (1 << 61) - 1
 #: How long a rank that closes a channel waits for its peers to come to that too.
@@ -242,6 +243,11 @@ class Channel:
             on_host: `buffer` is on the host, and the result is waited for there, whatever backends there are.
         """
         self.check_in_step(label)
+        if recording():
+            raise UnsupportedError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r}: no graph (torch.export, make_fx, linearize) "
+                "can hold it, and fake tensors can't be sent. Call it outside of what is recorded."
+            )
         entry, dtype = OPERATIONS[operation], buffer.dtype
         if not entry.moves and dtype not in SUMMED:
             raise UnsupportedError(

@@ -214,3 +214,16 @@ def test_ranks_that_take_turns_are_refused() -> None:
     for trace in (lambda x: make_fx(lambda x: ltx.psum(x))(x), lambda x: linearize(ltx.psum, x)):
         with refused(r"a graph \(torch.compile, make_fx, linearize\) can't hold a collective of ltx.simulate"):
             ltx.simulate(trace)(torch.ones(2, 3))
+
+
+def objects_recorded() -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        make_fx(lambda x: x * ltx.all_gather_object(1.0)[0])(torch.ones(2))
+    assert ltx.psum(torch.ones(())) == 2
+    return str(caught.value)
+
+
+def test_what_no_graph_can_hold_is_refused_before_it_is_sent(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(objects_recorded)):
+        assert said.startswith(f"rank {rank}: ")
+        assert said.endswith("fake tensors can't be sent. Call it outside of what is recorded.")
