@@ -67,7 +67,7 @@ def eight_bit_gradients(average: bool = True, lr: float = 0.1, node: int = 1) ->
 
     def total(shares: list[Array]) -> Array:
         n, size = len(shares), len(shares[0])
-        padded = [np.pad(inputs, (0, -size % n)) for inputs in shares]
+        padded = [np.pad(inputs, (0, -size % n), "edge") for inputs in shares]
         summed = [sum(eight_bits(row) for row in rows) for rows in zip(*(np.split(p, n) for p in padded), strict=True)]
         return np.concatenate([eight_bits(np.asarray(row)) for row in summed])[:size]
 

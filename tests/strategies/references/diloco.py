@@ -30,7 +30,7 @@ class EightBits:
     def __call__(self, grads: list[Array]) -> Array:
         n, numel = len(grads), len(grads[0])
         given = np.stack(grads) / n + np.asarray(self.errors)
-        rows = np.pad(given, ((0, 0), (0, -numel % n))).reshape(n, n, -1)  # from rank, part, number
+        rows = np.pad(given, ((0, 0), (0, -numel % n)), "edge").reshape(n, n, -1)  # from rank, part, number
         sent = np.stack([[eight_bits(part) for part in rank] for rank in rows])
         sums = sent.sum(0)
         total = np.stack([eight_bits(part) for part in sums])

@@ -16,7 +16,7 @@ ORDER = ("s", "b", "w")
 def eight_bit_mean(vectors: list[Array]) -> Array:
     """Bagua's bytegrad: everyone's row r goes to rank r in codes; it adds them up and sends the sum's codes to all."""
     n, numel = len(vectors), len(vectors[0])
-    rows = [np.pad(v / n, (0, -numel % n)).reshape(n, -1) for v in vectors]
+    rows = [np.pad(v / n, (0, -numel % n), "edge").reshape(n, -1) for v in vectors]
     return np.concatenate([eight_bits(np.sum([eight_bits(of[r]) for of in rows], 0)) for r in range(n)])[:numel]
 
 
