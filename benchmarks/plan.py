@@ -120,9 +120,10 @@ def scale() -> None:
     params = {str(i): torch.empty(160_000, device="meta") for i in range(160)}
     network = {"bandwidth": 1e10, "latency": 5e-5, "compute_s": 0.1}
     print("| ranks | plan | seconds |\n|---|---|---|")
-    for world in (1000, 10_000):
+    for world in (1024, 8192):  # Adasum wants powers of two
         for name, strategy in STRATEGIES.items():
-            seconds = timed(lambda s=strategy, n=world: ltx.profile.plan(s, params, world=n, **network))
+            network["optimizer"], network["world"] = OPTIMIZERS.get(name), world
+            seconds = timed(lambda s=strategy: ltx.profile.plan(s, params, **network))
             print(f"| {world} | {name} | {seconds:.3f} |")
 
 
