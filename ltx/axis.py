@@ -256,8 +256,10 @@ def joined(names: tuple[Any, ...]) -> Axis:
                 [10, 10]])
     """
     said = f"axis={brief(names)}"
-    if not names or not all(isinstance(name, str) for name in names):
-        raise AxisError(f"{said}: a tuple of axes holds one or more names, such as ('node', 'data').")
+    if not all(isinstance(name, str) for name in names):
+        raise AxisError(f"{said}: a tuple of axes holds names, such as ('node', 'data').")
+    if not names:
+        return Axis("()", 1)
     if twice := [name for name in names if names.count(name) > 1]:
         raise AxisError(f"{said}: {twice[0]!r} occurs more than once. Name each axis once.")
     axes = [find(name) for name in names]
@@ -276,8 +278,8 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if kinds == {GroupBacking}:
         return _of_groups(said, title, real)
     raise AxisError(
-        f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). Reduce over "
-        "one after the other, as in ltx.psum(ltx.psum(x, inner), outer)."
+        f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin and "
+        "axis_size take these; reduce over one after the other elsewhere."
     )
 
 

@@ -236,7 +236,7 @@ def mapped_arguments(
 
 def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
     """One entry of `in_dims` for each leaf of `args`."""
-    if not isinstance(in_dims, tuple):
+    if not isinstance(in_dims, tuple | list):
         in_dims = (in_dims,) * len(args)
     if len(in_dims) != len(args):
         raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")

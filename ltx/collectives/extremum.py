@@ -156,6 +156,9 @@ def _compiled(axis_comm: comm.AxisComm, which: str, x: torch.Tensor) -> torch.Te
 
 
 def _extremum(which: str, value: Tree, axis: Any) -> Tree:
+    *others, axis = comm.kinds_of(axis)
+    for other in others:
+        value = _extremum(which, value, other)
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     refuse_leaves(which, leaves, value, torch.is_complex, "and complex numbers have no order.")

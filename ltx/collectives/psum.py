@@ -10,6 +10,7 @@ gradient is the sum over all ranks' copies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,8 +76,9 @@ def psum(
             uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their entries at other places
             on each rank; their sum is a coalesced COO tensor again, which moves the entries alone.
         axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, by whose dimension's name it is
-            found from then on. A tuple of names, as ``("node", "data")``, is one axis of all their ranks, the first
-            name the outermost; so is a mesh of several dimensions, ``mesh["node", "data"]``. None is the axis in scope:
+            found from then on. A tuple or list of names, as ``("node", "data")``, is one axis of all their ranks, the
+            first name the outermost, and ``()`` each rank alone; psum, pmean, pmax and pmin take simulated ones among
+            those of processes. So is a mesh of several dimensions, ``mesh["node", "data"]``. None is the axis in scope:
             of several with different names there is none, even if some have size 1, so that a program means the same
             everywhere. Two exceptions: the simulated axes inside a world of one process, and the innermost of nested
             ones of one name.
@@ -114,6 +116,9 @@ def psum(
     global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
     `prescale` and `postscale` are Horovod's ``prescale_factor`` and ``postscale_factor``.
     """
+    *others, axis = comm.kinds_of(axis)
+    for other in others:
+        value, prescale = psum(value, other, prescale=prescale), 1
     axis = grouped(axis, axis_index_groups)
     value = countable(tensors_of(value, axis))
     then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
@@ -179,6 +184,9 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
         >>> ltx.vmap(ltx.pmean)(torch.tensor([1, 2]))
         tensor([1.5000, 1.5000])
     """
+    *others, axis = comm.kinds_of(axis)
+    for other in others:
+        value = pmean(value, other)
     axis = grouped(axis, axis_index_groups)
     n = _count(axis, axis_index_groups)
     value = countable(tensors_of(value, axis), NARROW)
@@ -232,7 +240,7 @@ def axis_size(axis: Any = None) -> int:
     """
     if traced.recording():
         return traced_size(prepare_trace(axis))
-    return comm.resolve(axis).size
+    return math.prod(comm.resolve(part).size for part in comm.kinds_of(axis))
 
 
 #: The dtypes whose sums over ranks may not fit where the mean does.

@@ -12,6 +12,7 @@ from ltx.comm.ledger import Span as Span
 from ltx.comm.ledger import span as span
 from ltx.comm.lookup import InBackground as InBackground
 from ltx.comm.lookup import InGroups as InGroups
+from ltx.comm.lookup import kinds_of as kinds_of
 from ltx.comm.lookup import resolve as resolve
 from ltx.comm.lookup import size_and_rank as size_and_rank
 from ltx.comm.network import Network as Network

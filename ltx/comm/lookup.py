@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ltx import axis as axes
+from ltx import traced
 from ltx.arguments import brief
 from ltx.axis import Axis
 from ltx.backings import Part
@@ -74,6 +75,8 @@ def resolve(axis: Any) -> Axis:
     of dimensions of one."""
     if isinstance(axis, str):
         return _called(axis)
+    if isinstance(axis, list):
+        return resolve(tuple(axis))
     if axis is None:
         return axes.find(axis)
     if isinstance(axis, InBackground):
@@ -94,6 +97,18 @@ def resolve(axis: Any) -> Axis:
     raise AxisError(
         f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {type(axis).__name__}."
     )
+
+
+def kinds_of(axis: Any) -> list[Any]:
+    """The names of each kind, processes or simulated ranks, in a tuple of names that mixes them; else `axis` alone."""
+    if traced.recording() or type(axis) not in (tuple, list) or not all(isinstance(name, str) for name in axis):
+        return [axis]
+    kinds: dict[type, list[str]] = {}
+    for name in axis:
+        found = axes.find(name)
+        if found.simulated or found.size > 1:
+            kinds.setdefault(type(found.backing), []).append(name)
+    return [tuple(names) for names in kinds.values()] if len(kinds) > 1 else [axis]
 
 
 def _called(name: str) -> Axis:

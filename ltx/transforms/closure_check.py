@@ -83,23 +83,34 @@ def _is_kept(leaf: torch.Tensor, outputs: list[Any]) -> bool:
     return any(holder is not outputs and not inspect.isframe(holder) for holder in gc.get_referrers(leaf))
 
 
-def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> None:
+def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
     """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, what it was called with.
 
+    Buffers of modules that require gradients count too, unless derivatives are taken with respect to `given` alone.
     Looks at each function once, and again when a call makes another number of nodes, `made`. Only under plain autograd:
     under torch.func nothing but arguments is differentiated.
     """
     if _looked_at.has(fn, made):
         return
-    variable = captured(tree.flatten(outputs)[0], tree.flatten(given)[0])
+    known, buffers = tree.flatten(given)[0], [b for m in modules_of(fn) for b in m.buffers()] if to_given else []
+    variable = captured(tree.flatten(outputs)[0], [*known, *buffers])
     if variable is not None:
         raise StepError(
-            f"the step uses a parameter of shape {list(variable.shape)} that isn't one of its arguments, so its "
-            "gradient would stay local to this rank without a word. Pass it in: params = "
+            f"the step uses {_name_of(fn, variable)} of shape {list(variable.shape)} that isn't one of its arguments, "
+            "so its gradient would stay local to this rank without a word. Pass it in: params = "
             "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
             "If it is meant to be frozen, call requires_grad_(False) on it."
         )
     _looked_at.add(fn, made)
+
+
+def _name_of(fn: Any, tensor: torch.Tensor) -> str:
+    """What `tensor` is to a module that `fn` refers to."""
+    for module in modules_of(fn):
+        for what, held in (("a parameter", module.named_parameters()), ("a buffer", module.named_buffers())):
+            for path in (path for path, x in held if x is tensor):
+                return f"{path!r} of {type(module).__name__}, {what}"
+    return "a parameter"
 
 
 class TracedValueError(Exception):

@@ -127,13 +127,13 @@ class DataParallel(StepSettings):
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:
             with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
-                output = self._call(self._replaced(args, given), kwargs, marked)
+                output = self._call(self._replaced(args, given), kwargs, marked, options.deferred)
         refuse_gradients(output, leaves, spec)
         tied = marked.tied(output)
         mean = self.outputs == "mean" and not self.blocked
         return Run(tied, self.axis, marked.schedule, mean, local, within, marked.inputs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, deferred: bool) -> Any:
         """Call the user's step, and see to what it does besides returning something."""
         token, before = in_step.set(True), nodes_made()
         try:
@@ -142,7 +142,7 @@ class DataParallel(StepSettings):
         finally:
             in_step.reset(token)
         if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
-            refuse_captured(self.fn, output, (marked.leaves, args, kwargs), nodes_made() - before)
+            refuse_captured(self.fn, output, (marked.leaves, args, kwargs), nodes_made() - before, deferred)
         return output
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:

@@ -303,8 +303,8 @@ def captured(how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["train", "call"])
 def test_captured_parameters(how: str, ranks: Ranks) -> None:
     assert set(ranks(2).run(captured, how).replicated()) == {
-        "the step uses a parameter of shape [1] that isn't one of its arguments, so its gradient would stay local to "
-        "this rank without a word. Pass it in: params = dict(module.named_parameters()) and "
+        "the step uses 'weight' of Linear, a parameter of shape [1] that isn't one of its arguments, so its gradient "
+        "would stay local to this rank without a word. Pass it in: params = dict(module.named_parameters()) and "
         "ltx.functional_call(module, params, inputs) inside the step. If it is meant to be frozen, call "
         "requires_grad_(False) on it."
     }

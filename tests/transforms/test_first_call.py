@@ -155,3 +155,43 @@ def penalised_by_hand() -> Tensor:
     """mean over ranks of d/dw [mean((2 leaf w^2)^2) + sum(sin(leaf) w)]"""
     w, leaf = torch.tensor([1.0, 2.0]), 2 * (X + ltx.axis_index())
     return ltx.pmean(16 * (leaf.square() * w**3).sum(0) / leaf.numel() + leaf.sin().sum(0))
+
+
+class Quantizer(nn.Module):
+    """As vector-quantize-pytorch's: a buffer that the module differentiates with respect to, and trains itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("codes", torch.tensor([1.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.requires_grad_()
+        return ((self.scale * x - self.codes) ** 2).sum()
+
+
+def own_gradients() -> tuple[float, str, str]:
+    net, x = Quantizer(), torch.tensor([1.0, 2.0]) + ltx.axis_index()
+    step = ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,)))
+    params = {"scale": net.scale.detach().clone().requires_grad_()}
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    state, _ = train(train.init(params), x)
+    texts = []
+    other = Quantizer()
+    for call in (
+        lambda: ltx.data_parallel(lambda p, x: ltx.functional_call(other, p, (x,)))(params, x),
+        lambda: ltx.data_parallel(lambda p, x: (p["scale"] * x).sum() + other(x))(params, x),
+    ):
+        with pytest.raises(StepError) as caught:
+            call()
+        texts.append(str(caught.value).split(" of shape")[0])
+    return float(2.0 - state.params["scale"]), *texts
+
+
+def test_a_buffer_that_requires_gradients(ranks: Ranks) -> None:
+    xs, codes = torch.tensor([[1.0, 2.0], [2.0, 3.0]]), torch.tensor([1.0, 3.0])
+    mean = float((2 * (2.0 * xs - codes) * xs).sum() / 2)
+    found = ranks(2).run(own_gradients).replicated()
+    assert found[0] == pytest.approx(mean)
+    assert found[1] == "the step uses 'codes' of Quantizer, a buffer"
+    assert found[2].startswith("the step uses 'scale' of Quantizer, a parameter") or "'codes'" in found[2]
