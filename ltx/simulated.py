@@ -178,7 +178,7 @@ def _check_equal(result: torch.Tensor, structure: Any, place: int) -> None:
 def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, bool]]:
     """One entry of `out_dims` for each leaf of `output`, as one rank returned it at this level of torch.func.
 
-    And whether it has a value for each rank.
+    And, where that is None, whether it has a value for each rank.
     """
     if out_dims is None or is_whole(out_dims):
         dims: list[int | None] = [out_dims] * len(leaves)
@@ -187,8 +187,9 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
     for dim in dims:
         if dim is not None and not is_whole(dim):
             raise AxisError(f"out_dims must be an int, None or a tree of them, got {shown(dim)}.")
-    return [
-        (dim, isinstance(leaf, torch.Tensor) and _of_ranks(leaf, level)) for leaf, dim in zip(leaves, dims, strict=True)
+    return [  # with out_dims a number nobody asks, and Dynamo couldn't
+        (dim, dim is None and isinstance(leaf, torch.Tensor) and _of_ranks(leaf, level))
+        for leaf, dim in zip(leaves, dims, strict=True)
     ]
 
 
