@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ltx import tree
 from ltx.errors import StepError
-from ltx.transforms.functional_call import own_buffer_text, own_written
+from ltx.transforms.functional_call import own_buffer_text, own_written, refuse_max_norm
 from ltx.transforms.swap import Members
 from ltx.typing import Tree
 
@@ -162,7 +162,7 @@ def look_at_modules(fn: Any) -> Iterator[None]:
     """
     modules = [] if _called.has(fn) else modules_of(fn)
     for module in modules:
-        _refuse_max_norm(module)
+        refuse_max_norm(module)
     watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
     try:
         yield
@@ -243,18 +243,6 @@ def _running_statistics(module: nn.Module) -> Iterator[str]:
     for path, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.running_mean is not None:
             yield f"{f'{path}.running_mean' if path else 'running_mean'!r} of {type(module).__name__}"
-
-
-def _refuse_max_norm(module: nn.Module) -> None:
-    for path, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            where = f"{path}.weight" if path else "weight"
-            raise StepError(
-                f"{where!r} of {type(module).__name__}: {type(part).__name__}(max_norm={part.max_norm}) renormalises, "
-                "in place, the rows that this rank's batch looks up, so each rank would change other rows. Set "
-                "max_norm=None and renormalise all rows in the step: w = params[...]; w = w * (max_norm / "
-                "w.norm(dim=1, keepdim=True)).clamp(max=1)."
-            )
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:

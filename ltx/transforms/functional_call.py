@@ -18,7 +18,6 @@ from ltx.arguments import brief
 from ltx.axis import axes_in_scope
 from ltx.backings import unwrapped
 from ltx.errors import InputError, StepError, TreeError, UnsupportedError
-from ltx.traced import at_trace_time
 from ltx.transforms.recompute import tensors_in_place
 from ltx.transforms.swap import Buffer, Members, Swap, version_of
 
@@ -80,7 +79,9 @@ def functional_call(
     if traced.recording():
         _check_traceable(module)
         # There checkpoints are operators that have all they need as arguments.
-        names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given]
+        # Under torch.func, writes to given buffers that nobody takes raise; they would be lost in copies.
+        taken = return_buffers or not torch._C._are_functorch_transforms_active()
+        names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given and taken]
         filled = {**given, **{name: given[name].clone() for name in names}}
         output = torch.func.functional_call(module, filled, args, kwargs, tie_weights=tie_weights)
         return (output, {name: filled[name] for name in names}) if return_buffers else output
@@ -114,10 +115,25 @@ def functional_call(
     return output
 
 
-@at_trace_time
-def _check_traceable(module: nn.Module) -> None:
+def refuse_max_norm(module: nn.Module) -> None:
     for path, part in module.named_modules():
-        if isinstance(part, nn.RNNBase) and torch._C._are_functorch_transforms_active():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            where = f"{path}.weight" if path else "weight"
+            raise StepError(
+                f"{where!r} of {type(module).__name__}: {type(part).__name__}(max_norm={part.max_norm}) renormalises, "
+                "in place, the rows that this rank's batch looks up, so each rank would change other rows. Set "
+                "max_norm=None and renormalise all rows in the step: w = params[...]; w = w * (max_norm / "
+                "w.norm(dim=1, keepdim=True)).clamp(max=1)."
+            )
+
+
+@traced.at_trace_time
+def _check_traceable(module: nn.Module) -> None:
+    if not torch._C._are_functorch_transforms_active():
+        return
+    refuse_max_norm(module)
+    for path, part in module.named_modules():
+        if isinstance(part, nn.RNNBase):
             where = f", {path!r} of this {type(module).__name__}" if path else ""
             raise UnsupportedError(
                 f"torch.compile can't trace the gradient of a {type(part).__name__}{where}. Don't compile the step; "

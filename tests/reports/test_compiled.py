@@ -47,6 +47,28 @@ class Last(torch.nn.Module):
         return self.layer(x[None])[0][0, -1]
 
 
+class Counted(torch.nn.Module):
+    """Writes to a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9)
+        return self.layer(x) - self.mean
+
+
+counted, given = Counted(), torch.ones(3)
+looked_up = torch.nn.Embedding(3, 3, max_norm=1.0)
+
+
+def with_buffers(params: Any, x: Tensor) -> Tensor:
+    """Buffers whose new values nobody takes."""
+    return ltx.functional_call(counted, (params, {"mean": given}), x)
+
+
 def raises(params: Any, x: Tensor) -> Tensor:
     raise ValueError("the user's own error")
 
@@ -68,6 +90,14 @@ REFUSED: dict[str, tuple[torch.nn.Module, Callable[..., Any], Any, str]] = {
     "item": (linear, lambda p, x: float(p["bias"].sum()) * x, torch._dynamo.exc.Unsupported, r"Tensor\.item\(\)"),
     "branch": (linear, lambda p, x: x if p["bias"].sum() > 0 else -x, torch._dynamo.exc.Unsupported, "Data-dependent"),
     "random": (linear, lambda p, x: x * random.random(), torch._dynamo.exc.Unsupported, "Random.random"),
+    "own buffer": (counted, on(counted), torch._dynamo.exc.TorchRuntimeError, "in-place operation"),
+    "given buffer": (counted, with_buffers, torch._dynamo.exc.TorchRuntimeError, "in-place operation"),
+    "max_norm": (
+        looked_up,
+        lambda p, x: ltx.functional_call(looked_up, p, x.argmax(1)),
+        torch._dynamo.exc.InternalTorchDynamoError,
+        r"'weight' of Embedding: Embedding\(max_norm=1\.0\) renormalises, in place, the rows",
+    ),
     "the user's error": (linear, raises, ValueError, "the user's own error"),
     "the module itself": (linear, lambda p, x: linear(x), DonatedStateError, TAKEN),
 }
