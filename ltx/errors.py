@@ -143,7 +143,7 @@ class AuthenticationError(LtxError, RuntimeError):
 
 
 class InvalidStateError(LtxError, RuntimeError):
-    """A train state whose update failed halfway or was never completed; with overlap="update"."""
+    """A train state whose update in place failed halfway, or was never completed."""
 
 
 class ReplicaDivergedError(LtxError, RuntimeError):

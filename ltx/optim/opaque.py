@@ -84,6 +84,8 @@ class OpaqueOptimizer(ClassOptimizer):
                 instance.state[alias] = _put(own if donate else {name: x.clone() for name, x in own.items()})
         if _has_begun(state.per_param["group"]):
             instance.param_groups[0].update(_put(state.per_param["group"]))
+        if donate:  # what is written to `param.data` isn't counted
+            torch.autograd.graph.increment_version(targets)
         self._step(instance, aliases, [None if g is None else g.detach().clone() for g in given])
         for target, alias in zip(targets, aliases, strict=True):
             if alias.data_ptr() != target.data_ptr():  # it has set `param.data`

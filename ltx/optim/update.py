@@ -27,7 +27,7 @@ class Update:
         finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
             tensor under transforms); else None.
         may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
-        on_overwritten: called when :meth:`apply` has overwritten `params` and `opt_state`.
+        on_overwriting: called before :meth:`apply` overwrites `params` and `opt_state`.
     """
 
     optimizer: Optimizer
@@ -37,7 +37,7 @@ class Update:
     donate: bool = False
     finite: bool | torch.Tensor | None = None
     may_overwrite: bool = False
-    on_overwritten: Callable[[], None] | None = None
+    on_overwriting: Callable[[], None] | None = None
 
     def apply(self) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state); the old ones where gradients aren't finite.
@@ -51,12 +51,10 @@ class Update:
             conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
             donate = conditional is not None
             optimizer = optimizer if conditional is None else conditional
+        if donate and self.on_overwriting is not None:
+            self.on_overwriting()
         updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
-        if donate:
-            if self.on_overwritten is not None:
-                self.on_overwritten()
-            return updated
-        return self.if_finite(updated, (self.params, self.opt_state))
+        return updated if donate else self.if_finite(updated, (self.params, self.opt_state))
 
     def if_finite(self, new: T, old: T) -> T:
         """`new`, or `old` where gradients aren't finite."""

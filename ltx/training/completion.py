@@ -121,7 +121,7 @@ class UpdateBuckets:
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         self.updated = 0
         self._optimizer, self._state, self._trained = work.optimizer, work.state, work.trained
-        self._schedule, self._scale = schedule, scale
+        self._schedule, self._scale, self._donates = schedule, scale, work.donate
         self._params, self._opt_state = work.state.trained, work.state.opt_state
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
@@ -135,6 +135,8 @@ class UpdateBuckets:
         """Update the bucket's parameters with its gradients, which are overwritten."""
         grads = unpack(reduced[0].view(-1), bucket)
         self.updated += 1
+        if self._donates:
+            self._state.begin_writing()
         self._scale.apply(grads)
         at = [self._trained[m] for m in bucket.members]
         states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
@@ -143,7 +145,7 @@ class UpdateBuckets:
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
-        before = self._state.sync_state.leaves
+        before = self._state.held("sync_state").leaves
         after = states_after(self._schedule.plan, self._states, before, self._params, self._trained)
         return BackwardResult(None, after, self._params, self._optimizer.advance(self._opt_state))
 
@@ -216,6 +218,8 @@ class UpdateThenSend:
     def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
         self.updated += 1
+        if self._work.donate:
+            self._work.state.begin_writing()
         opt_states = [self._opt_states[member] for member in bucket.members]
         self._optimizer.apply_leaves(grads, opt_states, given, self._counts)
         return given
@@ -227,10 +231,10 @@ class UpdateThenSend:
             finish()
 
     def result(self) -> BackwardResult:
-        whole, spec = tree.flatten(self._work.state.trained)
+        whole, spec = tree.flatten(params := self._work.state.held("params"))
         for place, param in zip(self._work.trained, self._params, strict=True):
             whole[place] = param
-        after = states_after(self._plan, self._states, self._before, self._work.state.trained, self._work.trained)
+        after = states_after(self._plan, self._states, self._before, params, self._work.trained)
         opt_state = self._hook.held(self._work.optimizer.advance(self._opt_state), self._axis)
         return BackwardResult(None, after, tree.unflatten(spec, whole), opt_state)
 

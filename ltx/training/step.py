@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FrameType
@@ -45,18 +46,34 @@ from ltx.transforms.sync_state import Synced
 
 @contextmanager
 def uninterrupted(wanted: bool) -> Iterator[None]:
-    """Delay SIGINT to the end of the block, if `wanted`; in the main thread, which handles signals."""
+    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as those of Ctrl-C, alarms do.
+
+    In the main thread, which handles them.
+    """
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
+    came: dict[int, FrameType | None] = {}
+    found = {number: _signals.getsignal(number) for number in _SIGNALS}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    with ExitStack() as stack:
+        for number, handler in handlers.items():
+            stack.callback(_handle_late, number, handler, came)
+            _signals.signal(number, came.__setitem__)
         yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came and callable(handler):
-            handler(*came[0])
+
+
+def _handle_late(
+    number: int, handler: Callable[[int, FrameType | None], Any], came: dict[int, FrameType | None]
+) -> None:
+    _signals.signal(number, handler)
+    if number in came:
+        handler(number, came[number])
+
+
+# Python's wrappers look for each handler among the members of an enumeration, which takes longer than all else here.
+_signals: Any = importlib.import_module("_signal")
+_SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
 
 
 @dataclass(frozen=True)
@@ -254,18 +271,24 @@ class Step:
                 raise not_finite_error(train, state, self.batch, info, reduced, drawn, loss_scale_of(train, state))
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
 
-        # If an interrupt comes while tensors are updated in place, the step is finished first. The caller doesn't get
-        # its result then, so the state itself becomes the next one.
+        # If a signal comes while tensors are updated in place, the step is finished first. If its handler raises, the
+        # caller doesn't get the result, so the state itself becomes the next one.
         finished = None
-        overwritten: list[bool] = []
+        before: list[int] = []
+
+        def about_to_write() -> None:
+            before.extend(state.versions)
+            state.begin_writing()
+
         try:
             with uninterrupted(self._in_place):
-                updated = self._updated(done, states, finite, lambda: overwritten.append(True))
-                next_sync = state.sync_state.advanced(updated.states)
+                updated = self._updated(done, states, finite, about_to_write)
+                next_sync = state.held("sync_state").advanced(updated.states)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
                 with uninterrupted(updated.finish is not None):
                     if updated.finish is not None:
+                        state.begin_writing()
                         updated.finish()
                     finished = following, metrics
                     self.commit()
@@ -274,19 +297,21 @@ class Step:
         except BaseException as error:
             if finished is None and done.grads is None:
                 work.invalidated_by(error)
-            elif finished is None and overwritten:
+            elif finished is None and before and before != state.versions:
                 state.invalidate(
-                    f"this TrainState (step {state.step}) is invalid: the optimizer had updated its tensors in place "
-                    f"when something failed ({type(error).__name__}: {error}). Load a checkpoint. With donate=False "
-                    "the tensors of a state are never written to."
+                    f"this TrainState (step {state.step}) is invalid: the optimizer had begun to update its tensors in "
+                    f"place when something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
+                    "donate=False the tensors of a state are never written to."
                 )
+            elif finished is None and before:
+                state.undo_begin()
             elif finished is not None and train.donate:
                 state.become(finished[0])
             raise
         return finished
 
     def _updated(
-        self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None, on_overwritten: Callable[[], None]
+        self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None, on_overwriting: Callable[[], None]
     ) -> Updated:
         """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
         train, state, strategy = self.train, self.state, self.train.step.strategy
@@ -302,6 +327,6 @@ class Step:
             del reduced
             grads, later = tree.unflatten(spec, filled), self.late and train.donate
             of_state = state.trained, grads, state.opt_state
-            update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwritten)
+            update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
             updated = strategy.update(update, states, self.info, self.pending)
             return check_updated(strategy, updated, update, states)

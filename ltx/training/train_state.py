@@ -150,6 +150,22 @@ class TrainState:
         for name in _PARTS:
             self.__dict__.pop(f"_{name}", None)
 
+    def begin_writing(self) -> None:
+        """A step is about to write into this state's tensors: it is invalid until that is over, whatever happens."""
+        self._lease[0] = (
+            f"this TrainState (step {self.step}) is invalid: something failed while its tensors were updated in place. "
+            "Load a checkpoint. With donate=False the tensors of a state are never written to."
+        )
+
+    def undo_begin(self) -> None:
+        """Nothing was written after all."""
+        self._lease[0] = None
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each tensor that an optimizer writes into has been written to."""
+        return [x._version for x in tree.flatten((self.held("params"), self.held("opt_state")))[0]]
+
     def invalidate(self, why: str) -> None:
         """Mark this state as invalid, because only some tensors were updated in place: reading it raises with `why`."""
         self._lease[0] = why
