@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: all_gather's mean gradient undivided",
-        where="all_gather.scaled",
+        where="all_gather",
         old="tensors_of(value, axis), axis, grad_scale, lambda n: 1 / n)",
         new="tensors_of(value, axis), axis, grad_scale, lambda n: 1.0)",
         breaks='grad_scale="mean" is the sum: n times Horovod\'s gradient',
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: rank_seed without the rank",
-        where="rank_seed.z",
+        where="rank_seed",
         old="z = (seed + (rank + 1) * 0x9E3779B97F4A7C15)",
         new="z = (seed + 0x9E3779B97F4A7C15)",
         breaks="all ranks draw the same numbers",
@@ -139,7 +139,7 @@ MUTANTS = (
     ),
     Mutant(
         name="axis: simulated ranks all come first",
-        where="Axis.index.places",
+        where="Axis.index",
         old="places = torch.arange(self.size) if part is None",
         new="places = torch.zeros(self.size, dtype=torch.int64) if part is None",
         breaks="every simulated rank is rank 0",
@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: unequal groups have one size",
-        where="pmean.n",
+        where="pmean",
         old="n = _count(axis, axis_index_groups)",
         new="n = axis_size(axis)",
         breaks="means of simulated groups are divided by the size of the largest",
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: inferred lengths are this rank's",
-        where="_all_gather_inferred.lengths",
+        where="_all_gather_inferred",
         old="lengths = list(zip(*rows, strict=True))",
         new="lengths = [(length,) * len(rows) for length in mine]",
         breaks="padding counts as data where lengths differ",
@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         name="axis: draws are shared by simulated ranks",
-        where="vmap.mapped.results",
+        where="vmap.mapped",
         old="in_dims=tensor_dims, randomness=randomness)(",
         new='in_dims=tensor_dims, randomness="same")(',
         breaks="all simulated ranks have one dropout mask",
@@ -219,7 +219,7 @@ MUTANTS = (
     ),
     Mutant(
         name="containers: an order of keys is lost",
-        where="_mapping_whole.items",
+        where="_mapping_whole",
         old="items = {key: values[key] for key in rest.order}",
         new="items = dict(values)",
         breaks="a mapping comes back with its keys sorted",

@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a seal holds for any issue",
-        where="_seal.about",
+        where="_seal",
         old='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "',
         new='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} "',
         breaks="an object that was sent once can be sent again",

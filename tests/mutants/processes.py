@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: a consequence counts as the cause",
-        where="first_failure.genuine",
+        where="first_failure",
         old="genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]",
         new="genuine = list(told)",
         breaks="the launcher names a rank that has only lost its peer",
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: another run's are removed",
-        where="prune.before",
+        where="prune",
         old="if step < committed and _is_of(run, step_path(path, step))]",
         new="if step < committed]",
         breaks="keep= removes checkpoints of others",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: save_async writes the state itself",
-        where="save_async.copies",
+        where="save_async",
         old="x.clone() if x",
         new="x if x",
         breaks="what is saved is of several steps",
@@ -192,7 +192,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: a rank's failure isn't told",
-        where="Together._decided.troubles",
+        where="Together._decided",
         old="troubles = [trouble for _, trouble in parts]",
         new="parts = [x for x in parts if x[0]]\ntroubles: list[Trouble] = [None for _ in parts]",
         breaks="a checkpoint without a rank's part gets its name",

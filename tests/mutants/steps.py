@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: uneven divides by all ranks",
-        where="_turns.share",
+        where="_turns",
         old='share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0',
         new="share = 1.0",
         breaks="the last steps of an epoch are too small",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: NaN is found on a rank alone",
-        where="not_finite.suspicious",
+        where="not_finite",
         old="suspicious = not all(cmath.isfinite(x) for x in numbers)",
         new="suspicious = not all(x == x for x in numbers)",
         breaks="infinite gradients pass the guard",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a broadcast state counts from 0",
-        where="TrainStep.broadcast.sync",
+        where="TrainStep.broadcast",
         old="sync = replace(SyncState.new(entries, choice), step=sync_step)",
         new="sync = SyncState.new(entries, choice)",
         breaks="after train.broadcast ranks are in another phase of their strategy",

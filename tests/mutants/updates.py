@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="strategies: outer momentum without Nesterov",
-        where="DiLoCoStrategy.after_update.anchor",
+        where="DiLoCoStrategy.after_update",
         old="self.outer_lr * (d + self.outer_momentum * v)",
         new="self.outer_lr * (d + self.outer_momentum * states[path][VELOCITY])",
         breaks="the outer step uses the velocity of the step before",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: ZeRO's gradients in another rank's place",
-        where="_placed.there",
+        where="_placed",
         old="there = whole[rank * m : (rank + 1) * m]",
         new="there = whole[(n - 1 - rank) * m : (n - rank) * m]",
         breaks="each rank updates its part with gradients of 0, between processes",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: a round forgets the steps since it began",
-        where="AsyncAveraging._take_round.deltas",
+        where="AsyncAveraging._take_round",
         old="deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]",
         new="deltas = [y - x for y, x in zip(reduced, tree.flatten(params)[0], strict=False)]",
         breaks="asynchronous averaging throws local steps away, between processes",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: clipping scales small gradients up",
-        where="ClipByGlobalNorm.update.factor",
+        where="ClipByGlobalNorm.update",
         old="factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)",
         new="factor = float(self.max_norm) / (norm + float(self.eps))",
         breaks="every gradient has the greatest norm that is allowed",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: QAdam without bias correction",
-        where="QAdamOptimizer._run.rate",
+        where="QAdamOptimizer._run",
         old="rate = lr * settled / (1 - beta1**step)",
         new="rate = lr * settled",
         breaks="steps after a short warm-up are too small",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         name="demo: validation windows overlap the training text's order",
-        where="Corpus.validation_windows.targets",
+        where="Corpus.validation_windows",
         old="targets = self.validation[1 : count * context + 1].view(count, context)",
         new="targets = self.validation[: count * context].view(count, context)",
         breaks="the model is asked for the character that it has just seen",
