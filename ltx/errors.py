@@ -36,6 +36,7 @@ __all__ = [
     "TransportError",
     "TreeError",
     "UnsupportedError",
+    "UnusedParameterWarning",
     "WeightError",
     "WorkerError",
     "WorldError",
@@ -132,6 +133,10 @@ class DonatedStateError(LtxError, RuntimeError):
 
 class CheckpointError(LtxError, RuntimeError):
     """A checkpoint couldn't be written, or none could be read."""
+
+
+class UnusedParameterWarning(UserWarning):
+    """The loss of a training's first step doesn't depend on some parameters, which weight decay moves all the same."""
 
 
 class NotFiniteError(LtxError, FloatingPointError):

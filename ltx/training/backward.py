@@ -5,19 +5,22 @@ What is done with its buckets is in :mod:`ltx.training.completion`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ltx import collectives, comm, tree
 from ltx.axis import Axis
-from ltx.errors import WeightError
+from ltx.errors import UnusedParameterWarning, WeightError
+from ltx.gradients.marker import Mark
 from ltx.gradients.process_schedule import ProcessSchedule
 from ltx.gradients.reduction import LeafState
 from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer
+from ltx.training.accumulate import MicroBatches
 from ltx.training.train_state import TrainState
 from ltx.transforms.run import Run
 from ltx.typing import Tree
@@ -61,6 +64,8 @@ class Backward:
         donate: parameters and optimizer state are updated in place.
         loss_scale: the factor of the loss; a tensor where the host doesn't wait for it.
         probes: gives sums of complete gradients, where the guard wants them.
+        unused: the paths of parameters that the loss doesn't depend on on this rank, at a training's first step, by
+            their places among `trained`; those are taken out whose gradients other ranks have.
     """
 
     optimizer: Optimizer
@@ -73,6 +78,7 @@ class Backward:
     donate: bool
     loss_scale: float | torch.Tensor = 1.0
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    unused: dict[int, str] = field(default_factory=dict)
 
     def objective(self, total: torch.Tensor) -> torch.Tensor | None:
         """What the backward pass differentiates: `total` times the loss scale; None if no input has a part in it.
@@ -104,6 +110,24 @@ class Backward:
             grads = [(g.to(torch.promote_types(g.dtype, divisor.dtype)) / divisor).to(g.dtype) for g in grads]
         return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
 
+    def look(self, members: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Take parameters out of :attr:`unused` that have gradients: `grads`, of these places among `trained`."""
+        for member, grad in zip(members, grads, strict=True) if self.unused else ():
+            if member in self.unused and bool(grad.any()):
+                del self.unused[member]
+
+    def warn_of_unused(self) -> None:
+        if self.unused:
+            paths = list(self.unused.values())
+            said = ", ".join(map(repr, paths[:6])) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+            warnings.warn(
+                f"train_step: the loss of the first step doesn't depend on {said}. Their gradients are zeros, and "
+                "weight decay moves them, where torch leaves parameters whose .grad is None alone. Leave out what "
+                f"isn't trained: train_step(..., trainable=lambda path: path not in {{{paths[0]!r}, ...}}).",
+                UnusedParameterWarning,
+                stacklevel=1,
+            )
+
     def invalidated_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
         """Mark the state as invalid if `error` came when `updated` buckets (None: all) had been updated in place."""
         if self.donate and updated != 0:
@@ -113,6 +137,27 @@ class Backward:
                 f"something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
                 'overlap="backward" a state is that before the step or that after it.'
             )
+
+
+def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | None) -> list[int]:
+    """The places of the leaves that `total` doesn't depend on, by its graph; `plan`: that of its markers.
+
+    Of micro-batches the last one tells: the node of the others has all parameters for inputs.
+    """
+    places = {id(leaf): place for place, leaf in enumerate(leaves)}
+    queue: list[Any] = [total.grad_fn]
+    missing, seen = set(places.values()) - {places.get(id(total))}, set[Any]()
+    for node in queue:  # which grows meanwhile
+        ends = node is None or isinstance(node, (MicroBatches._backward_cls, Mark._backward_cls))
+        for following, output in () if ends else node.next_functions:
+            if plan is not None and isinstance(following, Mark._backward_cls):
+                bucket = plan.buckets[following.bucket]  # type: ignore[attr-defined]
+                missing.difference_update(bucket.members[output : output + 1])
+            missing.discard(places.get(id(getattr(following, "variable", None)), -1))
+            if following not in seen:
+                seen.add(following)
+                queue.append(following)
+    return sorted(missing)
 
 
 def is_one(scale: float | torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from ltx.gradients.planning import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
 from ltx.optim.update import Update
 from ltx.strategies.update import PostUpdateHook, StepInfo, Updated, check_next, check_updated
-from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once
+from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once, unreached
 from ltx.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.training.donated import hand_over
 from ltx.training.guard import (
@@ -170,7 +170,15 @@ class Step:
         sync = forward.sync_leaves, forward.sync_spec
         inputs = [*leaves, *forward.sync_leaves] if given is None else given
         look = probes if checks_finite(train) and not runs_ahead(self.info) else None
-        return Backward(train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look)
+        unused: dict[int, str] = {}
+        if self.state.step == 0:
+            schedule = forward.run.schedule
+            missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
+            if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):  # a rank without data can't say
+                paths = tree.leaf_paths(self.state.trained)
+                unused = {member: paths[self._trained[member]] for member in missing}
+        work = train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look, unused
+        return Backward(*work)
 
     def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion:
         """Send the step summary, and run the backward pass, which launches the buckets' programs.
@@ -259,6 +267,7 @@ class Step:
         states, buffers = done.states, forward.buffers
         finite: bool | torch.Tensor | None = None
         if done.grads is not None:
+            work.look(range(len(done.grads)), done.grads)
             if checks_finite(train):
                 finite = all_finite(train, done.grads, info, done.sums)
             if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know
@@ -281,6 +290,7 @@ class Step:
             state.begin_writing()
 
         try:
+            work.warn_of_unused()
             with uninterrupted(self._in_place):
                 updated = self._updated(done, states, finite, about_to_write)
                 next_sync = state.held("sync_state").advanced(updated.states)

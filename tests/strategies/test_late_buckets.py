@@ -220,6 +220,7 @@ def test_zero_goes_on_from_a_gathered_state(donate: bool, ranks: Ranks, seed: in
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
 def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
     """All ranks raise together, and the next step goes on."""
 

@@ -211,6 +211,7 @@ def test_buffers_aux_and_frozen_parameters(seed: int) -> None:
     assert metrics.loss.item() == 8.0
 
 
+@pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
 def test_complex_parameters_and_none() -> None:
     def step(params: Params) -> Any:
         return {"z": torch.full((2,), 1 + 2j, dtype=torch.complex64), "unused": None}, torch.tensor(5.0)

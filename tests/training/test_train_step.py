@@ -354,6 +354,7 @@ def test_the_optimizer_counts_its_own_updates(strategy: ltx.Strategy, ranks: Ran
         assert not any(torch.equal(params[path], others[path]) for path in params)
 
 
+@pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
 def test_frozen_parameters() -> None:
     frozen = torch.tensor([1.0, 3.0])
     train = ltx.train_step(
